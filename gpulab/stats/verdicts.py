@@ -243,8 +243,8 @@ def _sentences(verdict: Verdict, row: Any) -> str:
         unseen = inference.clopper_pearson_upper(0, n)
         jump = -row.difference * (1 - unseen) / unseen
         sentences.append(
-            f"Only jumps that none of these {block}s made could undo this mean: of {jump:.2g} on average, in "
-            f"{unseen:.0%} of all {block}s (as many could have gone unseen, 95 % limit)"
+            f"This mean could be undone only if up to {unseen:.0%} of all {block}s, which so few could have missed, "
+            f"moved by {jump:.2g} on average"
         )
     if row.decision == "inconclusive":
         sentences.append("; ".join(_unsettled(row, within, block, alpha)))

@@ -230,19 +230,6 @@ def _condition(frame: pd.DataFrame) -> pd.Series:
     return pd.Series([HANDED[key] for key in zip(frame.device, frame.loader, strict=True)], frame.index, dtype=object)
 
 
-def higher_losses(frame: pd.DataFrame) -> pd.DataFrame:
-    """In how many `seeds` of the `published_runs` the loss is `worse`, a row for each registered comparison."""
-    rows = []
-    for comparison in REGISTERED:
-        some = frame[frame.full == comparison.full]
-        losses = some.pivot_table(index=["film", "seed"], columns="condition", values="final_loss")
-        if {comparison.condition, comparison.reference} <= set(losses):
-            pairs = losses[[comparison.condition, comparison.reference]].dropna()
-            worse = (pairs[comparison.condition] > pairs[comparison.reference]).sum()
-            rows.append({**comparison._asdict(), "seeds": len(pairs), "worse": worse})
-    return pd.DataFrame(rows)
-
-
 def published_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Every registered comparison that the `published_runs` allow, corrected by Holm within each family and endpoint.
 
@@ -506,7 +493,7 @@ def published_page(
 def _short(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> list[str]:
     """Sentences: in how many of all registered pairs of runs the memory decides, and in how many the device."""
     losses = table[table.endpoint == LOSS]
-    of_the_memory, of_the_device = main_finding(losses)
+    of_the_memory, of_the_device = main_finding(table)
     ended = f"with {SHARED_MEMORY} the loss ends higher in"
     said = [of_the_memory, f"Our port after 50,000 frames: {ended} {_pairs(longer[longer.metric == ALL])}."]
     # Where all bits are the same, the device copied: the memory does not differ.
@@ -525,13 +512,16 @@ def _short(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> lis
     return said
 
 
-def main_finding(losses: pd.DataFrame) -> tuple[str, str]:
-    """What `higher_losses`, or the losses of a `published_table`, say of the memory, and what of the device."""
+def main_finding(table: pd.DataFrame) -> tuple[str, str]:
+    """What a `published_table` says of the memory, and what of the device, in a sentence each."""
+    losses = table[table.endpoint == LOSS]
     same_device = losses.condition.str[:3] == losses.reference.str[:3]
+    devices = losses[~same_device]
+    decided = listed(f"{row.condition.partition(', ')[2]}: {row.decision}" for row in devices.itertuples())
     return (
         f"In the authors' code the loss ends higher with {SHARED_MEMORY} in {_pairs(losses[same_device])} pairs of "
         "runs that were laid down beforehand and differ in nothing else.",
-        f"Where only the device differs, the CPU's loss ends higher in {_pairs(losses[~same_device])}.",
+        f"Where only the device differs, the CPU's loss ends higher in {_pairs(losses[~same_device])} ({decided}).",
     )
 
 
