@@ -266,7 +266,7 @@ def test_the_text_counts_that_is_there_when_a_training_begins_and_the_old_runs_s
     assert once("usual.py:train").record == before.record
     write(usual=commented.replace("+ 0", "+ 1"))  # as long, and of the same second
     assert once("usual.py:train").final_loss == 2
-    write(parts="loss = 2.0\n")
+    write(parts="loss = 2.00\n")  # of another length: by that and the second Python tells what it has compiled
     del sys.modules["parts"]
     assert once("usual.py:train").final_loss == 3
     assert sorted(gl.runs("runs").final_loss) == [1, 2, 3]
