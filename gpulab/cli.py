@@ -433,6 +433,7 @@ def guard_script(
     from gpulab.errors import OverwrittenError
 
     report = guards.guard("raise" if stop else "warn", reads)
+    file = json and json.absolute()  # the script may go to another folder
     guarded_scripts.check_script(script)
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
@@ -445,8 +446,8 @@ def guard_script(
                 raise
         finally:
             say(report, sys.stderr)
-            if json:
-                files.write(json, "".join(f"{line}\n" for line in guarded_scripts.json_lines(report)).encode())
+            if file:
+                files.write(file, "".join(f"{line}\n" for line in guarded_scripts.json_lines(report)).encode())
     if report.findings:
         raise typer.Exit(1)
 

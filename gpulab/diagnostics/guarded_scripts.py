@@ -23,9 +23,9 @@ def check_script(script: str | Path) -> None:
 def run_script(script: str | Path, arguments: Sequence[str], report: Guard) -> None:
     """Run a script as Python would, with its arguments, inside the guard `report`.
 
-    What the script raises comes out of here, `SystemExit` included; what was found so far is in the report.
+    What the script raises comes out of here, `SystemExit` included; what was found so far is in the report. Whether
+    there is such a file is asked by `check_script`, before.
     """
-    check_script(script)
     script = Path(script)
     before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)

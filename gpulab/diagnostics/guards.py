@@ -187,7 +187,6 @@ class Guard:
     def __init__(self, on: str = "raise", reads: str = "backward") -> None:
         self.on, self.reads = on, reads
         self._shared = SharedReads(self._tell)
-        self._watching = threading.local()
         self.checked = self.unchecked = 0
         self._findings: dict[tuple[Line, str], Overwritten | StaleRead] = {}
         self._warned = 0
@@ -224,14 +223,12 @@ class Guard:
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
         if self.reads == "any":
-            watching = self._shared.watching()
-            watching.__enter__()
-            self._watching.__dict__.setdefault("entered", []).append(watching)
+            self._shared.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.reads == "any":
-            self._watching.entered.pop().__exit__(None, None, None)
+            self._shared.__exit__(kind, error, trace)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._threads.remove(_thread.ident)
         if error is not None or self._findings:

@@ -13,14 +13,14 @@ again and again is a view on purpose, and no finding.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 import torch.utils.dlpack
@@ -30,11 +30,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, nearest_holder, user_frame
+from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, nearest_holder, span_of, user_frame
 
 # What may make a tensor without a copy.
 MAKERS = [(torch, name) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")]
 MAKERS.append((torch.utils.dlpack, "from_dlpack"))
+OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
+BLOCK = 1 << 16  # bytes that have one number
 FEW = 1000  # births, after which those are dropped whose memory is gone
 KINDS = {  # what happened, in words
     "stale": "its memory was overwritten before it was read again",
@@ -89,42 +91,59 @@ class _Birth:
     size: int  # bytes
     version: int
     line: Line
-    content: int = 0
+    content: list[int] = field(default_factory=list)  # a number for each block of the memory
 
-    def look(self) -> int:
-        """A number that stands for what is in the memory now."""
-        return xxhash.xxh3_64_intdigest((ctypes.c_char * self.size).from_address(self.address))
+    def blocks(self, span: Span) -> range:
+        """Which blocks a piece of the memory lies in."""
+        first, last = span[0] - self.address, span[1] - self.address
+        return range(first // BLOCK, math.ceil(last / BLOCK))
+
+    def look(self, blocks: range) -> list[int]:
+        """Numbers that stand for what is in some blocks of the memory now."""
+        numbers = []
+        for begin in range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK):
+            length = min(BLOCK, self.size - begin)
+            numbers.append(xxhash.xxh3_64_intdigest((ctypes.c_char * length).from_address(self.address + begin)))
+        return numbers
+
+    def remember(self, version: int) -> None:
+        """Take all that is in the memory now for right."""
+        self.version = version
+        self.content = self.look(self.blocks((self.address, self.address + self.size)))
 
 
-class SharedReads:
-    """The memory that tensors share with others, as far as it was seen; `tell` hears of every stale read."""
+class SharedReads(TorchDispatchMode):
+    """Inside, tensors that are made without a copy are noted, and what every operation reads is checked.
+
+    `tell` hears of every stale read. A read takes time in proportion to what is read, whatever the size of the memory.
+    May be entered again, and in several threads.
+    """
 
     def __init__(self, tell: Callable[[StaleRead], None]) -> None:
+        super().__init__()
         self.tell = tell
         self.checked = 0
         self.births: dict[int, _Birth] = {}  # by the identity of the storage
         self.latest: dict[int, _Birth] = {}  # by the address of the memory
         self.room = FEW
+        self.lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, every tensor that is made without a copy is noted, and what every operation reads is checked."""
-        with contextlib.ExitStack() as stack:
-            for module, name in MAKERS:
-                make = getattr(module, name)
-                stack.callback(setattr, module, name, make)
-                setattr(module, name, self._noting(make))
-            stack.enter_context(_Watch(self))
-            yield
+    def __enter__(self) -> Self:
+        _listen(self)
+        return super().__enter__()
 
-    def _noting(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(make)
-        def made(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = make(*args, **kwargs)
-            self.birth_of(tensor)
-            return tensor
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        _leave(self)
 
-        return made
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Check what an operation reads, and run it."""
+        kwargs = kwargs or {}
+        if not _is_view(operation):
+            read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
+            named = {name: value for name, value in kwargs.items() if name != "out"}
+            self.check([leaf for leaf in tree_leaves((read, named)) if isinstance(leaf, Tensor)], operation)
+        return operation(*args, **kwargs)
 
     def birth_of(self, tensor: Tensor) -> _Birth | None:
         """What is known of the memory of a tensor; None where torch itself owns it."""
@@ -136,14 +155,15 @@ class SharedReads:
             return known
         if storage.resizable() or not storage.nbytes():
             return None
-        if len(self.births) >= self.room:
-            self.births = {key: birth for key, birth in self.births.items() if not birth.storage.expired()}
-            self.latest = {key: birth for key, birth in self.latest.items() if not birth.storage.expired()}
-            self.room = max(FEW, 2 * len(self.births))
         line = line_of(user_frame(sys._getframe(1)))
         birth = _Birth(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), tensor._version, line)
-        birth.content = birth.look()
-        self.births[storage._cdata] = self.latest[birth.address] = birth
+        birth.remember(tensor._version)
+        with self.lock:
+            if len(self.births) >= self.room:
+                self.births = {key: birth for key, birth in self.births.items() if not birth.storage.expired()}
+                self.latest = {key: birth for key, birth in self.latest.items() if not birth.storage.expired()}
+                self.room = max(FEW, 2 * len(self.births))
+            self.births[storage._cdata] = self.latest[birth.address] = birth
         return birth
 
     def check(self, tensors: list[Tensor], operation: Any) -> None:
@@ -151,39 +171,26 @@ class SharedReads:
         births = [self.birth_of(tensor) for tensor in tensors]
         addresses = [birth.address for birth in births if birth]
         for tensor, birth in zip(tensors, births, strict=True):
-            if birth is None:
+            if birth is None or not tensor.numel():
                 continue
             self.checked += 1
-            content = birth.look()
-            counted = tensor._version != birth.version  # torch wrote there itself
+            if tensor._version != birth.version:  # torch wrote there itself
+                birth.remember(tensor._version)
+            blocks = birth.blocks(span_of(tensor))
+            content = birth.look(blocks)
             latest = self.latest.get(birth.address, birth)
-            if counted or latest is birth or latest.storage.expired():
-                birth.version, birth.content = tensor._version, content
-            elif content != birth.content:
+            if latest is birth or latest.storage.expired():
+                birth.content[blocks.start : blocks.stop] = content
+            elif content != birth.content[blocks.start : blocks.stop]:
                 cause = "together" if addresses.count(birth.address) > 1 else "stale"
                 self._report(tensor, birth, latest, cause, operation)
 
     def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, operation: Any) -> None:
-        span: Span = (birth.address, birth.address + birth.size)
-        holder = nearest_holder(span, "cpu", threading.get_ident())
+        holder = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         name, line = operation.overloadpacket.__name__, line_of(user_frame(sys._getframe(1)))
         array = holder.array if holder else ""
         self.tell(StaleRead(cause, name, shape, dtype, birth.line, latest.line, line, array))
-
-
-class _Watch(TorchDispatchMode):
-    """Hears of every operation, the backward pass included."""
-
-    def __init__(self, reads: SharedReads) -> None:
-        super().__init__()
-        self.reads = reads
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check what an operation reads, and run it."""
-        if not _is_view(operation):
-            self.reads.check([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], operation)
-        return operation(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -191,3 +198,40 @@ def _is_view(operation: Any) -> bool:
     """Whether an operation reads no number: what it returns is other words for the same memory."""
     returned = [given.alias_info for given in operation._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
+
+
+# --- who makes tensors ---------------------------------------------------------------------------------------
+
+_listening: list[SharedReads] = []  # those that are entered, once for each time, whatever the thread
+_makers: list[Callable[..., Tensor]] = []  # torch's own, while somebody listens
+_lock = threading.Lock()
+
+
+def _listen(reads: SharedReads) -> None:
+    """Tell of every tensor that is made without a copy. Threads may leave in another order than they came."""
+    with _lock:
+        if not _listening:
+            for module, name in MAKERS:
+                _makers.append(getattr(module, name))
+                setattr(module, name, _noted(_makers[-1]))
+        _listening.append(reads)
+
+
+def _leave(reads: SharedReads) -> None:
+    with _lock:
+        _listening.remove(reads)
+        if not _listening:
+            for (module, name), make in zip(MAKERS, _makers, strict=True):
+                setattr(module, name, make)
+            _makers.clear()
+
+
+def _noted(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = make(*args, **kwargs)
+        for reads in list(_listening):
+            reads.birth_of(tensor)
+        return tensor
+
+    return made

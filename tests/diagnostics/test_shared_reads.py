@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -154,6 +155,43 @@ def test_what_makes_tensors_is_put_back_and_reads_is_one_of_two():
     assert [getattr(torch, name) for name in ("from_numpy", "as_tensor", "frombuffer")] == makers
     with pytest.raises(gl.UsageError, match="reads='all': expected 'backward' or 'any'"):
         gl.guard(reads="all")
+
+
+def test_threads_may_leave_in_another_order_than_they_came():
+    maker, first_left, both_in = torch.from_numpy, threading.Event(), threading.Event()
+
+    def first():
+        with gl.guard(reads="any"):
+            both_in.wait(60)
+        first_left.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with gl.guard(reads="any") as report:
+        both_in.set()
+        assert first_left.wait(60)
+        with pytest.raises(gl.OverwrittenError):
+            stacked()
+    thread.join()
+    assert report.findings
+    assert torch.from_numpy is maker
+
+
+def test_of_a_large_memory_what_was_overwritten_is_told_from_what_was_not():
+    block = gl.diagnostics.shared_reads.BLOCK // 4
+    array = np.zeros((3, block), np.float32)
+    array[2, -1] = 1
+    with gl.guard(reads="any"):
+        old = torch.from_numpy(array)
+        old[0].sum()
+        array[1] = 1
+        new = torch.from_numpy(array)
+        assert old[0].sum() + old[2].sum() == 1
+        assert new[1].sum() == block
+        with pytest.raises(gl.OverwrittenError, match=f"of shape \\({block},\\) on cpu: its memory was overwritten"):
+            old[1].sum()
+        old[1].copy_(new[1])  # which reads nothing of it, and is counted
+        assert old.sum() == block + 1
 
 
 def test_of_many_tensors_those_are_forgotten_whose_memory_is_gone():
