@@ -157,9 +157,10 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         correlation = some.loss.corr(some.index_fraction, method="spearman")
         correlations.append(correlation)
     panels[0].set_ylabel("directions that lead down\n(share of all)")
-    goes = "goes" if min(correlations) > 0 else "does not always go"
     numbers = " and ".join(f"{correlation:+.2f}" for correlation in correlations)
-    headline = f"A lower loss {goes} with fewer ways down (rank correlation over all steps {numbers})"
+    headline = f"Loss and share of ways down: rank correlation over all steps {numbers}"
+    if min(correlations) > 0:
+        headline = f"A lower loss goes with fewer ways down (rank correlation over all steps {numbers})"
     alt = "The share of negative curvature directions against the loss, all steps of trainings together."
     keys = [*style.setting_keys(measured, shapes=True), *style.origin_keys(measured)]
     keys.append(style.key("before training (of the medians)", ls="", marker="x", color=INK))

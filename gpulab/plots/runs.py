@@ -130,7 +130,7 @@ def curves(
     last = histories.groupby("id").loss.last()
     counts = f"{len(levels)} {factor}{'s' if len(levels) > 1 else ''} × {histories.seed.nunique()} seeds"
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
-    if len(levels) == 2:
+    if len(levels) == 2 and middle.min() > 0:  # neither diverged
         low, high = sorted(levels, key=middle.get)
         times = middle[high] / middle[low]
         headline = f"The median curve ends {times:.2g} times as high for {called[high]} as for {called[low]}"

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
@@ -142,6 +143,8 @@ def _alike(decision: str, rows: pd.DataFrame, judged: Verdict, called: Mapping[A
     count = f"{span(rows.seeds)} {block}{'s' if rows.seeds.max() > 1 else ''}"
     if decision == SAME:
         return f"{under.title()} {levels} every {block} ends with the same bits as {under} {usual}."
+    if rows.seeds.max() == 1:
+        return f"One {block} cannot compare {levels} with {usual}."
     if decision == "inconclusive":
         return f"Whether {levels} differ from {usual}, {count} do not decide{_would(rows)}."
     margin = "the margin"
@@ -192,9 +195,10 @@ def _metric(judged: Verdict) -> str:
 def _would(rows: pd.DataFrame) -> str:
     """How many seeds would decide, as far as that is known."""
     most = rows.seeds_needed.max()
-    if most < FEWEST:
-        return f"; about {most:.0f} would be enough to show that nothing matters"
-    return f"; about {most:.0f} would" if most == most else ""
+    if not np.isfinite(most):
+        return ""
+    enough = " be enough to show that nothing matters" if most < FEWEST else ""
+    return f"; about {most:.0f} would{enough}"
 
 
 def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:

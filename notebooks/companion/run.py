@@ -413,13 +413,16 @@ def glossary() -> Markup:
     """The table of words that findings use; its links, which lead to files beside it, are left out."""
     from nbconvert.filters import markdown2html
 
+    if not GLOSSARY.is_file():  # the notebooks lie outside of a clone
+        return Markup()
     text = GLOSSARY.read_text(encoding="utf-8")
     return Markup(markdown2html(LINK.sub(r"\1", text[text.index("|") :])))
 
 
 def repository() -> str | None:
     """The address of the public repository; None as long as there is none."""
-    named = re.search(r'^repository-code: "(.+)"', CITATION.read_text(encoding="utf-8"), re.M)
+    citation = CITATION.read_text(encoding="utf-8") if CITATION.is_file() else ""
+    named = re.search(r'^repository-code: "(.+)"', citation, re.M)
     return named[1] if named else None
 
 

@@ -197,6 +197,8 @@ def _correlation(rows: pd.DataFrame) -> tuple[str, str]:
     trainings = rows.groupby(["setting", "seed"]).ngroups
     said = f"rank correlation {every:+.2f} over {len(rows)} snapshots of {trainings} trainings"
     together = f"a lower loss {'goes' if every > 0 else 'does not go'} with fewer ways down"
+    if np.isnan(every):
+        return f"{len(rows)} snapshots are too few to see whether a lower loss goes with fewer ways down.", f"{said}."
     # What settings made of one seed is averaged: they are no replications.
     table = rows.pivot_table(index="step", columns="seed", values=["loss", "index_fraction"]).dropna(axis=1)
     scores = []

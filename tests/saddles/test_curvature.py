@@ -133,7 +133,7 @@ def test_what_is_shipped_is_recorded_with_its_passport():
 
 def test_figures_say_what_they_show(frame):
     shown = frame.loss.rank().corr(frame.index_fraction.rank())
-    assert f"(rank correlation over all steps {shown:+.2f})" in gl.plots.index_against_loss(frame).alt
+    assert f"rank correlation over all steps {shown:+.2f}" in gl.plots.index_against_loss(frame).alt
     assert "2 seeds" in gl.plots.spectra(frame).alt
     with pytest.raises(gl.UsageError, match="the frame mixes"):
         gl.plots.spectra(pd.concat([frame, frame.assign(experiment="another")]))
