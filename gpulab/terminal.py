@@ -36,7 +36,7 @@ def printing(stream: IO[str]) -> Iterator[None]:
 def say(text: object, to: IO[str] | None = None) -> None:
     """Print a text, whatever is in it: it may come from a file of a stranger's."""
     with printing(to or sys.stdout):
-        print(printable(str(text)), file=to)
+        print(printable(str(text)), file=to, flush=True)  # who reads a pipe reads it now
 
 
 def save_plot(result: Report, file: Path | None) -> None:
