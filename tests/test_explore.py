@@ -36,6 +36,7 @@ class Server:
         folders = {f"JUPYTER_{name}_DIR": str(home / name) for name in ("CONFIG", "RUNTIME")}
         packages = os.pathsep.join([str(ROOT), str(ROOT / "notebooks")])
         environment = os.environ | folders | {"IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": packages}
+        environment["PYTHONUNBUFFERED"] = ""  # as a user's: what is said has to arrive by itself
         how = {"cwd": home, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen([*COMMAND, "--port", "0", *options], **how)
         line = self.process.stdout.readline()
