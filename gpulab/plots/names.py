@@ -17,7 +17,7 @@ EMULATED = {"tf32": "TF32", "ampere": "an Ampere card", "hopper": "a Hopper card
 SWITCHES = {
     "tf32": {True: "TF32", False: "no TF32"},
     "cudnn": {True: "cuDNN", False: "no cuDNN"},
-    "denormals": {True: "denormals kept", False: "denormals as zero"},
+    "denormals": {True: "tiniest numbers kept", False: "tiniest numbers as zero"},
     "deterministic": {True: "deterministic", False: "any order of sums"},
 }
 OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}

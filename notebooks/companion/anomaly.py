@@ -54,7 +54,7 @@ MARKS = "osD^v"  # of the lengths of a window
 FEWEST = 5  # cells, whose ranks an interval needs
 COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
 COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine machine_reference"
-NO_TREND = "no trend is shown"
+NO_TREND = "these cells do not tell whether it is higher or lower"
 CLAIM = [
     "PredNet learns better on a GPU than on a CPU, an autoencoder does not (Pietrowski et al. 2021, arXiv 2109.01451).",
     "Retracted: the difference came with the library, Chainer. The authors suspect a bug and do not say which.",
@@ -484,7 +484,7 @@ def published_page(
     )
     unknown = [*UNKNOWN]
     if any(NO_TREND in sentence for _, sentences in by_dose.sentences() for sentence in sentences):
-        unknown.append("Why the loss does not rise where the gradient is further off.")
+        unknown.append("Whether the loss rises where the gradient is further off: our cells neither show it nor exclude it.")
     told = parts | {"Not known": unknown}
     folded = set(told) - {"In short", "What was wrong", "Not known"}
     return finding(told, [*numbers, *by_dose.numbers], folded)

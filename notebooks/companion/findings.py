@@ -147,16 +147,11 @@ def _alike(decision: str, rows: pd.DataFrame, judged: Verdict, called: Mapping[A
         return f"One {block} cannot compare {levels} with {usual}."
     if decision == "inconclusive":
         return f"Whether {levels} differ from {usual}, {count} do not decide{_would(rows)}."
-    margin = "the margin"
-    if rows.margin_relative.notna().all():
-        margin += f" of {_per_cent(rows.margin_relative)}"
-    mean = f"the mean {_metric(judged)}"
+    margin = _per_cent(rows.margin_relative) if rows.margin_relative.notna().all() else "the margin"
+    mean = f"{under.title()} {levels} the mean {_metric(judged)}"
     if decision == "equivalent":
-        return (
-            f"{under.title()} {levels} {mean} is that of {usual} within {margin} ({count}): no difference that matters."
-        )
-    less = f"by less than {margin} ({count})"
-    return f"{under.title()} {levels} {mean} differs from that of {usual}, {less}: too little to matter."
+        return f"{mean} is within {margin} of that {under} {usual} ({count}): no difference that matters."
+    return f"{mean} differs from that {under} {usual} by less than {margin} ({count}): too little to matter."
 
 
 def _one_level(row: pd.Series, judged: Verdict, called: Mapping[Any, str]) -> str:

@@ -172,7 +172,7 @@ def test_what_is_off_stands_in_the_last_row_of_reconstructions(tmp_path):
 def test_settings_have_names_in_words_and_keep_their_own_where_two_would_be_called_alike():
     settings = {
         "cpu": "CPU",
-        "cpu:threads=3,denormals=off": "CPU, 3 threads, denormals as zero",
+        "cpu:threads=3,denormals=off": "CPU, 3 threads, tiniest numbers as zero",
         "cpu:isa=avx512,precision=float64": "CPU, AVX-512, float64",
         "cuda:1:tf32=off,cudnn=off,deterministic=on": "GPU 1, no TF32, no cuDNN, deterministic",
         "cpu:emulate=tf32,order=pairwise": "CPU, emulating TF32, sums pairwise",
