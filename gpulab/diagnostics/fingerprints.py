@@ -94,6 +94,11 @@ def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
 
 
+def memory_digest(address: int, length: int) -> int:
+    """A number of 64 bits that stands for what lies in some bytes of the host's memory, which must outlive the call."""
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * length).from_address(address))
+
+
 def content(tensor: Tensor) -> int:
     """A number of 64 bits that stands for the content of an ordinary tensor.
 

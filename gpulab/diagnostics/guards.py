@@ -25,6 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from gpulab.diagnostics.copies_under_way import UnfinishedCopy
 from gpulab.diagnostics.fingerprints import fingerprint
 from gpulab.diagnostics.memory_holders import (
     Holder,
@@ -188,7 +189,7 @@ class Guard:
         self.on, self.reads = on, reads
         self._shared = SharedReads(self._tell)
         self.checked = self.unchecked = 0
-        self._findings: dict[tuple[Line, str], Overwritten | StaleRead] = {}
+        self._findings: dict[tuple[Line, str], Overwritten | StaleRead | UnfinishedCopy] = {}
         self._warned = 0
         self._lock = threading.Lock()
         self._threads: list[int] = []  # who is inside the block
@@ -197,8 +198,8 @@ class Guard:
         self._pending: dict[int, list[tuple[Tensor, Callable[[], None]]]] = {}
 
     @property
-    def findings(self) -> list[Overwritten | StaleRead]:
-        """What was found so far: one `Overwritten` or `StaleRead` for each line and operation."""
+    def findings(self) -> list[Overwritten | StaleRead | UnfinishedCopy]:
+        """What was found so far: one for each line and operation."""
         return list(self._findings.values())
 
     def __len__(self) -> int:
@@ -310,8 +311,8 @@ class Guard:
         if not self._threads:
             self._warn()
 
-    def _tell(self, finding: StaleRead) -> None:
-        """A read that `SharedReads` has found."""
+    def _tell(self, finding: StaleRead | UnfinishedCopy) -> None:
+        """What `SharedReads` has found."""
         key = (finding.line, finding.operation)
         with self._lock:
             known = self._findings.get(key)

@@ -20,7 +20,8 @@ from torch import Tensor
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-OWN = (__file__, *(str(Path(__file__).with_name(name)) for name in ("guards.py", "shared_reads.py")))  # nobody's
+OWN_FILES = ("memory_holders.py", "guards.py", "shared_reads.py", "copies_under_way.py")
+OWN = tuple(str(Path(__file__).with_name(name)) for name in OWN_FILES)  # nobody's
 Span = tuple[int, int]  # the first address of a piece of memory and the one after its last
 
 

@@ -13,7 +13,6 @@ again and again is a view on purpose, and no finding.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import sys
@@ -24,17 +23,15 @@ from typing import Any, Self
 
 import torch
 import torch.utils.dlpack
-import xxhash
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpulab.diagnostics.copies_under_way import CopiesUnderWay, UnfinishedCopy, waiting
+from gpulab.diagnostics.fingerprints import memory_digest
 from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, nearest_holder, span_of, user_frame
 
-# What may make a tensor without a copy.
-MAKERS = [(torch, name) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")]
-MAKERS.append((torch.utils.dlpack, "from_dlpack"))
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
 BLOCK = 1 << 16  # bytes that have one number
 FEW = 1000  # births, after which those are dropped whose memory is gone
@@ -102,8 +99,7 @@ class _Birth:
         """Numbers that stand for what is in some blocks of the memory now."""
         numbers = []
         for begin in range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK):
-            length = min(BLOCK, self.size - begin)
-            numbers.append(xxhash.xxh3_64_intdigest((ctypes.c_char * length).from_address(self.address + begin)))
+            numbers.append(memory_digest(self.address + begin, min(BLOCK, self.size - begin)))
         return numbers
 
     def remember(self, version: int) -> None:
@@ -115,13 +111,14 @@ class _Birth:
 class SharedReads(TorchDispatchMode):
     """Inside, tensors that are made without a copy are noted, and what every operation reads is checked.
 
-    `tell` hears of every stale read. A read takes time in proportion to what is read, whatever the size of the memory.
-    May be entered again, and in several threads.
+    `tell` hears of every stale read, and of every use of memory whose copy from or to a GPU goes on. A read takes time
+    in proportion to what is read, whatever the size of the memory. May be entered again, and in several threads.
     """
 
-    def __init__(self, tell: Callable[[StaleRead], None]) -> None:
+    def __init__(self, tell: Callable[[StaleRead | UnfinishedCopy], None]) -> None:
         super().__init__()
         self.tell = tell
+        self.copies = CopiesUnderWay(tell)
         self.checked = 0
         self.births: dict[int, _Birth] = {}  # by the identity of the storage
         self.latest: dict[int, _Birth] = {}  # by the address of the memory
@@ -135,6 +132,8 @@ class SharedReads(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         _leave(self)
+        if raised[0] is None:
+            self.copies.settle(end=self not in _listening)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check what an operation reads, and run it."""
@@ -142,8 +141,12 @@ class SharedReads(TorchDispatchMode):
         if not _is_view(operation):
             read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
             named = {name: value for name, value in kwargs.items() if name != "out"}
-            self.check([leaf for leaf in tree_leaves((read, named)) if isinstance(leaf, Tensor)], operation)
-        return operation(*args, **kwargs)
+            tensors = [leaf for leaf in tree_leaves((read, named)) if isinstance(leaf, Tensor)]
+            self.check(tensors, operation)
+            self.copies.check(tensors, operation.overloadpacket.__name__)
+        result = operation(*args, **kwargs)
+        self.copies.note(operation, args, kwargs, result)
+        return result
 
     def birth_of(self, tensor: Tensor) -> _Birth | None:
         """What is known of the memory of a tensor; None where torch itself owns it."""
@@ -200,20 +203,63 @@ def _is_view(operation: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in returned)
 
 
-# --- who makes tensors ---------------------------------------------------------------------------------------
+# --- who makes tensors, who reads them without torch, who asks whether a copy is done ---------------------------
 
 _listening: list[SharedReads] = []  # those that are entered, once for each time, whatever the thread
-_makers: list[Callable[..., Tensor]] = []  # torch's own, while somebody listens
 _lock = threading.Lock()
 
 
+def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = make(*args, **kwargs)
+        for reads in list(_listening):
+            reads.birth_of(tensor)
+        return tensor
+
+    return call
+
+
+def _taken(take: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(take)
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for reads in list(_listening):
+            reads.copies.check([tensor], take.__name__)
+        return take(tensor, *args, **kwargs)
+
+    return call
+
+
+def _asked(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(query)
+    def call(stream_or_event: Any) -> bool:
+        done = query(stream_or_event)
+        if done:
+            waiting()
+        return done
+
+    return call
+
+
+# What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.
+REPLACED: list[tuple[Any, str, Callable[[Any], Any]]] = [
+    *((torch, name, _made) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch.utils.dlpack, "from_dlpack", _made),
+    (Tensor, "numpy", _taken),
+    (Tensor, "tolist", _taken),
+    (torch.cuda.Event, "query", _asked),
+    (torch.cuda.Stream, "query", _asked),
+]
+_torchs: list[Any] = []  # torch's own, meanwhile
+
+
 def _listen(reads: SharedReads) -> None:
-    """Tell of every tensor that is made without a copy. Threads may leave in another order than they came."""
+    """Be told of all these. Threads may leave in another order than they came."""
     with _lock:
         if not _listening:
-            for module, name in MAKERS:
-                _makers.append(getattr(module, name))
-                setattr(module, name, _noted(_makers[-1]))
+            for owner, name, told in REPLACED:
+                _torchs.append(getattr(owner, name))
+                setattr(owner, name, told(_torchs[-1]))
         _listening.append(reads)
 
 
@@ -221,17 +267,6 @@ def _leave(reads: SharedReads) -> None:
     with _lock:
         _listening.remove(reads)
         if not _listening:
-            for (module, name), make in zip(MAKERS, _makers, strict=True):
-                setattr(module, name, make)
-            _makers.clear()
-
-
-def _noted(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = make(*args, **kwargs)
-        for reads in list(_listening):
-            reads.birth_of(tensor)
-        return tensor
-
-    return made
+            for (owner, name, _), own in zip(REPLACED, _torchs, strict=True):
+                setattr(owner, name, own)
+            _torchs.clear()

@@ -484,7 +484,7 @@ def published_page(
     )
     unknown = [*UNKNOWN]
     if any(NO_TREND in sentence for _, sentences in by_dose.sentences() for sentence in sentences):
-        unknown.append("Whether the loss rises where the gradient is further off: our cells neither show it nor exclude it.")
+        unknown.append("Whether the loss rises where the gradient is further off: our cells do not tell.")
     told = parts | {"Not known": unknown}
     folded = set(told) - {"In short", "What was wrong", "Not known"}
     return finding(told, [*numbers, *by_dose.numbers], folded)

@@ -1,0 +1,197 @@
+"""Copies between the host and a GPU that torch was asked for and that nobody has waited for yet.
+
+With `non_blocking=True` and pinned memory a copy is only queued when the call returns. Until it is done its source may
+not be written, and its destination may not be read; torch checks neither. Whether it was done in time is luck, so that
+is not asked: a finding is a write or a read in a program that did not *wait* first, by a synchronisation of a device,
+a stream or an event, by `query()`, or by an operation that waits, such as `.item()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.cuda import _gpu_trace
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gpulab.diagnostics.fingerprints import memory_digest
+from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, overlap, span_of, user_frame
+
+KINDS = {  # what happened, and what to do
+    "leaving": (
+        "its memory was overwritten before its copy to the GPU was waited for",
+        "wait before it is written again (an event recorded behind the copy, `event.synchronize()`), or fill another "
+        "buffer each time",
+    ),
+    "arriving": (
+        "it was read before its copy from the GPU was waited for",
+        "leave out non_blocking=True, or wait before it is read: torch.cuda.current_stream().synchronize()",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class UnfinishedCopy:
+    """One finding: the host's side of a copy was used before anybody had waited for the copy."""
+
+    cause: str  # one of `KINDS`
+    operation: str  # which met it: what read it, or what came after it was written
+    shape: tuple[int, ...]
+    dtype: str
+    made: Line  # the user's, which asked for the copy
+    line: Line  # where it was met
+    count: int = 1  # times that this is true
+
+    @property
+    def explanation(self) -> str:
+        """What happened, in words."""
+        return KINDS[self.cause][0]
+
+    @property
+    def remedy(self) -> str:
+        """What to do."""
+        return KINDS[self.cause][1]
+
+    def __str__(self) -> str:
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        source = f"\n      {self.made.text}" if self.made.text else ""
+        met = "read" if self.cause == "arriving" else "found"
+        return (
+            f"a pinned tensor, {self.dtype} of shape {self.shape} on cpu: {self.explanation}{times}\n"
+            f"  copied by {self.made}{source}\n"
+            f"  {met} by {self.operation} in {self.line}\n"
+            f"  do: {self.remedy}"
+        )
+
+
+@dataclass
+class _Copy:
+    """A copy that was asked for: the host's side of it, and whether somebody has waited since."""
+
+    cause: str
+    storage: StorageWeakRef
+    span: Span
+    content: int  # a number that stands for what was in the memory
+    shape: tuple[int, ...]
+    dtype: str
+    line: Line
+    event: torch.cuda.Event  # behind the copy
+    waited: bool = False
+
+    def over(self) -> bool:
+        """Whether nothing can go wrong any more: it was waited for and is done, or its memory is gone."""
+        return self.storage.expired() or (self.waited and torch._C._CudaEventBase.query(self.event))
+
+    def overwritten(self) -> bool:
+        """Whether the source holds something else than when the copy was asked for."""
+        return self.cause == "leaving" and _digest(self.span) != self.content
+
+
+class CopiesUnderWay:
+    """What is being copied, as far as operations that are given to `note` have asked for it.
+
+    `tell` hears of every finding. What a wait finds is told by the next `check` or `settle`: torch lets nothing be
+    raised while it waits.
+    """
+
+    def __init__(self, tell: Callable[[UnfinishedCopy], None]) -> None:
+        self.tell = tell
+        self.copies: list[_Copy] = []
+        self.found: list[UnfinishedCopy] = []
+        self.lock = threading.RLock()
+
+    def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Look at an operation that was just run: is it a copy that goes on after it?"""
+        name = operation.overloadpacket.__name__
+        if name == "_to_copy" and kwargs.get("non_blocking"):
+            target, source = result, args[0]
+        elif name == "copy_" and (kwargs.get("non_blocking") or args[2:] == (True,)):
+            target, source = args[:2]
+        else:
+            return
+        cause, host, device = ("leaving", source, target) if target.is_cuda else ("arriving", target, source)
+        if host.device.type != "cpu" or not device.is_cuda or not is_plain(host) or not host.is_pinned():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        _hear_of_waits()
+        _going_on.add(self)
+        span, event = span_of(host), torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device.device))
+        content = _digest(span) if cause == "leaving" else 0
+        described = tuple(host.shape), str(host.dtype).removeprefix("torch.")
+        line = line_of(user_frame(sys._getframe(1)))
+        copy = _Copy(cause, StorageWeakRef(host.untyped_storage()), span, content, *described, line, event)
+        with self.lock:
+            self.compare(name, [known for known in self.copies if overlap(known.span, span)])
+            self.copies = [known for known in self.copies if not known.over()]
+            self.copies.append(copy)
+
+    def check(self, tensors: list[Tensor], name: str) -> None:
+        """Tell of tensors that are about to be read and have not arrived, and of what waits have found."""
+        with self.lock:
+            if any(copy.cause == "arriving" for copy in self.copies):
+                self.copies = [copy for copy in self.copies if not copy.over()]
+                arriving = [copy for copy in self.copies if copy.cause == "arriving"]
+                spans = [span_of(read) for read in tensors if read.device.type == "cpu" and is_plain(read)]
+                for copy in arriving:
+                    if any(overlap(copy.span, span) for span in spans):
+                        self.find(copy, name)
+        self.settle()
+
+    def waiting(self) -> None:
+        """Somebody is about to wait, or has: what is overwritten now was overwritten too early."""
+        with self.lock:
+            self.copies = [copy for copy in self.copies if not copy.over()]
+            self.compare("a wait", self.copies)
+            for copy in self.copies:
+                copy.waited = True
+
+    def compare(self, name: str, copies: list[_Copy]) -> None:
+        """Find what has been overwritten among copies."""
+        for copy in [copy for copy in copies if not copy.over() and copy.overwritten()]:
+            self.find(copy, name)
+
+    def find(self, copy: _Copy, name: str) -> None:
+        """Keep a finding until it can be told, once for each copy."""
+        self.copies = [known for known in self.copies if known is not copy]
+        line = line_of(user_frame(sys._getframe(1)))
+        self.found.append(UnfinishedCopy(copy.cause, name, copy.shape, copy.dtype, copy.line, line))
+
+    def settle(self, end: bool = False) -> None:
+        """Tell what was found; at the `end`, of what is overwritten and was never waited for, too."""
+        with self.lock:
+            if end:
+                self.compare("the end of the guard", self.copies)
+                self.copies.clear()
+            found, self.found = self.found, []
+        for finding in found:
+            self.tell(finding)
+
+
+def _digest(span: Span) -> int:
+    return memory_digest(span[0], span[1] - span[0])
+
+
+_going_on: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()  # those that know of a copy
+
+
+def waiting(*_: Any) -> None:
+    """Somebody waits for a GPU."""
+    for copies in list(_going_on):
+        copies.waiting()
+
+
+@functools.cache
+def _hear_of_waits() -> None:
+    """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence once."""
+    torch._C._activate_gpu_trace()
+    for kind in ("device", "stream", "event"):
+        getattr(_gpu_trace, f"register_callback_for_{kind}_synchronization")(waiting)
