@@ -40,7 +40,6 @@ UNPINNED = {"gpulab", "pip", "setuptools", "wheel"}  # the project, and what ins
 CONDA_NAMES = {
     "torch": "pytorch",
     "matplotlib": "matplotlib-base",
-    "seaborn": "seaborn-base",
     "xxhash": "python-xxhash",
     "jupyter-server": "jupyter_server",
 }
@@ -351,7 +350,7 @@ def test_a_wheel_needs_neither_a_clone_nor_jupyter_nor_matplotlib(tmp_path):
             with contextlib.suppress(FileExistsError):  # a folder that several distributions share
                 (library / top).symlink_to(distribution.locate_file(top))
     elsewhere.mkdir()
-    absent = ["IPython", "ipywidgets", "jupyterlab", "matplotlib", "seaborn", "PIL", "torchvision", "sklearn", "av"]
+    absent = ["IPython", "ipywidgets", "jupyterlab", "matplotlib", "PIL", "torchvision", "sklearn", "av"]
     python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = OUTSIDE.format(absent=absent, environment=str(environment))

@@ -228,10 +228,10 @@ class Guard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.reads == "any":
-            self._shared.__exit__(kind, error, trace)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._threads.remove(_thread.ident)
+        if self.reads == "any":
+            self._shared.__exit__(kind, error, trace)  # which may raise
         if error is not None or self._findings:
             drain()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):

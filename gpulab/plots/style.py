@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
+from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
@@ -51,13 +51,16 @@ OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77",
 INK, FAINT = "#222222", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing
+COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+AXES: Look = {"axes.labelsize": 9, "axes.axisbelow": True, "lines.solid_capstyle": "round", "patch.edgecolor": "white"}
+AXES |= {"patch.force_edgecolor": True, "grid.color": "0.8", **dict.fromkeys(COLOURED, INK)}
 BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
 LOSSES = {"final_loss": "final loss", "heldout_loss": "held-out loss", "loss": "loss"}  # which have a unit
 
 
 def canvas(panels: int, height: float, share_rows: bool = False, rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
     """A figure as wide as a page, `height` in inches, with panels side by side, in one row or more."""
-    with sns.axes_style("ticks"), sns.plotting_context(rc={"axes.labelsize": 9}):
+    with rc_context(AXES):
         figure = Figure(figsize=(7.2, height), layout="constrained")
         axes = list(figure.subplots(rows, panels, squeeze=False, sharey=share_rows).flat)
     for panel in axes:

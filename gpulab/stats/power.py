@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy  # whose modules are imported where they are first used
 from numpy.typing import ArrayLike
-from scipy.special import nctdtrinc, ndtri
-from scipy.stats import beta, binom, nct, norm, t
 
 from gpulab.errors import UsageError
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
@@ -118,7 +117,7 @@ def seeds_of_t_tests(sd: float, margins: np.ndarray, alpha: float, power: float)
     if sd == 0:
         return to_detect, fewest(margins > 0)
     noncentrality = np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
-    reached = 2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, noncentrality) - 1
+    reached = 2 * scipy.stats.nct.sf(scipy.stats.t.isf(alpha, SEEDS - 1), SEEDS - 1, noncentrality) - 1
     return to_detect, fewest(reached >= power) + FOR_SKEWNESS
 
 
@@ -146,12 +145,12 @@ def smallest_shown(n: ArrayLike, sd: ArrayLike, alpha: float, power: float = POW
     """
     n, sd, fewest = np.asarray(n, float), np.asarray(sd, float), fewest_pairs(alpha)
     if yes_or_no:
-        shown = beta.ppf(power, fewest, n - fewest + 1)
+        shown = scipy.stats.beta.ppf(power, fewest, n - fewest + 1)
     else:
         used = np.maximum(n - FOR_SKEWNESS, 2)
-        shown = nctdtrinc(used - 1, 1 - power, t.isf(alpha / 2, used - 1)) / np.sqrt(used)
+        shown = scipy.special.nctdtrinc(used - 1, 1 - power, scipy.stats.t.isf(alpha / 2, used - 1)) / np.sqrt(used)
         # The fewest must all move the same way.
-        shown = sd * np.where(n == fewest, np.maximum(shown, ndtri(power ** (1 / fewest))), shown)
+        shown = sd * np.where(n == fewest, np.maximum(shown, scipy.special.ndtri(power ** (1 / fewest))), shown)
     return np.where(n >= fewest, shown, math.inf)
 
 
@@ -183,10 +182,10 @@ def seeds_to_settle(
         counts = np.hstack([np.ones_like(shares, int), generator.multinomial(seeds - n, shares)])
         worse, better = counts @ (lost > 0), counts @ (lost < 0)
         apart = worse + better
-        may_diverge_apart = (apart > 0) & ~(beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
+        may_diverge_apart = (apart > 0) & ~(scipy.stats.beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
         margin = margins[index] / scale
         p_different, p_equivalent = _p_values(counts, differences, counts @ finished, margin, generator, yes_or_no)
-        different = (apart > 0) & (2 * binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
+        different = (apart > 0) & (2 * scipy.stats.binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
         different |= p_different <= each
         return float((different | ((p_equivalent <= alpha) & ~may_diverge_apart)).mean())
 
@@ -213,17 +212,17 @@ def _p_values(
         signs = 2 * generator.integers(0, 2, (seeds, 999), np.int8) - np.float32(1)
         p = (1 + (np.abs(samples @ signs) >= total[:, None] - 1e-4).sum(axis=1)) / 1000
     else:
-        p = 2 * norm.sf(total / np.maximum(np.sqrt(counts @ differences**2), 1e-300))
+        p = 2 * scipy.stats.norm.sf(total / np.maximum(np.sqrt(counts @ differences**2), 1e-300))
     moved = counts @ (differences != 0)
     p = np.maximum(p, 2.0 ** (1 - moved))
     if yes_or_no:
-        return p, binom.cdf(moved, n, min(margin, 1.0))
+        return p, scipy.stats.binom.cdf(moved, n, min(margin, 1.0))
     with np.errstate(all="ignore"):
         mean, square, cube = (counts @ differences**power / n for power in (1, 2, 3))
         variance = np.maximum(square - mean**2, 0.0)
         skewness = (cube - 3 * mean * square + 2 * mean**3) / variance**1.5
         sd = np.sqrt(variance * n / (n - 1))
-        corrected = np.fmax(p, 2 * t.sf(np.abs(skewed_t(mean / sd, skewness, n)), n - 1))
+        corrected = np.fmax(p, 2 * scipy.stats.t.sf(np.abs(skewed_t(mean / sd, skewness, n)), n - 1))
         rooms = [skewed_t((margin + sign * mean) / sd, sign * skewness, n) for sign in (1, -1)]
-        p_equivalent = t.sf(np.minimum(*rooms), n - 1)
+        p_equivalent = scipy.stats.t.sf(np.minimum(*rooms), n - 1)
     return np.where(mean * skewness < 0, corrected, p), np.where(moved == 0, 0.0, p_equivalent)

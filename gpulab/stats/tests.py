@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import stats
-from scipy.stats import beta, binom, binomtest, t
 
 EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
 FLIPS = 9999  # beyond, so many are drawn
@@ -38,7 +37,7 @@ def mean_p(differences: ArrayLike) -> float:
     mean, skewness, n = moments(values)
     if mean * skewness >= 0:
         return flipped
-    return max(flipped, float(2 * t.sf(abs(skewed_t(mean, skewness, n)), n - 1)))
+    return max(flipped, float(2 * scipy.stats.t.sf(abs(skewed_t(mean, skewness, n)), n - 1)))
 
 
 def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -106,7 +105,7 @@ def skewed_t_interval(differences: ArrayLike, alpha: float, corrected: bool = Tr
         return math.nan, math.nan
     sd = sample_sd(values)
     skewness = moments(values)[1] if corrected and sd > 0 else 0.0
-    z, error = float(t.isf(alpha / 2, n - 1)), sd / math.sqrt(n)
+    z, error = float(scipy.stats.t.isf(alpha / 2, n - 1)), sd / math.sqrt(n)
     below, above = (error * (z + _lean(sign, skewness, n) * (2 * z**2 + 1) / 6) for sign in (1, -1))
     return float(values.mean() - below), float(values.mean() + above)
 
@@ -148,7 +147,7 @@ def sign_flips(n: int) -> Iterator[np.ndarray]:
 
 def sign_test_p(positive: int, n: int) -> float:
     """Two-sided p of the sign test, McNemar's: `positive` of n differences other than zero are above it."""
-    return float(binomtest(positive, n).pvalue) if n else 1.0
+    return float(scipy.stats.binomtest(positive, n).pvalue) if n else 1.0
 
 
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
@@ -169,7 +168,7 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
     # scipy's ttest_1samp warns of differences that are the same but for rounding; statsmodels is slow to import.
     mean, skewness, _ = moments(values)
     room = min(skewed_t(margin / sd + mean, skewness, n), skewed_t(margin / sd - mean, -skewness, n))
-    return float(t.sf(room, n - 1))
+    return float(scipy.stats.t.sf(room, n - 1))
 
 
 def discordance_p(differences: ArrayLike, margin: float) -> float:
@@ -183,7 +182,7 @@ def discordance_p(differences: ArrayLike, margin: float) -> float:
         0.047
     """
     n = np.size(differences)
-    return float(binom.cdf(np.count_nonzero(differences), n, min(margin, 1.0))) if n else math.nan
+    return float(scipy.stats.binom.cdf(np.count_nonzero(differences), n, min(margin, 1.0))) if n else math.nan
 
 
 def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -235,12 +234,12 @@ def sd_lower_limit(values: ArrayLike) -> float:
 def sd_limit_ratio(n: ArrayLike, kurtosis: ArrayLike) -> Any:
     """`sd_lower_limit` from n values, as a multiple of the sample's standard deviation."""
     freedom = np.asarray(n) - 1
-    return np.exp(-t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((np.asarray(kurtosis) - 1) / freedom) / 2)
+    return np.exp(-scipy.stats.t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((np.asarray(kurtosis) - 1) / freedom) / 2)
 
 
 def kurtosis(values: np.ndarray) -> float:
     """The kurtosis of a sample, shape (n,), and 3, a normal sample's, where it is smaller."""
-    return max(3.0, 3 + float(stats.kurtosis(values, bias=False))) if len(values) > 3 and np.ptp(values) else 3.0
+    return max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 and np.ptp(values) else 3.0
 
 
 def sample_sd(values: np.ndarray) -> float:
@@ -253,7 +252,7 @@ def sample_sd(values: np.ndarray) -> float:
 def clopper_pearson_upper(count: float, n: int, alpha: float = 0.05) -> float:
     """The upper limit at 1 − alpha of the share behind `count` cases among n (Clopper and Pearson 1934, one-sided)."""
     # scipy's binomtest(count, n).proportion_ci searches for the same number, in ten times the time.
-    return float(beta.ppf(1 - alpha, count + 1, n - count)) if count < n else 1.0
+    return float(scipy.stats.beta.ppf(1 - alpha, count + 1, n - count)) if count < n else 1.0
 
 
 def holm(p: Sequence[float]) -> np.ndarray:
