@@ -109,10 +109,9 @@ class CopiesUnderWay:
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that was just run: is it a copy that goes on after it?"""
-        name = operation.overloadpacket.__name__
-        if name == "_to_copy" and kwargs.get("non_blocking"):
+        if operation is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
             target, source = result, args[0]
-        elif name == "copy_" and (kwargs.get("non_blocking") or args[2:] == (True,)):
+        elif operation is torch.ops.aten.copy_.default and (kwargs.get("non_blocking") or args[2:] == (True,)):
             target, source = args[:2]
         else:
             return
@@ -130,17 +129,20 @@ class CopiesUnderWay:
         line = line_of(user_frame(sys._getframe(1)))
         copy = _Copy(cause, StorageWeakRef(host.untyped_storage()), span, content, *described, line, event)
         with self.lock:
-            self.compare(name, [known for known in self.copies if overlap(known.span, span)])
+            same_memory = [known for known in self.copies if overlap(known.span, span)]
+            self.compare(operation.overloadpacket.__name__, same_memory)
             self.copies = [known for known in self.copies if not known.over()]
             self.copies.append(copy)
 
     def check(self, tensors: list[Tensor], name: str) -> None:
-        """Tell of tensors that are about to be read and have not arrived, and of what waits have found."""
+        """Tell of tensors of the host that are about to be read and have not arrived, and of what waits have found."""
+        if not self.copies and not self.found:
+            return
         with self.lock:
             if any(copy.cause == "arriving" for copy in self.copies):
                 self.copies = [copy for copy in self.copies if not copy.over()]
                 arriving = [copy for copy in self.copies if copy.cause == "arriving"]
-                spans = [span_of(read) for read in tensors if read.device.type == "cpu" and is_plain(read)]
+                spans = [span_of(read) for read in tensors if is_plain(read)]
                 for copy in arriving:
                     if any(overlap(copy.span, span) for span in spans):
                         self.find(copy, name)

@@ -195,7 +195,7 @@ class Guard:
         self._threads: list[int] = []  # who is inside the block
         self._last_thread = threading.get_ident()
         self._holders: dict[Line, Holder | None] = {}
-        self._pending: dict[int, list[tuple[Tensor, Callable[[], None]]]] = {}
+        self._pending: dict[int, list[tuple[tuple[Any, Any], Callable[[], None]]]] = {}
 
     @property
     def findings(self) -> list[Overwritten | StaleRead | UnfinishedCopy]:
@@ -261,29 +261,30 @@ class Guard:
         with self._lock:
             self.checked += digest is not None
             self.unchecked += digest is None
-        differs = digest is not None and digest != saved.digest
-        if differs is False or _is_scratch(node, saved.tensor):
+        task = torch._C._current_graph_task_id()
+        later = isinstance(digest, Tensor) and task >= 0  # on an accelerator: looked at once, when `backward` ends
+        if (not later and (digest is None or bool(digest == saved.digest))) or _is_scratch(node, saved.tensor):
             return
         cause = "data" if now is saved.tensor else "replaced"
-        task = torch._C._current_graph_task_id()
-        if isinstance(differs, Tensor) and task >= 0:  # on an accelerator: looked at once, when `backward` ends
+        if later:
             finding, span = saved.finding(node, cause, name_operand=False)
             report = functools.partial(self._report, finding, span)  # which keeps no content alive
             with self._lock:
                 pending = self._pending.setdefault(task, [])
-                pending.append((differs, report))
+                pending.append(((digest, saved.digest), report))
                 first = len(pending) == 1
             if first:
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
-        elif differs:
+        else:
             self._report(*saved.finding(node, cause))
 
     def _settle(self, task: int) -> None:
         with self._lock:
             pending = self._pending.pop(task, [])
         if pending:
-            answers = torch.stack([differs.to(pending[0][0].device) for differs, _ in pending]).tolist()
-            for differs, (_, report) in zip(answers, pending, strict=True):
+            device = pending[0][0][0].device
+            now, then = (torch.stack([digests[side].to(device) for digests, _ in pending]) for side in (0, 1))
+            for differs, (_, report) in zip((now != then).tolist(), pending, strict=True):
                 if differs:
                     report()
 

@@ -17,7 +17,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -26,7 +26,6 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gpulab.diagnostics.copies_under_way import CopiesUnderWay, UnfinishedCopy, waiting
 from gpulab.diagnostics.fingerprints import memory_digest
@@ -141,7 +140,7 @@ class SharedReads(TorchDispatchMode):
         if not _is_view(operation):
             read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
             named = {name: value for name, value in kwargs.items() if name != "out"}
-            tensors = [leaf for leaf in tree_leaves((read, named)) if isinstance(leaf, Tensor)]
+            tensors = [tensor for tensor in _tensors((*read, *named.values())) if tensor.is_cpu]
             self.check(tensors, operation)
             self.copies.check(tensors, operation.overloadpacket.__name__)
         result = operation(*args, **kwargs)
@@ -150,7 +149,7 @@ class SharedReads(TorchDispatchMode):
 
     def birth_of(self, tensor: Tensor) -> _Birth | None:
         """What is known of the memory of a tensor; None where torch itself owns it."""
-        if tensor.device.type != "cpu" or not is_plain(tensor):
+        if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         known = self.births.get(storage._cdata)
@@ -194,6 +193,15 @@ class SharedReads(TorchDispatchMode):
         name, line = operation.overloadpacket.__name__, line_of(user_frame(sys._getframe(1)))
         array = holder.array if holder else ""
         self.tell(StaleRead(cause, name, shape, dtype, birth.line, latest.line, line, array))
+
+
+def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operation, and in lists of them."""
+    for argument in given:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from (part for part in argument if isinstance(part, Tensor))
 
 
 @functools.cache

@@ -444,6 +444,22 @@ def test_what_has_no_memory_has_no_fingerprint_and_is_counted_as_unchecked():
     assert report.unchecked > 0
 
 
+@DEVICES
+@pytest.mark.parametrize("size", [5, 1 << 15, 3 << 16, 1 << 22, (1 << 22) + 1, 25 << 20])
+def test_every_byte_of_a_tensor_counts_at_its_place(device, size):
+    torch.manual_seed(0)
+    x = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    mark = fingerprint(x)
+    assert fingerprint(x.clone()) == mark
+    for place in (0, size // 3, size - 1):
+        changed = x.clone()
+        changed[place] += 1
+        assert fingerprint(changed) != mark, place
+    assert fingerprint(x.flip(0)) != mark
+    assert fingerprint(x.roll(size // 2)) != mark
+    assert fingerprint(torch.zeros_like(x)) != fingerprint(torch.ones_like(x))
+
+
 # --- where it is used ----------------------------------------------------------------------------------------------
 
 
