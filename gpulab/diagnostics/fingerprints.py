@@ -123,7 +123,8 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     if len(words) <= TABLE:
         return (words * table[: len(words)]).sum()
     rows = flat.view(torch.int8)
-    width = min(len(rows) & -len(rows), WIDEST)
+    wanted = 1 << max(6, (8 * len(rows) // TABLE - 1).bit_length())  # so that what is left is one table long
+    width = min(wanted, len(rows) & -len(rows), WIDEST)
     if width >= NARROWEST and flat.data_ptr() % 16 == 0 and _multiplies_bytes(str(flat.device)):
         weights = _byte_table(str(flat.device), level)[:width]
         return _digest(torch._int_mm(rows.view(-1, width), weights).view(-1), level + 1)

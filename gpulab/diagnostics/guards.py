@@ -17,7 +17,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -388,14 +388,14 @@ def _current_node(caller: types.FrameType | None) -> Any:
     return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
 
 
-def _saved_names(node: Any, tensor: Tensor) -> list[str]:
+def _saved_names(node: Any, tensor: Tensor, among: Iterable[str] | None = None) -> list[str]:
     """Under which names a node has saved this tensor: what has its shape, and begins where it does in memory."""
     names = []
     _thread.inside = True
     try:
-        for attribute in dir(node):
+        for attribute in dir(node) if among is None else among:
             with contextlib.suppress(RuntimeError):
-                value = getattr(node, attribute) if attribute.startswith("_saved_") else None
+                value = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
                 if not isinstance(value, Tensor) or value.shape != tensor.shape:
                     continue
                 if value.data_ptr() == tensor.data_ptr() != 0:
@@ -411,8 +411,8 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     Batch normalisation moves its running mean and variance, which its backward pass never uses; a randomised leaky
     ReLU keeps the tensor that it is about to fill with its noise.
     """
-    own = {"running_mean", "running_var", "noise"}
-    return getattr(node, "_saved_training", False) and not own.isdisjoint(_saved_names(node, tensor))
+    own = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
+    return getattr(node, "_saved_training", False) and bool(_saved_names(node, tensor, own))
 
 
 def _forbidden(error: RuntimeError) -> GpulabError:
