@@ -54,7 +54,7 @@ MARKS = "osD^v"  # of the lengths of a window
 FEWEST = 5  # cells, whose ranks an interval needs
 COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
 COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine machine_reference"
-NO_TREND = "these cells do not tell whether it is higher or lower"
+NO_TREND = "no trend is shown"
 CLAIM = [
     "PredNet learns better on a GPU than on a CPU, an autoencoder does not (Pietrowski et al. 2021, arXiv 2109.01451).",
     "Retracted: the difference came with the library, Chainer. The authors suspect a bug and do not say which.",
@@ -374,9 +374,12 @@ def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
         rho, low, high = rank_correlation(cells.bias, cells.ratio)
         alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
         where = f"{SIZES[size].capitalize()}, {machine}"
+        trend = _trend(rho, low, high)
+        if trend == NO_TREND:
+            trend = f"{NO_TREND}: the cells do not tell whether it is higher or lower"
         said.append(
             f"{where}: with {SHARED_MEMORY} the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; "
-            f"where the gradient is further off, {_trend(rho, low, high)}."
+            f"where the gradient is further off, {trend}."
         )
         numbers.append(
             f"{where}, {cells.seeds.max()} seeds in {len(cells)} cells: the loss is {cells.ratio.min():.2f} to "
