@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -12,14 +10,13 @@ from torch.distributions import Categorical
 WORLDS, STEPS, UPDATES, LAST = 8, 200, 60, 10  # at a time, before an update, in all, that are counted at the end
 
 
-def cartpole(seed: int, setting: Any = None, keep: str = "as_tensor") -> dict[str, float]:
+def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
     """REINFORCE on eight CartPoles, whose observations are kept until the update: how long a pole stays up at the end.
 
     Gymnasium's vector of environments hands over one array (`copy=False`), and writes the next observation into it.
 
     Args:
         seed: Of the policy's weights, of what it draws, and of the environments.
-        setting: Not used here: whoever calls has applied it.
         keep: The function of torch that makes a tensor of an observation, `as_tensor` or `tensor`.
 
     References:
