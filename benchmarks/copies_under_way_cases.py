@@ -1,6 +1,6 @@
 """Programs whose copies from and to a GPU go on while they go on, wrongly and rightly, under the guard. Needs CUDA.
 
-python benchmarks/copies_under_way_cases.py --record benchmarks/copies_under_way.md
+python benchmarks/copies_under_way_cases.py --write benchmarks/copies_under_way.md
 
 Seven have the fault of a public thread, retold in a program of our own; ten are right and resemble them. The expected
 answers stood here before the guard was tried on any of them. Each program is first run without the guard, once as it
@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from measuring import machine, show, table
+from measuring import keep, machine, show, table
 from torch import Tensor
 
 import gpulab as gl
@@ -241,7 +241,10 @@ def tried(case: Case) -> list[str]:
     return [*row, ", ".join(sorted(causes)) or "nothing", marks[right], marks[placed] if case.cause else ""]
 
 
-def main(record: Annotated[Path | None, typer.Option(help="write the table onto this page")] = None) -> None:
+def main(
+    write: Annotated[Path | None, typer.Option(help="write the table onto this page")] = None,
+    record: Annotated[Path | None, typer.Option(help="keep it as JSON, for data/measured/")] = None,
+) -> None:
     """Try all the programs."""
     rows = [tried(case) for case in CASES]
     wrong, right = ([row for row in rows if bool(row[1]) is fault] for fault in (True, False))
@@ -252,7 +255,9 @@ def main(record: Annotated[Path | None, typer.Option(help="write the table onto 
         f"`{shlex.join(['python', *sys.argv])}` on {date.today()}: {machine(threads=False)}."
     )
     words = table("program|thread|other numbers than with waiting|expected|said|as expected|placed", rows)
-    show("Copies under way", record, measured=f"{text}\n\n{words}")
+    show("Copies under way", write, measured=f"{text}\n\n{words}")
+    columns = ("program", "thread", "other_numbers", "expected", "said")
+    keep(record, "cuda", programs=[dict(zip(columns, row, strict=False)) for row in rows])
 
 
 if __name__ == "__main__":

@@ -115,9 +115,11 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
             lets `backward` go on, collects into the `Guard` that the block yields, and warns once at its end.
         reads: `backward` compares what autograd has saved. `any` compares, too, what any operation reads of memory that
             a tensor shares with NumPy or another library: a tensor is refused that was made there earlier than
-            another one, and whose content has changed since. Not seen are reads of what was copied before (by
-            `np.stack`, by `.tolist()`), other processes, views of one memory that begin at different places, and a
-            single tensor that is read before and after its memory was written, which may be meant.
+            another one, and whose content has changed since. With CUDA, pinned memory is refused, too, that is written
+            or read between a copy with `non_blocking=True` and the next wait. Not seen are what NumPy copies or reads
+            itself (`np.stack`, a view that `.numpy()` gave before the copy), other processes, views of one memory that
+            begin at different places, and a single tensor that is read before and after its memory was written, which
+            may be meant.
 
     Returns:
         A `Guard`, to be used in a `with` statement.

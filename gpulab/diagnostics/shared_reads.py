@@ -141,8 +141,7 @@ class SharedReads(TorchDispatchMode):
             read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
             named = {name: value for name, value in kwargs.items() if name != "out"}
             tensors = [tensor for tensor in _tensors((*read, *named.values())) if tensor.is_cpu]
-            self.check(tensors, operation)
-            self.copies.check(tensors, operation.overloadpacket.__name__)
+            self.check(tensors, operation.overloadpacket.__name__)
         result = operation(*args, **kwargs)
         self.copies.note(operation, args, kwargs, result)
         return result
@@ -168,8 +167,8 @@ class SharedReads(TorchDispatchMode):
             self.births[storage._cdata] = self.latest[birth.address] = birth
         return birth
 
-    def check(self, tensors: list[Tensor], operation: Any) -> None:
-        """Look at what an operation is about to read."""
+    def check(self, tensors: list[Tensor], name: str) -> None:
+        """Look at what an operation of this name is about to read."""
         births = [self.birth_of(tensor) for tensor in tensors]
         addresses = [birth.address for birth in births if birth]
         for tensor, birth in zip(tensors, births, strict=True):
@@ -185,12 +184,13 @@ class SharedReads(TorchDispatchMode):
                 birth.content[blocks.start : blocks.stop] = content
             elif content != birth.content[blocks.start : blocks.stop]:
                 cause = "together" if addresses.count(birth.address) > 1 else "stale"
-                self._report(tensor, birth, latest, cause, operation)
+                self._report(tensor, birth, latest, cause, name)
+        self.copies.check(tensors, name)
 
-    def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, operation: Any) -> None:
+    def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, name: str) -> None:
         holder = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        name, line = operation.overloadpacket.__name__, line_of(user_frame(sys._getframe(1)))
+        line = line_of(user_frame(sys._getframe(1)))
         array = holder.array if holder else ""
         self.tell(StaleRead(cause, name, shape, dtype, birth.line, latest.line, line, array))
 
@@ -232,7 +232,10 @@ def _taken(take: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(take)
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         for reads in list(_listening):
-            reads.copies.check([tensor], take.__name__)
+            if take.__name__ == "tolist":
+                reads.check([tensor], take.__name__)
+            else:  # a view, of which nothing is read yet
+                reads.copies.check([tensor], take.__name__)
         return take(tensor, *args, **kwargs)
 
     return call
