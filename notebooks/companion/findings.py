@@ -21,7 +21,7 @@ SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest si
 SAME = "the same bits"
 FEWEST = 6  # seeds that can show a difference at 5 %
 METRIC_WORDS = {"final_loss": "loss", "heldout_loss": "held-out loss", "smallest": "steepest way down"}
-METRIC_WORDS |= {"index_fraction": "share of ways down", "steps_up": "time upright"}
+METRIC_WORDS |= {"index_fraction": "share of ways down"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from companion.benchmarks import benchmark
-from companion.findings import CheckedSentences, finding
+from companion.findings import CheckedSentences, finding, listed
 from gpulab.plots import style
 from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY
 from gpulab.report import Picture
@@ -25,6 +25,8 @@ from gpulab.store import records
 from gpulab.store.listing import recorded_runs
 
 MEMORY = {"as_tensor": SHARED_MEMORY, "tensor": OWN_MEMORY}  # by the function of torch that keeps what is observed
+UPRIGHT = "time upright"
+UNDER_WAY = {"leaving": "overwritten before it had left", "arriving": "read before it had arrived"}
 RATE, CHUNK = 8000, 512  # samples in a second, and in what a microphone hands over at a time
 ASKED = {
     "Ada": "my password is swordfish",
@@ -97,11 +99,13 @@ def spectrograms(kept: Mapping[str, Sequence[Tensor]]) -> Picture:
         axes.imshow(
             loud.T, origin="lower", aspect="auto", extent=(0, len(chunks) * CHUNK / RATE, 0, RATE / 2), cmap="magma"
         )
-        axes.set(title=_called(name), xlabel="second", ylim=(0, 2500))
+        axes.set(title=_called(name), xlabel="second", ylim=(0, 3200))
         climbs[_called(name)] = int(loud.argmax(1).unique().numel())
     panels[0].set_ylabel("frequency (Hz)")
-    heard = "; ".join(f"{name}: {count} pitches" for name, count in climbs.items())
-    return style.finished(figure, heard, "Spectrograms of a rising tone, as it was kept chunk by chunk.")
+    heard = listed(f"{count} with {name}" for name, count in climbs.items())
+    return style.finished(
+        figure, f"Pitches that can be heard: {heard}", "Spectrograms of a rising tone, as it was kept chunk by chunk."
+    )
 
 
 def delivered(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
@@ -127,24 +131,23 @@ def accuracies(kept: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> pd.Series
     return pd.Series(right, name="share of new digits that are known")
 
 
-def foreseen(kept: Mapping[str, Sequence[Tensor]]) -> pd.Series:
-    """The share of a pendulum's change that a model foresees, fitted to the states that were kept.
+def foreseen(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
+    """The error of a model of the pendulum on the states that were kept, to which it is fitted, and on the true ones.
 
-    A model that foresees nothing has 0. It is linear in the sine of the angle and the speed.
+    Both are root mean squares of what it misses of a change. It is linear in the sine of the angle and the speed.
     """
     truth = torch.stack([torch.tensor(state) for state in pendulum()])
-    share = {}
+    errors = {}
     for name, states in kept.items():
         seen = torch.stack(list(states))
-        model = torch.linalg.lstsq(_features(seen[:-1]), seen[1:] - seen[:-1]).solution
-        change = truth[1:] - truth[:-1]
-        missed = change - _features(truth[:-1]) @ model
-        share[_called(name)] = float(1 - missed.square().sum() / change.square().sum())
-    return pd.Series(share, name="share of the change that is foreseen")
+        model = torch.linalg.lstsq(_features(seen), seen.diff(dim=0)).solution
+        missed = [states.diff(dim=0) - _features(states) @ model for states in (seen, truth)]
+        errors[_called(name)] = [float(error.square().mean().sqrt()) for error in missed]
+    return pd.DataFrame(errors, index=["error on what was kept", "error on the true motion"]).T
 
 
 def _features(states: Tensor) -> Tensor:
-    return torch.stack([states[:, 0].sin(), states[:, 1]], 1)
+    return torch.stack([states[:-1, 0].sin(), states[:-1, 1]], 1)
 
 
 def _called(name: str) -> str:
@@ -155,14 +158,15 @@ def _called(name: str) -> str:
 
 
 def cartpole_runs(runs: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Runs of `cartpole`, by default the recorded ones, with the `memory` that observations had, in words."""
+    """Runs of `cartpole`, by default the recorded ones, with the columns `memory` and `time upright` (steps)."""
     runs = recorded_runs("cartpole") if runs is None else runs
-    return runs.assign(memory=runs.keep.map(MEMORY)).drop(columns="options")  # which say what `memory` says
+    runs = runs.assign(memory=runs.keep.map(MEMORY)).drop(columns="options")  # which say what `memory` says
+    return runs.rename(columns={"steps_up": UPRIGHT})
 
 
 def copies_under_way() -> pd.DataFrame:
     """What the guard said of programs whose copies from and to a GPU go on, recorded on one: a row a program."""
-    return pd.DataFrame(records.recorded_table("copies_under_way", "programs"))
+    return records.recorded_table("copies_under_way", "programs").replace({"said": UNDER_WAY})
 
 
 def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
@@ -170,10 +174,12 @@ def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
     cases = benchmark("public_cases")
     asked = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
     found = cases.run(asked, "cpu")[["thread", "a", "b", "said", "at", "cause"]]
-    return found.rename(columns={"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"})
+    return found.rename(
+        columns={"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"}
+    ).set_index("thread")
 
 
 def wild_finding(runs: pd.DataFrame) -> CheckedSentences:
     """What sharing observations cost on CartPole."""
-    judged = gl.verdict(runs, metric="steps_up", factor="memory", reference=OWN_MEMORY)
-    return finding({"CartPole": judged})
+    judged = gl.verdict(runs, metric=UPRIGHT, factor="memory", reference=OWN_MEMORY)
+    return finding({f"CartPole, on {listed(runs.machine.unique())}": judged})
