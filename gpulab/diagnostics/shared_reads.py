@@ -31,6 +31,7 @@ from gpulab.diagnostics.copies_under_way import CopiesUnderWay, UnfinishedCopy, 
 from gpulab.diagnostics.fingerprints import memory_digest
 from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, nearest_holder, span_of, user_frame
 
+MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy`, `as_tensor` and `asarray`, of a tensor without a copy
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
 BLOCK = 1 << 16  # bytes that have one number
 FEW = 1000  # births, after which those are dropped whose memory is gone
@@ -137,6 +138,8 @@ class SharedReads(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check what an operation reads, and run it."""
         kwargs = kwargs or {}
+        if operation is MADE:
+            self.birth_of(args[0])
         if not _is_view(operation):
             read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
             named = {name: value for name, value in kwargs.items() if name != "out"}
@@ -254,7 +257,8 @@ def _asked(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 # What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.
 REPLACED: list[tuple[Any, str, Callable[[Any], Any]]] = [
-    *((torch, name, _made) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "frombuffer", _made),
+    (torch, "from_dlpack", _made),
     (torch.utils.dlpack, "from_dlpack", _made),
     (Tensor, "numpy", _taken),
     (Tensor, "tolist", _taken),

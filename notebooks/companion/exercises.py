@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from companion import exercises_00_05, exercises_06_10  # noqa: F401 (they register their checks)
+from companion import exercises_00_05, exercises_06_11  # noqa: F401 (they register their checks)
 from companion.answers import CHECKS, WrongAnswerError, need, shown
 from gpulab.errors import UsageError, printable
 from gpulab.report import Report

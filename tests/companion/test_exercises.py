@@ -123,6 +123,9 @@ WRONG = {  # by exercise: what must be said of a wrong answer, and how it is mad
     "10-1": ("that none of them does", lambda _: 0.95**20),
     "10-2": ("some of these runs are the recorded ones", lambda right: right.assign(recorded=True)),
     "10-3": ("'the old one'", lambda right: {**right, "reference": "the old one"}),
+    "11-1": ("which holds the third", lambda _: (5, 5)),
+    "11-2": ("the first guard found nothing", lambda right: right[::-1]),
+    "11-3": ("True or False", lambda right: {**right, "shares": "yes"}),
 }
 assert WRONG.keys() == CHECKS.keys()
 

@@ -56,7 +56,7 @@ def test_what_is_overwritten_and_never_waited_for_is_told_at_the_end():
 @pytest.mark.parametrize("inner", ["any", "backward"])
 def test_what_the_guard_replaces_in_torch_is_torchs_own_again_afterwards(inner):
     def own():
-        names = [(torch.Tensor, "numpy"), (torch.Tensor, "tolist"), (torch, "from_numpy"), (torch.cuda.Event, "query")]
+        names = [(torch.Tensor, "numpy"), (torch.Tensor, "tolist"), (torch, "frombuffer"), (torch.cuda.Event, "query")]
         return [getattr(owner, name) for owner, name in names]
 
     before = own()

@@ -1,4 +1,4 @@
-"""The checks of the exercises of notebooks 06 to 10; see `exercises`."""
+"""The checks of the exercises of notebooks 06 to 11; see `exercises`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from companion.answers import choice, exercise, fields, near, need, number, pair
 from companion.scale_out import batch_gains
 from companion.speed import cost_table, on_gpu, recorded_speed
 from gpulab.device.placements import Placement
+from gpulab.diagnostics import Guard
 from gpulab.plots.names import setting_words
 from gpulab.settings import Setting
 from gpulab.stats.power import parse_margin, seeds_needed
@@ -278,3 +279,40 @@ def _registration(answer: Any) -> str:
         f"as far as recorded runs tell, {seeds:g} seeds are enough for the setting that scatters least. Whether it "
         "convinces is yours to say."
     )
+
+
+# --- 11: where else does this fault live? ----------------------------------------------------------------
+
+
+@exercise("11-1", "(shared, own): how many different batches of five you have, by torch.as_tensor and by torch.tensor")
+def _two_buffers(answer: Any) -> str:
+    shared, own = map(number, pair(answer))
+    need(shared != 5, "each batch lies in one of two buffers: which holds the third?")
+    need(shared != 1, "with one buffer it would be one. There are two, filled in turn")
+    need(shared == 2, f"{shared:g}: there are two buffers, and none holds more than one batch at a time")
+    need(own == 5, f"{own:g}: a copy stays what it was")
+    return "two buffers are two batches, however many are kept. Code that never keeps more than two seems right."
+
+
+@exercise("11-2", "(wrong, mended): the reports of two guards with reads='any', the one that finds something first")
+def _found_and_mended(answer: Any) -> str:
+    wrong, mended = pair(answer)
+    for report in (wrong, mended):
+        need(isinstance(report, Guard), f"{shown(report)} is no report: `with gl.guard(…) as report:` gives it")
+        need(report.reads == "any", "this guard looked at gradients alone: reads='any' is asked for")
+    need(len(wrong), "the first guard found nothing. Was the array filled again, and were the tensors read after that?")
+    causes = {finding.cause for finding in wrong.findings}
+    need("together" in causes, f"the first guard found {', '.join(sorted(causes))}: read the three in one operation")
+    need(not mended.findings, "the second guard found something, too: is there another line that keeps the array?")
+    return f"found: {wrong.findings[0].explanation}. After one line was changed nothing is found."
+
+
+@exercise("11-3", "{'library': …, 'shares': True or False, 'evidence': a line of code that shows it}")
+def _library(answer: Any) -> str:
+    said = fields(answer, "library", "shares", "evidence")
+    need(isinstance(said["shares"], bool), f"shares {shown(said['shares'])}: True or False")
+    for name in ("library", "evidence"):
+        need(isinstance(said[name], str) and said[name].strip(), f"{name} {shown(said[name])}: a few words are needed")
+    need(len(said["evidence"]) > 10, f"evidence {shown(said['evidence'])}: a line of code, with what it printed")
+    how = "whoever keeps it has to copy" if said["shares"] else "it may be kept, as long as that stays so"
+    return f"{said['library']}: {how}. Would another release do the same? A test of yours can ask."
