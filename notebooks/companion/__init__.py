@@ -6,14 +6,13 @@ HOMES = {
     "anomaly": "anomaly_finding anomaly_table dose_finding dose_response first_window published_figure published_page "
     "published_runs published_table recorded_dose round_trips shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
-    "cartpole": "cartpole",
     "exercises": "check",
     "explorers": "audit_explorer saddle_explorer seeds_explorer training_explorer",
     "findings": "finding",
     "floating_point": "FactorTable factor_table growth growth_figure recorded_measurements recorded_products "
     "runs_drawn_by shared_draws",
-    "in_the_wild": "accuracies cartpole_runs copies_under_way delivered foreseen image_loader inbox microphone "
-    "pendulum public_questions spectrograms wild_finding",
+    "in_the_wild": "accuracies cartpole_runs copies_under_way delivered foreseen image_loader inbox learn_cartpole "
+    "microphone pendulum public_questions spectrograms wild_finding",
     "learning": "blurred_losses false_alarms learning_table longer_runs missing_colour_losses motion_finding "
     "recorded_films repeat_losses title_runs",
     "old_gpu": "cards_finding cards_table covariance_spectrum decoded divergence prices recorded_cards_audit "
