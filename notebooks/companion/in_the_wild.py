@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from companion.benchmarks import benchmark
+from companion.cartpole import cartpole as learn_cartpole  # noqa: F401 (the module has the other name)
 from companion.findings import CheckedSentences, finding, listed
 from gpulab.plots import style
 from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY
@@ -96,9 +97,8 @@ def spectrograms(kept: Mapping[str, Sequence[Tensor]]) -> Picture:
     climbs = {}
     for axes, (name, chunks) in zip(panels, kept.items(), strict=True):
         loud = torch.fft.rfft(torch.stack(list(chunks)) * torch.hann_window(CHUNK)).abs()
-        axes.imshow(
-            loud.T, origin="lower", aspect="auto", extent=(0, len(chunks) * CHUNK / RATE, 0, RATE / 2), cmap="magma"
-        )
+        edges = (0, len(chunks) * CHUNK / RATE, 0, RATE / 2)
+        axes.imshow(loud.T.numpy(), origin="lower", aspect="auto", extent=edges, cmap="magma")
         axes.set(title=_called(name), xlabel="second", ylim=(0, 3200))
         climbs[_called(name)] = int(loud.argmax(1).unique().numel())
     panels[0].set_ylabel("frequency (Hz)")
