@@ -121,6 +121,7 @@ class SharedReads(TorchDispatchMode):
         self.copies = CopiesUnderWay(tell)
         self.checked = 0
         self.births: dict[int, _Birth] = {}  # by the identity of the storage
+        self.arrays: dict[Line, str] = {}  # the NumPy array behind the tensors of a line
         self.latest: dict[int, _Birth] = {}  # by the address of the memory
         self.room = FEW
         self.lock = threading.Lock()
@@ -191,11 +192,12 @@ class SharedReads(TorchDispatchMode):
         self.copies.check(tensors, name)
 
     def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, name: str) -> None:
-        holder = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
+        if birth.line not in self.arrays:  # asked once a line: it looks at all that there is
+            holder = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
+            self.arrays[birth.line] = holder.array if holder else ""
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         line = line_of(user_frame(sys._getframe(1)))
-        array = holder.array if holder else ""
-        self.tell(StaleRead(cause, name, shape, dtype, birth.line, latest.line, line, array))
+        self.tell(StaleRead(cause, name, shape, dtype, birth.line, latest.line, line, self.arrays[birth.line]))
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
