@@ -204,6 +204,11 @@ class Guard:
         """What was found so far: one for each line and operation."""
         return list(self._findings.values())
 
+    @property
+    def inside(self) -> bool:
+        """Whether a thread is inside the block."""
+        return bool(self._threads)
+
     def __len__(self) -> int:
         return len(self._findings)
 

@@ -1,0 +1,121 @@
+"""Libraries of others under `gl.guard(reads="any")`: what they do rightly is no finding. What is absent is skipped."""
+
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import gpulab as gl
+from gpulab.diagnostics.guard_callbacks import lightning_guard, transformers_guard
+
+
+def table():
+    return TensorDataset(torch.from_numpy(np.random.default_rng(0).random((32, 8), np.float32)))
+
+
+@pytest.mark.parametrize(("copy", "found"), [(True, []), (False, ["together"])])
+def test_gymnasiums_vector_environment(copy, found):
+    gymnasium = pytest.importorskip("gymnasium")
+    worlds = gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync", vector_kwargs={"copy": copy})
+    net, kept = nn.Linear(4, 2), []
+    observed, _ = worlds.reset(seed=0)
+    report = gl.guard(reads="any")
+    try:
+        with report:
+            for _ in range(20):
+                kept.append(torch.as_tensor(observed))
+                observed, *_ = worlds.step(net(kept[-1]).argmax(1).numpy())
+            net(torch.stack(kept)).sum().backward()
+    except gl.OverwrittenError:
+        assert found
+    assert [finding.cause for finding in report.findings] == found
+
+
+@pytest.mark.parametrize("name", ["PPO", "A2C", "DQN"])
+def test_stable_baselines3(name):
+    baselines = pytest.importorskip("stable_baselines3")
+    options = {"PPO": {"n_steps": 64, "batch_size": 32}, "A2C": {}, "DQN": {"learning_starts": 50, "train_freq": 4}}
+    with gl.guard(reads="any") as report:
+        getattr(baselines, name)("MlpPolicy", "CartPole-v1", device="cpu", **options[name]).learn(200)
+    assert report.checked > 100
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_own_loader(workers):
+    with gl.guard(reads="any"):
+        kept = [batch for (batch,) in DataLoader(table(), batch_size=8, shuffle=True, num_workers=workers)]
+        nn.Linear(8, 2)(torch.cat(kept)).sum().backward()
+
+
+def test_films_by_av(film):
+    av = pytest.importorskip("av")
+    with gl.guard(reads="any"), av.open(film) as container:
+        frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+        assert len(torch.stack(frames).float().mean((1, 2, 3)).unique()) > 1
+
+
+@pytest.fixture
+def film(tmp_path):
+    """A film of eight frames that become lighter."""
+    av = pytest.importorskip("av")
+    with av.open(tmp_path / "film.mp4", "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height = 64, 48
+        for number in range(8):
+            picture = np.full((48, 64, 3), 30 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+        container.mux(stream.encode())
+    return str(tmp_path / "film.mp4")
+
+
+class OneBuffer(IterableDataset):
+    """Fills one array for every batch."""
+
+    def __iter__(self):
+        buffer = np.zeros((8, 8), np.float32)
+        for number in range(4):
+            buffer[:] = number
+            yield torch.from_numpy(buffer)
+
+
+def test_lightnings_trainer_is_guarded_by_a_callback_and_left_after_an_error():
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Keeper(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.kept = nn.Linear(8, 2), []
+
+        def training_step(self, batch, _):
+            self.kept = [*self.kept, batch[0] if isinstance(batch, list) else batch]
+            return self.net(torch.stack(self.kept)).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    right, wrong = lightning_guard(reads="any"), lightning_guard(reads="any")
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[right], **silent)
+    trainer.fit(Keeper(), DataLoader(table(), batch_size=8))
+    assert (right.report.checked > 0, len(right.report)) == (True, 0)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[wrong], **silent)
+    with pytest.raises(gl.OverwrittenError, match="share one memory"):
+        trainer.fit(Keeper(), DataLoader(OneBuffer(), batch_size=None))
+    assert not wrong.report.inside
+
+
+def test_the_trainer_of_transformers_is_guarded_by_a_callback():
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 32}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+    rows = np.random.default_rng(0).integers(0, 50, (16, 16))
+    data = [{"input_ids": torch.from_numpy(row), "labels": torch.from_numpy(row)} for row in rows]
+    callback = transformers_guard(reads="any")
+    options = {"max_steps": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(tempfile.mkdtemp(), **options)
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    assert (callback.report.checked > 0, len(callback.report)) == (True, 0)
