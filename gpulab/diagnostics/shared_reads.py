@@ -6,21 +6,23 @@ need be involved: a replay buffer, a list of observations that is stacked later.
 see it, because torch did not write.
 
 A tensor over such memory is *born* when it is made. It is read *stale* when an operation reads it, its content is
-another than when it was born or last read, and meanwhile another tensor was born in the same memory: whoever made that
-one wanted the new content, so the old one was to keep the old. A single tensor that is filled through NumPy and read
-again and again is a view on purpose, and no finding.
+another than when it was born or last read, and meanwhile another tensor was born in the same memory, which may be gone:
+whoever made that one wanted the new content, so the old one was to keep the old. A single tensor that is filled through
+NumPy and read again and again is a view on purpose, and no finding.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.utils.dlpack
 from torch import Tensor
@@ -29,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.diagnostics.copies_under_way import CopiesUnderWay, UnfinishedCopy, waiting
 from gpulab.diagnostics.fingerprints import memory_digest
-from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, nearest_holder, span_of, user_frame
+from gpulab.diagnostics.memory_holders import Line, is_plain, line_of, nearest_holder, span_of, user_frame
 
-MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy`, `as_tensor` and `asarray`, of a tensor without a copy
+MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
 BLOCK = 1 << 16  # bytes that have one number
 FEW = 1000  # births, after which those are dropped whose memory is gone
@@ -88,11 +90,12 @@ class _Birth:
     size: int  # bytes
     version: int
     line: Line
-    content: list[int] = field(default_factory=list)  # a number for each block of the memory
+    meant_as_view: bool = False  # read before and after a write, with no other tensor made between
+    content: bytes | list[int] = b""  # of a large memory a number for each block
 
-    def blocks(self, span: Span) -> range:
-        """Which blocks a piece of the memory lies in."""
-        first, last = span[0] - self.address, span[1] - self.address
+    def blocks(self, tensor: Tensor) -> range:
+        """Which blocks of the memory a tensor lies in."""
+        first, last = (place - self.address for place in span_of(tensor))
         return range(first // BLOCK, math.ceil(last / BLOCK))
 
     def look(self, blocks: range) -> list[int]:
@@ -105,7 +108,33 @@ class _Birth:
     def remember(self, version: int) -> None:
         """Take all that is in the memory now for right."""
         self.version = version
-        self.content = self.look(self.blocks((self.address, self.address + self.size)))
+        if self.size <= BLOCK:
+            self.content = bytes((ctypes.c_char * self.size).from_address(self.address))
+        else:
+            self.content = self.look(range(math.ceil(self.size / BLOCK)))
+
+    def differs(self, tensor: Tensor) -> bool:
+        """Whether a tensor in this memory has another content than is remembered: of a large memory, block by block."""
+        if isinstance(self.content, bytes):
+            now = (ctypes.c_char * self.size).from_address(self.address)
+            return self.elements(tensor, now) != self.elements(tensor, self.content)
+        blocks = self.blocks(tensor)
+        return self.look(blocks) != self.content[blocks.start : blocks.stop]
+
+    def elements(self, tensor: Tensor, memory: Any) -> bytes:
+        """The elements of a tensor, out of its memory or what was kept of that."""
+        width = tensor.element_size()
+        strides = tuple(width * stride for stride in tensor.stride())
+        offset = tensor.data_ptr() - self.address
+        return np.ndarray(tuple(tensor.shape), f"V{width}", memory, offset, strides).tobytes()
+
+    def accept(self, tensor: Tensor) -> None:
+        """Take what a tensor in this memory holds now for right."""
+        if isinstance(self.content, bytes):
+            self.remember(self.version)
+        else:
+            blocks = self.blocks(tensor)
+            self.content[blocks.start : blocks.stop] = self.look(blocks)
 
 
 class SharedReads(TorchDispatchMode):
@@ -166,9 +195,12 @@ class SharedReads(TorchDispatchMode):
         with self.lock:
             if len(self.births) >= self.room:
                 self.births = {key: birth for key, birth in self.births.items() if not birth.storage.expired()}
-                self.latest = {key: birth for key, birth in self.latest.items() if not birth.storage.expired()}
+                used = {birth.address for birth in self.births.values()}
+                self.latest = {address: birth for address, birth in self.latest.items() if address in used}
                 self.room = max(FEW, 2 * len(self.births))
-            self.births[storage._cdata] = self.latest[birth.address] = birth
+            self.births[storage._cdata] = birth
+            if not getattr(_thread, "copies", False):
+                self.latest[birth.address] = birth
         return birth
 
     def check(self, tensors: list[Tensor], name: str) -> None:
@@ -181,12 +213,13 @@ class SharedReads(TorchDispatchMode):
             self.checked += 1
             if tensor._version != birth.version:  # torch wrote there itself
                 birth.remember(tensor._version)
-            blocks = birth.blocks(span_of(tensor))
-            content = birth.look(blocks)
+            if not birth.differs(tensor):
+                continue
             latest = self.latest.get(birth.address, birth)
-            if latest is birth or latest.storage.expired():
-                birth.content[blocks.start : blocks.stop] = content
-            elif content != birth.content[blocks.start : blocks.stop]:
+            if latest is birth or (birth.meant_as_view and latest.storage.expired()):
+                birth.meant_as_view = True
+                birth.accept(tensor)
+            else:
                 cause = "together" if addresses.count(birth.address) > 1 else "stale"
                 self._report(tensor, birth, latest, cause, name)
         self.copies.check(tensors, name)
@@ -220,6 +253,7 @@ def _is_view(operation: Any) -> bool:
 
 _listening: list[SharedReads] = []  # those that are entered, once for each time, whatever the thread
 _lock = threading.Lock()
+_thread = threading.local()
 
 
 def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -229,6 +263,18 @@ def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         for reads in list(_listening):
             reads.birth_of(tensor)
         return tensor
+
+    return call
+
+
+def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        _thread.copies = True  # what is made of the memory now lives no longer than the call
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _thread.copies = False
 
     return call
 
@@ -259,8 +305,8 @@ def _asked(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 # What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.
 REPLACED: list[tuple[Any, str, Callable[[Any], Any]]] = [
-    (torch, "frombuffer", _made),
-    (torch, "from_dlpack", _made),
+    *((torch, name, _made) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "tensor", _copied),
     (torch.utils.dlpack, "from_dlpack", _made),
     (Tensor, "numpy", _taken),
     (Tensor, "tolist", _taken),

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import importlib
 import json
+import queue
 import sys
 import threading
 import warnings
@@ -208,6 +209,84 @@ def test_of_many_tensors_those_are_forgotten_whose_memory_is_gone():
 def test_names_that_were_imported_before_the_guard_are_followed(make, program):
     with pytest.raises(gl.OverwrittenError), gl.guard(reads="any"):
         program(make)
+
+
+def kept_beside_a_temporary():
+    """The tensor that is made last is gone when the list is read."""
+    camera, memory = Environment(), []
+    for _ in range(5):
+        seen = camera.step()
+        memory.append(torch.from_numpy(seen))
+        NET(torch.from_numpy(seen)).argmax()
+    return torch.stack(memory)
+
+
+def one_kept_and_temporaries():
+    """The difference to a background is that of a thing and itself."""
+    camera = Environment()
+    background = torch.from_numpy(camera.step())
+    return torch.from_numpy(camera.step()).double() - background.double()
+
+
+def kept_from_a_buffer():
+    buffer, kept = bytearray(4), []
+    for number in range(3):
+        buffer[0] = number
+        kept.append(torch.asarray(memoryview(buffer), dtype=torch.uint8))
+    return torch.stack(kept)
+
+
+def from_a_thread():
+    """A loader's thread makes the tensors."""
+    camera, waiting = Environment(), queue.Queue()
+    thread = threading.Thread(target=lambda: [waiting.put(torch.from_numpy(camera.step())) for _ in range(3)])
+    thread.start()
+    thread.join()
+    return torch.stack([waiting.get() for _ in range(3)])
+
+
+SUBTLE = [kept_beside_a_temporary, one_kept_and_temporaries, kept_from_a_buffer, from_a_thread]
+
+
+@pytest.mark.parametrize("program", SUBTLE, ids=lambda program: program.__name__)
+def test_subtle_programs_are_caught(program):
+    with pytest.raises(gl.OverwrittenError), gl.guard(reads="any"):
+        program()
+
+
+def prefixes():
+    """What was appended later lies behind what an earlier tensor shows."""
+    tokens, contexts = np.zeros(64, np.int64), []
+    for length in range(1, 9):
+        tokens[length - 1] = length
+        contexts.append(torch.from_numpy(tokens)[:length])
+    assert [context.tolist() for context in contexts] == [list(range(1, n)) for n in range(2, 10)]
+
+
+def columns():
+    """Each tensor shows a column, and other columns are filled after it."""
+    table, kept = np.zeros((5, 3), np.float32), []
+    for column in range(3):
+        table[:, column] = column + 1
+        kept.append(torch.from_numpy(table)[:, column])
+    assert torch.stack(kept).sum() == 5 * (1 + 2 + 3)
+
+
+def logged_by_a_copy():
+    """A view that is meant, and copies of the array beside it."""
+    array, model = np.zeros(4, np.float32), NET
+    batch, losses = torch.from_numpy(array), []
+    for number in range(3):
+        array[:] = number
+        losses.append(torch.tensor(array).mean())
+        model(batch).sum().backward()
+
+
+@pytest.mark.parametrize("program", [prefixes, columns, logged_by_a_copy], ids=lambda program: program.__name__)
+def test_parts_that_did_not_change_and_copies_beside_a_view_are_no_finding(program):
+    with gl.guard(reads="any") as report:
+        program()
+    assert report.findings == []
 
 
 def test_a_list_of_numbers_is_a_read():
