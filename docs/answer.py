@@ -106,7 +106,8 @@ def devices():
         f"{learned.margin_relative:.1%}. The other {every.seeds - learned.seeds} of {every.seeds} seeds learn on "
         f"neither device. With them the margin grows to {every.margin_relative:.0%}; within it the loss is "
         f"*{every.decision}*, too, but that says little. Whether the device decides how many seeds learn is "
-        f"*{stuck.decision}*: {abs(stuck.difference) * stuck.seeds:.0f} of {stuck.seeds} learn on one device alone."
+        f"*{stuck.decision}*: {abs(stuck.difference) * stuck.seeds:.0f} of {stuck.seeds} learn on one "
+        "device and not on the other."
     ).replace("%", " %")
 
 

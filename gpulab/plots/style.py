@@ -152,12 +152,13 @@ def point_key(label: str, hollow: bool = False, **look: Any) -> Line2D:
 def margin_band(axes: Axes, margin: float, unit: float = 1.0) -> Patch:
     """Draw the band of a margin, on an axis that counts in so large a unit; its key."""
     axes.axvspan(-margin / unit, margin / unit, color=FAINT, alpha=0.22, lw=0, zorder=0)
-    return margin_key(margin)
+    return margin_key(margin, unit)
 
 
-def margin_key(margin: float) -> Patch:
-    """The band of a margin."""
-    return Patch(color=FAINT, alpha=0.22, lw=0, label=f"margin, ±{margin:.2g}")
+def margin_key(margin: float, unit: float = 1.0) -> Patch:
+    """The band of a margin; where the axis counts in standard deviations, in both."""
+    words = f"±{margin:.2g}" if unit == 1 else f"±{margin / unit:.2g} sd, ±{margin:.2g}"
+    return Patch(color=FAINT, alpha=0.22, lw=0, label=f"margin, {words}")
 
 
 def setting_keys(frame: pd.DataFrame, shapes: bool = False, **look: Any) -> list[Line2D]:

@@ -54,7 +54,7 @@ MARKS = "osD^v"  # of the lengths of a window
 FEWEST = 5  # cells, whose ranks an interval needs
 COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
 COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine machine_reference"
-NO_TREND = "no trend is shown"
+NO_TREND = "higher or lower is undecided"
 CLAIM = [
     "PredNet learns better on a GPU than on a CPU, an autoencoder does not (Pietrowski et al. 2021, arXiv 2109.01451).",
     "Retracted: the difference came with the library, Chainer. The authors suspect a bug and do not say which.",
@@ -376,7 +376,7 @@ def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
         where = f"{SIZES[size].capitalize()}, {machine}"
         trend = _trend(rho, low, high)
         if trend == NO_TREND:
-            trend = f"{NO_TREND}: the cells do not tell whether it is higher or lower"
+            trend = "whether it is higher or lower these cells do not tell"
         said.append(
             f"{where}: with {SHARED_MEMORY} the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; "
             f"where the gradient is further off, {trend}."

@@ -175,8 +175,14 @@ def _one_level(row: pd.Series, judged: Verdict, called: Mapping[Any, str]) -> st
             f"decide{_would(judged.table[judged.table[judged.factor] == row[judged.factor]])}."
         )
     mean = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
-    size = f"{1 + row.difference / mean:.3g} times as high as" if mean > 0 else f"off by {row.difference:+.2g} from"
-    return f"{under.title()} {level} the {_metric(judged)} is {size} {under} {usual}, and {higher}."
+    size = f"off by {row.difference:+.2g} from that"
+    if mean > 0 and row.difference > 0:
+        size = f"{1 + row.difference / mean:.3g} times as high as"
+    elif mean > 0:
+        size = f"{1 + row.difference / mean:.3g} times that"
+    lower = f"lower in {(moved < 0).sum()} of {row.seeds} {block}s"
+    counted = higher if row.difference > 0 else lower
+    return f"{under.title()} {level} the {_metric(judged)} is {size} {under} {usual}, and {counted}."
 
 
 def _preposition(judged: Verdict) -> str:

@@ -90,7 +90,7 @@ def judged(shift, spread, seeds=12):
             "the mean loss differs from that under a by less than 0.45 %",
         ),
         (5.0, 1e-9, "different", "the loss is 1.48 times as high as under a, and higher in 12 of 12 seeds."),
-        (-5.0, 1e-9, "different", "the loss is 0.522 times as high as under a, and higher in 0 of 12 seeds."),
+        (-5.0, 1e-9, "different", "the loss is 0.522 times that under a, and lower in 12 of 12 seeds."),
         (0.0, 1.0, "inconclusive", "the loss is higher in 7 of 12 seeds than under a, which does not decide"),
     ],
 )
