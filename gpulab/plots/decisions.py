@@ -97,7 +97,7 @@ def estimation(verdict: Verdict) -> Picture:
     right.margins(x=0.08)
     bands = []
     if margin == margin:  # a margin is the message: it is seen whole, and what lies around it
-        bands.append(style.margin_band(right, margin, unit))
+        bands.append(style.margin_band(right, margin, unit, "" if unit == 1 else "sd"))
         reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
         right.set_xlim(-reach, reach)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))

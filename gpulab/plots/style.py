@@ -149,16 +149,15 @@ def point_key(label: str, hollow: bool = False, **look: Any) -> Line2D:
     return key(label, **{"ls": "", "marker": "o", "markeredgecolor": INK, "markerfacecolor": face, **look})
 
 
-def margin_band(axes: Axes, margin: float, unit: float = 1.0) -> Patch:
-    """Draw the band of a margin, on an axis that counts in so large a unit; its key."""
+def margin_band(axes: Axes, margin: float, unit: float = 1.0, unit_name: str = "") -> Patch:
+    """Draw the band of a margin, on an axis that counts in so large a unit; its key, in that unit too if it is named."""
     axes.axvspan(-margin / unit, margin / unit, color=FAINT, alpha=0.22, lw=0, zorder=0)
-    return margin_key(margin, unit)
+    return margin_key(margin, f"±{margin / unit:.2g} {unit_name}, " if unit_name else "")
 
 
-def margin_key(margin: float, unit: float = 1.0) -> Patch:
-    """The band of a margin; where the axis counts in standard deviations, in both."""
-    words = f"±{margin:.2g}" if unit == 1 else f"±{margin / unit:.2g} sd, ±{margin:.2g}"
-    return Patch(color=FAINT, alpha=0.22, lw=0, label=f"margin, {words}")
+def margin_key(margin: float, before: str = "") -> Patch:
+    """The band of a margin."""
+    return Patch(color=FAINT, alpha=0.22, lw=0, label=f"margin, {before}±{margin:.2g}")
 
 
 def setting_keys(frame: pd.DataFrame, shapes: bool = False, **look: Any) -> list[Line2D]:
