@@ -150,7 +150,7 @@ def point_key(label: str, hollow: bool = False, **look: Any) -> Line2D:
 
 
 def margin_band(axes: Axes, margin: float, unit: float = 1.0, unit_name: str = "") -> Patch:
-    """Draw the band of a margin, on an axis that counts in so large a unit; its key, in that unit too if it is named."""
+    """Draw the band of a margin, on an axis that counts in so large a unit; its key, in a named unit as well."""
     axes.axvspan(-margin / unit, margin / unit, color=FAINT, alpha=0.22, lw=0, zorder=0)
     return margin_key(margin, f"±{margin / unit:.2g} {unit_name}, " if unit_name else "")
 
