@@ -209,18 +209,19 @@ def _recorded_losses() -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 @functools.cache
-def _film(data: str, frames: int, size: str, scene: float, speed: float) -> Sequence:
+def _film(data: str, frames: float, size: str, scene: float, speed: float) -> Sequence:
     height, width = map(int, size.split("x"))
-    loaded = load(data, frames, (height, width), seed=int(scene), speed=speed)
+    loaded = load(data, int(frames), (height, width), seed=int(scene), speed=speed)
     assert isinstance(loaded, Sequence)
     return loaded
 
 
-def _last_windows(data: str, frames: int, *film: Any) -> Iterator[np.ndarray]:
+def _last_windows(data: str, frames: float, *film: Any) -> Iterator[np.ndarray]:
     """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once take 250 MB."""
     length = protocol("prednet", "paper").window
-    last = max(1, frames // length // LAST_FIFTH)
-    windows = _film(data, frames, *film).windows(length, start=frames // length - last)
+    count = int(frames) // length  # a column of numbers has points where a run in the table has no frames
+    last = max(1, count // LAST_FIFTH)
+    windows = _film(data, frames, *film).windows(length, start=count - last)
     yield from (window.frames / np.float32(255) for window in itertools.islice(windows, last))
 
 

@@ -267,7 +267,8 @@ def test_the_figure_shows_every_seed_and_every_difference():
     assert "GPU, against CPU: " in picture.alt
     keys = [text.get_text() for legend in picture.figure.legends for text in legend.get_texts()]
     assert "mean, 95% interval" in keys
-    assert f"margin, ±{verdict.table.margin.iloc[0]:.2g}" in keys
+    (margin,) = (words for words in keys if words.startswith("margin"))
+    assert margin.endswith(f" sd, ±{verdict.table.margin.iloc[0]:.2g}")
     assert "<table" in verdict.html()
     bundle, _ = verdict._repr_mimebundle_()
     assert bundle["text/plain"] == str(verdict)
