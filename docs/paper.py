@@ -1,4 +1,4 @@
-"""The paper, its numbers from the recorded runs. `python docs/paper.py` writes `paper/paper.md` anew."""
+"""The papers, their numbers from the recorded runs. `python docs/paper.py` writes both anew: `paper/*.md`."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,7 @@ import gpulab as gl
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
+PAPERS = (PAPER, PAPER.with_name("rescience.md"))
 
 
 def minutes(profile):
@@ -29,6 +30,7 @@ def numbers():
     both = both[both.seed.isin(both[~both.id.isin(title.id)].seed)]
     (card,) = gl.verdict(both, factor="gpu", reference="NVIDIA H200").table.itertuples()
     kept = companion.atlas(), companion.published_runs(), title, companion.longer_runs()
+    poles = companion.cartpole_runs().groupby("memory")["time upright"].mean()
     return {
         "notebooks": len([*(ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")]),
         "sessions": len([*(ROOT / "docs" / "seminar").glob("session*.md")]),
@@ -38,15 +40,47 @@ def numbers():
         "devices": answer.devices(),
         "card_seeds": card.seeds,
         "cards": card.decision,
+        "cartpole": f"{poles['shared memory'] / poles['own memory']:.1%}".replace("%", " %"),
+        "cartpole_seeds": companion.cartpole_runs().seed.nunique(),
+        **replication(),
         "smoke": minutes("smoke"),
         "quick": minutes("quick"),
     }
 
 
-def paper():
-    """The text of the paper."""
-    return PAPER.with_suffix(".md.in").read_text(encoding="utf-8").format(**numbers())
+def replication():
+    """What is said of the authors' code: a table of its comparisons, the first gradients, and the round trip."""
+    runs = companion.published_runs()
+    table = companion.published_table(runs)
+    rows = []
+    for _, pair in table.groupby(["family", "film", "size", "condition", "reference"], sort=False):
+        loss = pair[pair.endpoint == "final loss"].iloc[0]
+        share = pair[pair.endpoint != "final loss"].iloc[0]
+        rows.append(
+            f"| {loss.condition} | {loss.reference} | {loss.film}, {loss['size'].replace('x', '×')} | {loss.seeds} | "
+            f"{loss.worse} | {loss.ratio:.2f} | {loss.decision} | {share.beat} instead of {share.beat_reference} | "
+            f"{share.decision} |"
+        )
+    heads = "compared | with | film | seeds | higher loss in | times as high (median) | loss | beat repeating | share"
+    first = companion.recorded_windows().query("window == 0 and not of.str.contains('trip')")
+    shared = ["cpu reused", "cuda shared"]
+    of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
+    unlike = of.isin(shared) != against.isin(shared)
+    trips = companion.round_trips(runs)
+    return {
+        "comparisons": f"| {heads} |\n{'|---' * (heads.count('|') + 1)}|\n" + "\n".join(rows),
+        "alike": f"{first[~unlike].gradient_difference.max():.1e}",
+        "unlike": f"{first[unlike].gradient_difference.min():.1%}".replace("%", " %"),
+        "same_losses": f"{first[unlike].same_losses.sum()} of {first[unlike].losses.sum()}",
+        "trips": f"{trips.same_bits.sum():,} of {trips.windows.sum():,}",
+    }
+
+
+def paper(file=PAPER):
+    """The text of a paper."""
+    return file.with_suffix(".md.in").read_text(encoding="utf-8").format(**numbers())
 
 
 if __name__ == "__main__":
-    PAPER.write_text(paper(), encoding="utf-8")
+    for each in PAPERS:
+        each.write_text(paper(each), encoding="utf-8")
