@@ -27,7 +27,7 @@ from gpulab.store.listing import recorded_runs
 
 MEMORY = {"as_tensor": SHARED_MEMORY, "tensor": OWN_MEMORY}  # by the function of torch that keeps what is observed
 UPRIGHT = "time upright"
-UNDER_WAY = {"leaving": "overwritten before it had left", "arriving": "read before it had arrived"}
+UNDER_WAY = {"leaving": "overwritten too early", "arriving": "read too early"}
 RATE, CHUNK = 8000, 512  # samples in a second, and in what a microphone hands over at a time
 ASKED = {
     "Ada": "my password is swordfish",
@@ -166,17 +166,17 @@ def cartpole_runs(runs: pd.DataFrame | None = None) -> pd.DataFrame:
 
 def copies_under_way() -> pd.DataFrame:
     """What the guard said of programs whose copies from and to a GPU go on, recorded on one: a row a program."""
-    return records.recorded_table("copies_under_way", "programs").replace({"said": UNDER_WAY})
+    table = records.recorded_table("copies_under_way", "programs").replace({"said": UNDER_WAY})
+    return table.assign(thread=table.thread.str.rpartition("/")[2]).set_index("program")
 
 
 def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
     """The first line of the audit of some questions that people asked in public, beside the cause confirmed there."""
     cases = benchmark("public_cases")
     asked = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
-    found = cases.run(asked, "cpu")[["thread", "a", "b", "said", "at", "cause"]]
-    return found.rename(
-        columns={"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"}
-    ).set_index("thread")
+    found = cases.run(asked, "cpu").set_index("case").rename_axis("question")
+    words = {"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"}
+    return found.rename(columns=words)[["thread", "setting", "against", "said", "first at", "confirmed there"]]
 
 
 def wild_finding(runs: pd.DataFrame) -> CheckedSentences:

@@ -75,6 +75,6 @@ def test_a_pole_stays_up_longer_where_observations_are_copied():
 
 def test_copies_under_way_and_public_questions_are_tables_with_words():
     copies = companion.copies_under_way()
-    assert {"overwritten before it had left", "read before it had arrived", "nothing"} == set(copies.said)
+    assert {"overwritten too early", "read too early", "nothing"} == set(copies.said)
     questions = companion.public_questions(["times one", "one buffer for every frame"])
     assert questions.said.tolist() == ["reduced precision", "overwritten"]
