@@ -261,6 +261,13 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/answer.py"
 
 
+def test_public_names_and_their_parameters_are_those_that_are_promised():
+    names = script("names")
+    assert names.PAGE.read_text(encoding="utf-8") == names.page(), (
+        "a name or parameter has changed: python docs/names.py"
+    )
+
+
 def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     paper = script("paper")

@@ -1,6 +1,7 @@
 """Instruments for one training step."""
 
 from gpulab.diagnostics.audits import Audit, audit
+from gpulab.diagnostics.guard_callbacks import lightning_guard, transformers_guard
 from gpulab.diagnostics.guards import Guard, Overwritten, guard
 from gpulab.diagnostics.steps import Step
 from gpulab.diagnostics.traces import Trace, record
@@ -13,5 +14,7 @@ __all__ = [
     "Trace",
     "audit",
     "guard",
+    "lightning_guard",
     "record",
+    "transformers_guard",
 ]
