@@ -29,7 +29,7 @@ TESTS := GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope -
 test: check ## style, types, and the tests for every day: under ten minutes
 	$(TESTS) -m "not slow"
 
-test-all: $(DEVELOPED) ## all the other tests: browser, all notebooks, site, slides, attack, clusters: half an hour
+test-all: $(DEVELOPED) ## all the other tests: browser, all notebooks, site, slides, attack, clusters: ten minutes
 	$(TESTS) -m slow
 
 check: $(DEVELOPED) ## style, format and types, without the tests

@@ -69,6 +69,11 @@ def replication():
     trips = companion.round_trips(runs)
     return {
         "comparisons": f"| {heads} |\n{'|---' * (heads.count('|') + 1)}|\n" + "\n".join(rows),
+        "authors_tested": table[
+            (table.condition.str.endswith("shared memory")) & table.reference.str.endswith("own memory")
+        ]
+        .query("endpoint == 'final loss'")
+        .seeds.sum(),
         "alike": f"{first[~unlike].gradient_difference.max():.1e}",
         "unlike": f"{first[unlike].gradient_difference.min():.1%}".replace("%", " %"),
         "same_losses": f"{first[unlike].same_losses.sum()} of {first[unlike].losses.sum()}",
