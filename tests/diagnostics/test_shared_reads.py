@@ -6,6 +6,7 @@ import importlib
 import json
 import queue
 import sys
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -245,7 +246,20 @@ def from_a_thread():
     return torch.stack([waiting.get() for _ in range(3)])
 
 
-SUBTLE = [kept_beside_a_temporary, one_kept_and_temporaries, kept_from_a_buffer, from_a_thread]
+def kept_from_a_mapped_file():
+    """Another mapping of the file writes, as another process would."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(64))
+        file.flush()
+        read, written = (np.memmap(file.name, np.float32, "r+") for _ in range(2))
+        kept = []
+        for number in range(3):
+            written[:] = number
+            kept.append(torch.from_numpy(read))
+        return torch.stack(kept)
+
+
+SUBTLE = [kept_from_a_mapped_file, kept_beside_a_temporary, one_kept_and_temporaries, kept_from_a_buffer, from_a_thread]
 
 
 @pytest.mark.parametrize("program", SUBTLE, ids=lambda program: program.__name__)
