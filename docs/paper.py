@@ -30,7 +30,7 @@ def numbers():
     both = both[both.seed.isin(both[~both.id.isin(title.id)].seed)]
     (card,) = gl.verdict(both, factor="gpu", reference="NVIDIA H200").table.itertuples()
     kept = companion.atlas(), companion.published_runs(), title, companion.longer_runs()
-    poles = companion.cartpole_runs().groupby("memory")["time upright"].mean()
+    poles = companion.cartpole_runs().groupby("memory")["time upright (steps)"].mean()
     return {
         "notebooks": len([*(ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")]),
         "sessions": len([*(ROOT / "docs" / "seminar").glob("session*.md")]),

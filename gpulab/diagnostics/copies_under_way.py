@@ -172,10 +172,17 @@ class CopiesUnderWay:
         with self.lock:
             if end:
                 self.compare("the end of the guard", self.copies)
-                self.copies.clear()
             found, self.found = self.found, []
+        if end:
+            self.forget()
         for finding in found:
             self.tell(finding)
+
+    def forget(self) -> None:
+        """Look at nothing any more: waits that come later are nobody's."""
+        with self.lock:
+            self.copies, self.found = [], []
+        _going_on.discard(self)
 
 
 def _digest(span: Span) -> int:

@@ -162,8 +162,11 @@ class SharedReads(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         _leave(self)
+        ended = self not in _listening
         if raised[0] is None:
-            self.copies.settle(end=self not in _listening)
+            self.copies.settle(end=ended)
+        elif ended:
+            self.copies.forget()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check what an operation reads, and run it."""

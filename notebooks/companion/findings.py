@@ -21,7 +21,7 @@ SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest si
 SAME = "the same bits"
 FEWEST = 6  # seeds that can show a difference at 5 %
 METRIC_WORDS = {"final_loss": "loss", "heldout_loss": "held-out loss", "smallest": "steepest way down"}
-METRIC_WORDS |= {"index_fraction": "share of ways down"}
+METRIC_WORDS |= {"index_fraction": "share of ways down", "time upright (steps)": "time upright"}
 
 
 @dataclass(frozen=True, eq=False)

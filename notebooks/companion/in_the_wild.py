@@ -26,7 +26,7 @@ from gpulab.store import records
 from gpulab.store.listing import recorded_runs
 
 MEMORY = {"as_tensor": SHARED_MEMORY, "tensor": OWN_MEMORY}  # by the function of torch that keeps what is observed
-UPRIGHT = "time upright"
+UPRIGHT = "time upright (steps)"
 UNDER_WAY = {"leaving": "overwritten too early", "arriving": "read too early"}
 RATE, CHUNK = 8000, 512  # samples in a second, and in what a microphone hands over at a time
 ASKED = {
@@ -158,7 +158,7 @@ def _called(name: str) -> str:
 
 
 def cartpole_runs(runs: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Runs of `cartpole`, by default the recorded ones, with the columns `memory` and `time upright` (steps)."""
+    """Runs of `cartpole`, by default the recorded ones, with the columns `memory` and `time upright (steps)`."""
     runs = recorded_runs("cartpole") if runs is None else runs
     runs = runs.assign(memory=runs.keep.map(MEMORY)).drop(columns="options")  # which say what `memory` says
     return runs.rename(columns={"steps_up": UPRIGHT})

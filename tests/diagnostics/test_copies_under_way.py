@@ -1,5 +1,6 @@
 """Copies between the host and a GPU that nobody has waited for: told where the host uses their memory, else not."""
 
+import contextlib
 import importlib
 import sys
 import warnings
@@ -41,6 +42,18 @@ def test_the_error_names_the_copy_and_the_cure():
         guarded(refilled, torch.zeros(1 << 20, pin_memory=True))
     for words in ("copied by refilled", 'there = host.to("cuda", non_blocking=True)', "event.synchronize()"):
         assert words in str(told.value)
+
+
+@CUDA
+def test_after_an_error_nothing_is_looked_at_any_more():
+    host = torch.zeros(1 << 20, pin_memory=True)
+    guard = gl.guard(on="warn", reads="any")
+    with contextlib.suppress(ZeroDivisionError), guard:
+        host.to("cuda", non_blocking=True)
+        raise ZeroDivisionError
+    host.fill_(1)
+    torch.cuda.synchronize()
+    assert guard._shared.copies.copies == guard._shared.copies.found == guard.findings == []
 
 
 @CUDA
