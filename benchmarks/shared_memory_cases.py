@@ -302,14 +302,13 @@ def tried(case: Case) -> dict[str, Any]:
         case.program()
     guarded = time.perf_counter() - begin
     causes = {finding.cause for finding in report.findings}
-    lines = [finding.line.text if hasattr(finding, "function") else finding.made.text for finding in report.findings]
     return {
         "program": case.program.__name__,
         "thread": case.thread,
         "expected": case.cause or "nothing",
         "said": ", ".join(sorted(causes)) or "nothing",
         "caught": case.cause in causes if case.cause else not causes,
-        "placed": any(line.endswith("# here") for line in lines) if case.cause else None,
+        "placed": any(finding.line.text.endswith("# here") for finding in report.findings) if case.cause else None,
         "times": guarded / plain,
     }
 

@@ -2,7 +2,8 @@
 
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.diagnostics.guard_callbacks import lightning_guard, transformers_guard
-from gpulab.diagnostics.guards import Guard, Overwritten, guard
+from gpulab.diagnostics.guard_findings import Overwritten
+from gpulab.diagnostics.guards import Guard, guard
 from gpulab.diagnostics.steps import Step
 from gpulab.diagnostics.traces import Trace, record
 

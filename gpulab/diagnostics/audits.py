@@ -33,9 +33,15 @@ MOST_FINDINGS, MOST_GROUPS, MOST_PLACES = 20, 12, 6  # that are shown
 
 
 class Audit(report.Report):
-    """What `audit` returns: `findings`, what explains most first; `table`, a row for each operation; `plot()`.
+    """What `audit` returns: where the two settings part, and why. `print` says it, and `plot()` shows it.
 
-    Each of the `pairs` is an operation of the traces `a` and `b`, or of one of them, with the one in float64.
+    Attributes:
+        a: The first trace.
+        b: The other trace.
+        findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
+        pairs: Each operation as it is in `a` and in `b`, where it is, with the same one in float64.
+        confirmed: With `confirm`, what was left of the difference when the lines that were found were put right.
+        first_nan: For each trace the operation that made the first NaN, or None.
     """
 
     def __init__(self, a: Trace, b: Trace) -> None:
@@ -257,6 +263,9 @@ def audit(
         confirm: whether to do the step again with each line that was found put right, and to say how much of the
             difference in loss and gradients goes (`Audit.confirmed`); not with traces.
         progress: whether to show a bar.
+
+    Returns:
+        An `Audit`. `print` says its findings, `plot()` shows where the two settings part.
 
     Raises:
         UsageError: for arguments that are neither.

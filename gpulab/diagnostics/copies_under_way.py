@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,66 +22,18 @@ from torch.cuda import _gpu_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpulab.diagnostics.fingerprints import memory_digest
-from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, overlap, span_of, user_frame
-
-KINDS = {  # what happened, and what to do
-    "leaving": (
-        "its memory was overwritten before its copy to the GPU was waited for",
-        "wait before it is written again (an event recorded behind the copy, `event.synchronize()`), or fill another "
-        "buffer each time",
-    ),
-    "arriving": (
-        "it was read before its copy from the GPU was waited for",
-        "leave out non_blocking=True, or wait before it is read: torch.cuda.current_stream().synchronize()",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class UnfinishedCopy:
-    """One finding: the host's side of a copy was used before anybody had waited for the copy."""
-
-    cause: str  # one of `KINDS`
-    operation: str  # which met it: what read it, or what came after it was written
-    shape: tuple[int, ...]
-    dtype: str
-    made: Line  # the user's, which asked for the copy
-    line: Line  # where it was met
-    count: int = 1  # times that this is true
-
-    @property
-    def explanation(self) -> str:
-        """What happened, in words."""
-        return KINDS[self.cause][0]
-
-    @property
-    def remedy(self) -> str:
-        """What to do."""
-        return KINDS[self.cause][1]
-
-    def __str__(self) -> str:
-        times = f" ({self.count} times)" if self.count > 1 else ""
-        source = f"\n      {self.made.text}" if self.made.text else ""
-        met = "read" if self.cause == "arriving" else "found"
-        return (
-            f"a pinned tensor, {self.dtype} of shape {self.shape} on cpu: {self.explanation}{times}\n"
-            f"  copied by {self.made}{source}\n"
-            f"  {met} by {self.operation} in {self.line}\n"
-            f"  do: {self.remedy}"
-        )
+from gpulab.diagnostics.guard_findings import Overwritten
+from gpulab.diagnostics.memory_holders import Span, is_plain, line_of, overlap, span_of, user_frame
 
 
 @dataclass
 class _Copy:
     """A copy that was asked for: the host's side of it, and whether somebody has waited since."""
 
-    cause: str
+    finding: Overwritten  # what it is, if it is used too early
     storage: StorageWeakRef
     span: Span
     content: int  # a number that stands for what was in the memory
-    shape: tuple[int, ...]
-    dtype: str
-    line: Line
     event: torch.cuda.Event  # behind the copy
     waited: bool = False
 
@@ -91,7 +43,7 @@ class _Copy:
 
     def overwritten(self) -> bool:
         """Whether the source holds something else than when the copy was asked for."""
-        return self.cause == "leaving" and _digest(self.span) != self.content
+        return self.finding.cause == "leaving" and _digest(self.span) != self.content
 
 
 class CopiesUnderWay:
@@ -101,10 +53,10 @@ class CopiesUnderWay:
     raised while it waits.
     """
 
-    def __init__(self, tell: Callable[[UnfinishedCopy], None]) -> None:
+    def __init__(self, tell: Callable[[Overwritten], None]) -> None:
         self.tell = tell
         self.copies: list[_Copy] = []
-        self.found: list[UnfinishedCopy] = []
+        self.found: list[Overwritten] = []
         self.lock = threading.RLock()
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -125,12 +77,12 @@ class CopiesUnderWay:
         span, event = span_of(host), torch.cuda.Event()
         event.record(torch.cuda.current_stream(device.device))
         content = _digest(span) if cause == "leaving" else 0
-        described = tuple(host.shape), str(host.dtype).removeprefix("torch.")
-        line = line_of(user_frame(sys._getframe(1)))
-        copy = _Copy(cause, StorageWeakRef(host.untyped_storage()), span, content, *described, line, event)
+        name = operation.overloadpacket.__name__
+        finding = Overwritten.of(cause, name, host, {"copied by": line_of(user_frame(sys._getframe(1)))})
+        copy = _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
         with self.lock:
             same_memory = [known for known in self.copies if overlap(known.span, span)]
-            self.compare(operation.overloadpacket.__name__, same_memory)
+            self.compare(name, same_memory)
             self.copies = [known for known in self.copies if not known.over()]
             self.copies.append(copy)
 
@@ -139,9 +91,9 @@ class CopiesUnderWay:
         if not self.copies and not self.found:
             return
         with self.lock:
-            if any(copy.cause == "arriving" for copy in self.copies):
+            if any(copy.finding.cause == "arriving" for copy in self.copies):
                 self.copies = [copy for copy in self.copies if not copy.over()]
-                arriving = [copy for copy in self.copies if copy.cause == "arriving"]
+                arriving = [copy for copy in self.copies if copy.finding.cause == "arriving"]
                 spans = [span_of(read) for read in tensors if is_plain(read)]
                 for copy in arriving:
                     if any(overlap(copy.span, span) for span in spans):
@@ -164,8 +116,8 @@ class CopiesUnderWay:
     def find(self, copy: _Copy, name: str) -> None:
         """Keep a finding until it can be told, once for each copy."""
         self.copies = [known for known in self.copies if known is not copy]
-        line = line_of(user_frame(sys._getframe(1)))
-        self.found.append(UnfinishedCopy(copy.cause, name, copy.shape, copy.dtype, copy.line, line))
+        lines = {**copy.finding.lines, f"met by {name} in": line_of(user_frame(sys._getframe(1)))}
+        self.found.append(replace(copy.finding, operation=name, function=name, lines=lines))
 
     def settle(self, end: bool = False) -> None:
         """Tell what was found; at the `end`, of what is overwritten and was never waited for, too."""

@@ -11,11 +11,24 @@ from gpulab.diagnostics.guards import Guard, guard
 
 
 def lightning_guard(on: str = "raise", reads: str = "backward") -> Any:
-    """A callback of Lightning's `Trainer` under which it trains; its attribute `report` is the `Guard`.
+    """Make a callback with which Lightning's `Trainer` trains under a guard.
 
     Args:
-        on: As for `guard`.
-        reads: As for `guard`.
+        on: What happens then: `raise` ends the training with `OverwrittenError`, `warn` lets it go on, as for `guard`.
+        reads: What is compared: `backward` or `any`; as for `guard`.
+
+    Returns:
+        A `lightning.pytorch.Callback`, for `Trainer(callbacks=[...])`. Its attribute `report` is the `Guard`.
+
+    Raises:
+        UsageError: For another `on` or `reads`.
+        ImportError: Where Lightning is not installed.
+
+    Examples:
+        >>> callback = lightning_guard(on="warn")  # doctest: +SKIP
+        >>> lightning.Trainer(callbacks=[callback]).fit(model, batches)  # doctest: +SKIP
+        >>> print(callback.report)  # doctest: +SKIP
+        nothing was overwritten in 480 uses of saved tensors
 
     References:
         https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html
@@ -40,13 +53,26 @@ def lightning_guard(on: str = "raise", reads: str = "backward") -> Any:
 
 
 def transformers_guard(on: str = "raise", reads: str = "backward") -> Any:
-    """A callback of the `Trainer` of Hugging Face's transformers under which it trains; `report` is the `Guard`.
+    """Make a callback with which the `Trainer` of Hugging Face's transformers trains under a guard.
 
-    The trainer has no callback for an exception: after one, `callback.report` is still entered in that thread.
+    That trainer tells no callback of an exception: after one, `callback.report` is still entered in that thread.
 
     Args:
-        on: As for `guard`.
-        reads: As for `guard`.
+        on: What happens then: `raise` ends the training with `OverwrittenError`, `warn` lets it go on, as for `guard`.
+        reads: What is compared: `backward` or `any`; as for `guard`.
+
+    Returns:
+        A `transformers.TrainerCallback`, for `Trainer(callbacks=[...])`. Its attribute `report` is the `Guard`.
+
+    Raises:
+        UsageError: For another `on` or `reads`.
+        ImportError: Where transformers is not installed.
+
+    Examples:
+        >>> callback = transformers_guard(on="warn")  # doctest: +SKIP
+        >>> Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()  # doctest: +SKIP
+        >>> print(callback.report)  # doctest: +SKIP
+        nothing was overwritten in 480 uses of saved tensors
 
     References:
         https://huggingface.co/docs/transformers/main_classes/callback

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gpulab.diagnostics.guards import Guard
-from gpulab.diagnostics.memory_holders import Line
 from gpulab.errors import UsageError
 
 
@@ -44,9 +43,5 @@ def json_lines(report: Guard) -> Iterator[str]:
         []
     """
     for finding in report.findings:
-        fields = asdict(finding)
-        for name in ("line", "made", "made_again"):
-            if name in fields:
-                line = Line(*fields[name])
-                fields[name] = {"file": line.file, "number": line.number, "function": line.function, "text": line.text}
-        yield json.dumps({**fields, "explanation": finding.explanation, "remedy": finding.remedy})
+        lines = {did: {**line._asdict(), "text": line.text} for did, line in finding.lines.items()}
+        yield json.dumps({**asdict(finding), "lines": lines})

@@ -18,15 +18,15 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from gpulab.diagnostics.copies_under_way import UnfinishedCopy
 from gpulab.diagnostics.fingerprints import fingerprint
+from gpulab.diagnostics.guard_findings import CAUSES, Overwritten
 from gpulab.diagnostics.memory_holders import (
     Holder,
     Line,
@@ -38,30 +38,8 @@ from gpulab.diagnostics.memory_holders import (
     span_of,
     user_frame,
 )
-from gpulab.diagnostics.shared_reads import SharedReads, StaleRead
+from gpulab.diagnostics.shared_reads import SharedReads
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
-
-CAUSES = {  # what happened, and what to do
-    "inplace": (
-        "an in-place operation changed it",
-        "use the operation that is not in place, or give autograd a copy: .clone()",
-    ),
-    "replaced": ("other values were assigned to its `.data`", "assign to it after backward"),
-    "numpy": ("NumPy wrote into its memory", "copy it: torch.tensor(array) or torch.as_tensor(array.copy())"),
-    "shared": (
-        "it lies in shared memory, such as a loader's buffer that is filled again and again",
-        "copy each batch as it arrives: batch.clone()",
-    ),
-    "foreign": (
-        "it lies in memory that torch does not own, such as the buffer of a NumPy array or of another library",
-        "copy it as it arrives: .clone(), or torch.tensor(array)",
-    ),
-    "data": (
-        "something wrote into its memory that autograd does not see: through .data or .numpy(), or a loader "
-        "that fills one buffer again and again",
-        "copy it before it is overwritten: .clone()",
-    ),
-}
 
 
 def drain() -> None:
@@ -94,10 +72,11 @@ def drain_at_the_end() -> None:
 
 
 def guard(on: str = "raise", reads: str = "backward") -> Guard:
-    """A context manager that refuses tensors overwritten between their saving and `backward`, or any read.
+    """Refuse, inside the `with` block, tensors that something overwrites before they are used.
 
-    What is saved inside the block is checked, even when `backward` is called after it. A tensor that is overwritten
-    but never used is no error. Gradients are the same bits with and without the guard.
+    Autograd saves tensors in the forward pass and uses them in `backward`; the guard compares their content in
+    between. What is saved inside the block is compared even where `backward` is called after it. A tensor that is
+    overwritten and never used is no error. Gradients are the same bits with and without the guard.
 
     What never passes torch's hooks for saved tensors is not seen:
 
@@ -148,42 +127,17 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
     return Guard(on, reads)
 
 
-@dataclass(frozen=True)
-class Overwritten:
-    """One finding: `operation` was about to use a tensor that had been overwritten since it was saved."""
-
-    operation: str  # the name of autograd's node
-    function: str  # that of the forward function
-    operand: str | None  # which of the function's tensors; None where not known
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    line: Line  # the user's, which saved it
-    cause: str  # one of `CAUSES`
-    explanation: str  # the cause in words, with what the tensor shares memory with
-    remedy: str
-    count: int = 1  # tensors that this is true of
-
-    def __str__(self) -> str:
-        operand = f"its `{self.operand}`" if self.operand else "a tensor"
-        times = f" ({self.count} such tensors)" if self.count > 1 else ""
-        source = f"\n      {self.line.text}" if self.line.text else ""
-        return (
-            f"the backward pass of {self.function} ({self.operation}) was given {operand}, {self.dtype} of shape "
-            f"{self.shape} on {self.device}, overwritten since it was saved{times}\n"
-            f"  saved by {self.line}{source}\n"
-            f"  why: {self.explanation}\n"
-            f"  do: {self.remedy}"
-        )
-
-
 class Guard:
-    """What `guard` returns: a context manager, and a report that is true when something was found.
+    """What `guard` returns: a context manager, and at the same time the report of what it found.
 
-    It may be entered again, inside itself, and in several threads. On an accelerator the answers are read once, when
-    `backward` ends, so the error comes then, before the optimizer's step, and the operand is not named.
+    `len` is the number of findings, so a report is true when something was found; `print` says them. A guard may be
+    entered again, inside itself, and in several threads. On an accelerator the answers are read once, when `backward`
+    ends, so the error comes then, before the optimizer's step, and the operand is not named.
 
     Attributes:
+        on: `raise` or `warn`, as for `guard`.
+        reads: `backward` or `any`, as for `guard`.
+        findings: What was found, as a list of `Overwritten`.
         checked: how many uses of saved tensors were compared.
         unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
             transform such as vmap, while a CUDA graph is being captured).
@@ -193,7 +147,7 @@ class Guard:
         self.on, self.reads = on, reads
         self._shared = SharedReads(self._tell)
         self.checked = self.unchecked = 0
-        self._findings: dict[tuple[Line, str], Overwritten | StaleRead | UnfinishedCopy] = {}
+        self._findings: dict[tuple[Any, ...], Overwritten] = {}
         self._warned = 0
         self._lock = threading.Lock()
         self._threads: list[int] = []  # who is inside the block
@@ -202,7 +156,7 @@ class Guard:
         self._pending: dict[int, list[tuple[tuple[Any, Any], Callable[[], None]]]] = {}
 
     @property
-    def findings(self) -> list[Overwritten | StaleRead | UnfinishedCopy]:
+    def findings(self) -> list[Overwritten]:
         """What was found so far: one for each line and operation."""
         return list(self._findings.values())
 
@@ -298,35 +252,29 @@ class Guard:
                     report()
 
     def _report(self, finding: Overwritten, span: Span) -> None:
-        key = (finding.line, finding.operation)
-        with self._lock:
-            known = self._findings.get(key)
-            if isinstance(known, Overwritten):
-                finding = replace(known, count=known.count + 1)
-            else:
-                holder = self._holders.get(finding.line)
-                if holder is None or not (holder.array and overlap(holder.span, span)):
-                    holder = nearest_holder(span, finding.device, self._last_thread)
-                if holder and holder.array and finding.cause in ("data", "foreign", "shared"):
-                    explanation, remedy = CAUSES["numpy"]
-                    remedy = remedy.replace("array", holder.array)
-                    finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
-                if holder:
-                    words = f"{finding.explanation}; it shares memory with {holder.words}"
-                    finding = replace(finding, explanation=words)
-            self._findings[key] = finding
+        """Tell of a finding of the backward pass, with who shares the memory."""
+        if finding.key not in self._findings:
+            holder = self._holders.get(finding.line)
+            if holder is None or not (holder.array and overlap(holder.span, span)):
+                holder = nearest_holder(span, finding.device, self._last_thread)
+            if holder and holder.array and finding.cause in ("data", "foreign", "shared"):
+                _, explanation, remedy = CAUSES["numpy"]
+                finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
+            if holder:
+                finding = finding.held_by(holder)
         if self.on == "raise":
             self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
-            raise OverwrittenError(finding)
+        self._tell(finding)
         if not self._threads:
             self._warn()
 
-    def _tell(self, finding: StaleRead | UnfinishedCopy) -> None:
-        """What `SharedReads` has found."""
-        key = (finding.line, finding.operation)
+    def _tell(self, finding: Overwritten) -> None:
+        """Keep a finding, and end what goes on with an error, if that was wanted."""
         with self._lock:
-            known = self._findings.get(key)
-            self._findings[key] = replace(known, count=known.count + 1) if known else finding
+            known = self._findings.get(finding.key)
+            if known:
+                finding = replace(known, count=known.count + 1)
+            self._findings[finding.key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)
 
@@ -367,15 +315,14 @@ class _Saved:
         if cause == "data" and self.plain:
             shared = tensor.device.type == "cpu" and tensor.is_shared()
             cause = "shared" if shared else "foreign" if self.foreign else "data"
-        explanation, remedy = CAUSES[cause]
-        if cause == "inplace":
-            explanation += f" (version {self.version} when saved, {tensor._version} now)"
         backward = torch._C._current_graph_task_id() >= 0
         operation = node.name() if node is not None else "recomputation" if backward else "no operation"
         operands = _saved_names(node, tensor) if name_operand else []
-        names = operation, _function(operation), next(iter(operands), None)
-        described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        finding = Overwritten(*names, *described, self.line, cause, explanation, remedy)
+        operand = next(iter(operands), None)
+        finding = Overwritten.of(cause, operation, tensor, {"saved by": self.line}, _function(operation), operand)
+        if cause == "inplace":
+            versions = f"version {self.version} when saved, {tensor._version} now"
+            finding = replace(finding, explanation=f"{finding.explanation} ({versions})")
         return finding, span_of(tensor) if self.plain else (0, 0)
 
 

@@ -29,56 +29,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpulab.diagnostics.copies_under_way import CopiesUnderWay, UnfinishedCopy, waiting
+from gpulab.diagnostics.copies_under_way import CopiesUnderWay, waiting
 from gpulab.diagnostics.fingerprints import memory_digest
-from gpulab.diagnostics.memory_holders import Line, is_plain, line_of, nearest_holder, span_of, user_frame
+from gpulab.diagnostics.guard_findings import Overwritten
+from gpulab.diagnostics.memory_holders import Holder, Line, is_plain, line_of, nearest_holder, span_of, user_frame
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
 BLOCK = 1 << 16  # bytes that have one number
 FEW = 1000  # births, after which those are dropped whose memory is gone
-KINDS = {  # what happened, in words
-    "stale": "its memory was overwritten before it was read again",
-    "together": "several tensors that should differ share one memory",
-}
-
-
-@dataclass(frozen=True)
-class StaleRead:
-    """One finding: an operation read a tensor whose memory had been written since the tensor was made."""
-
-    cause: str  # one of `KINDS`
-    operation: str  # which read it
-    shape: tuple[int, ...]
-    dtype: str
-    made: Line  # the user's, which made the tensor
-    made_again: Line  # which made the latest tensor in the same memory
-    line: Line  # which read it
-    array: str  # the NumPy array in that memory, empty where none is in sight
-    count: int = 1  # reads that this is true of
-
-    @property
-    def explanation(self) -> str:
-        """What happened, in words."""
-        return KINDS[self.cause]
-
-    @property
-    def remedy(self) -> str:
-        """What to do."""
-        array = self.array or "array"
-        return f"copy it where it is made: torch.tensor({array}) or torch.from_numpy({array}.copy())"
-
-    def __str__(self) -> str:
-        times = f" ({self.count} such reads)" if self.count > 1 else ""
-        source = f"\n      {self.made.text}" if self.made.text else ""
-        whose = f", in the memory of the NumPy array `{self.array}`" if self.array else ""
-        return (
-            f"{self.operation} read a tensor, {self.dtype} of shape {self.shape} on cpu: {self.explanation}{times}\n"
-            f"  made by {self.made}{whose}{source}\n"
-            f"  read by {self.line}\n"
-            f"  why: something other than torch wrote there, and {self.made_again} made another tensor of it\n"
-            f"  do: {self.remedy}"
-        )
 
 
 @dataclass
@@ -144,13 +103,13 @@ class SharedReads(TorchDispatchMode):
     in proportion to what is read, whatever the size of the memory. May be entered again, and in several threads.
     """
 
-    def __init__(self, tell: Callable[[StaleRead | UnfinishedCopy], None]) -> None:
+    def __init__(self, tell: Callable[[Overwritten], None]) -> None:
         super().__init__()
         self.tell = tell
         self.copies = CopiesUnderWay(tell)
         self.checked = 0
         self.births: dict[int, _Birth] = {}  # by the identity of the storage
-        self.arrays: dict[Line, str] = {}  # the NumPy array behind the tensors of a line
+        self.holders: dict[Line, Holder | None] = {}  # of the memory of the tensors that a line made
         self.latest: dict[int, _Birth] = {}  # by the address of the memory
         self.room = FEW
         self.lock = threading.Lock()
@@ -228,12 +187,13 @@ class SharedReads(TorchDispatchMode):
         self.copies.check(tensors, name)
 
     def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, name: str) -> None:
-        if birth.line not in self.arrays:  # asked once a line: it looks at all that there is
-            holder = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
-            self.arrays[birth.line] = holder.array if holder else ""
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        line = line_of(user_frame(sys._getframe(1)))
-        self.tell(StaleRead(cause, name, shape, dtype, birth.line, latest.line, line, self.arrays[birth.line]))
+        if birth.line not in self.holders:  # asked once a line: it looks at all that there is
+            self.holders[birth.line] = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
+        read = line_of(user_frame(sys._getframe(1)))
+        lines = {"made by": birth.line, "made again by": latest.line, "read by": read}
+        finding = Overwritten.of(cause, name, tensor, lines)
+        holder = self.holders[birth.line]
+        self.tell(finding.held_by(holder) if holder else finding)
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:

@@ -41,11 +41,17 @@ for _way in ("", "_backward"):
 
 @dataclass
 class Trace:
-    """One step under one setting: its `operations`, and a sketch of each value that they met.
+    """One step under one setting: every operation of torch that it ran, and a sketch of each value.
 
-    `reference` are the operations of the same step in float64, and `sketches` hold the values of both:
-    float64 arrays of at most 64 numbers, by name. `overwritten` is what the guard found, `passport` the
-    machine, `arithmetic` the flags in force; reports call the trace by its `label`, or by its setting.
+    Attributes:
+        setting: What the step was done under.
+        operations: The operations, in the order in which they ran.
+        reference: Those of the same step in float64.
+        sketches: The values of both, by name, each as a float64 array of at most 64 numbers.
+        overwritten: What the guard found.
+        passport: The machine.
+        arithmetic: The flags in force, such as TF32.
+        label: What reports call the trace, instead of its setting.
     """
 
     setting: str
@@ -134,6 +140,9 @@ def record(
         on: the device of the execution in float64; traces for other machines need the CPU's.
         label: what reports call the trace; by default its setting.
         progress: whether to show a bar.
+
+    Returns:
+        A `Trace`; two of them, from two machines, are compared by `audit`.
 
     Raises:
         UsageError: for a step that is none, or does nothing on floating-point numbers.

@@ -157,7 +157,7 @@ def test_a_loader_that_fills_one_buffer_again_and_again(loader, cause, words):
     reader = loader()  # not the generator's array, which has no name here
     (finding,) = findings(lambda: sum(Weight(3)(batch).sum() for batch in reader).backward())
     assert (finding.cause, finding.count) == (cause, 2)  # the last batch is still what it was
-    assert "2 such tensors" in str(finding)
+    assert "(2 times)" in str(finding)
     assert words in finding.explanation
     assert "copy" in finding.remedy
 

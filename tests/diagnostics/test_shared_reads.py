@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
+from gpulab.diagnostics.guard_findings import CAUSES
 
 NET = nn.Linear(4, 2)
 MAKERS = {  # by a name that is looked up when it is called, as programs do
@@ -75,7 +76,7 @@ def test_a_fault_is_told_with_who_made_it_who_read_it_and_the_cure(cause, progra
     with pytest.raises(gl.OverwrittenError) as told, gl.guard(reads="any"):
         program()
     message = str(told.value)
-    assert gl.diagnostics.shared_reads.KINDS[cause] in message
+    assert CAUSES[cause][0].partition(": ")[2] in message
     assert "  made by " in message
     assert f"tests/diagnostics/{__name__.rpartition('.')[2]}.py" in message
     assert "torch.tensor(" in message
@@ -361,8 +362,9 @@ def test_a_script_is_run_with_its_arguments_and_what_is_found_is_told_and_writte
     assert "stack read a tensor" in done.output
     (line,) = (tmp_path / "found.jsonl").read_text().splitlines()
     found = json.loads(line)
-    assert (found["cause"], found["made"]["function"], found["made"]["number"]) == ("together", "observe", 6)
-    assert found["line"]["text"].startswith('print("sum"')
+    made, _, read = found["lines"].values()
+    assert (found["cause"], made["function"], made["number"]) == ("together", "observe", 6)
+    assert read["text"].startswith('print("sum"')
     assert (sys.argv, sys.path) == before
 
 
