@@ -1,4 +1,4 @@
-"""The figure on the front page, from the recorded runs. `python docs/answer.py` draws `answer.svg` anew.
+"""The figure on the front page and in the papers, from the recorded runs. `python docs/answer.py` draws it anew.
 
 Every seed twice: with own memory, where every frame has memory of its own, and with shared memory, where all frames of
 a window lie in one array, as the published line has it on a CPU. Five rows are the authors' own network in Chainer, the
@@ -20,6 +20,7 @@ from gpulab.plots.style import BESIDE, INK, ON_CPU, ON_GPU, canvas, points
 from gpulab.report import Picture
 
 FILE = Path(__file__).with_name("answer.svg")
+IN_PAPERS = FILE.parent / "paper" / "answer.png"  # journals' tools take no SVG
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
 PORT = {"paper": "160×120", "quick": "64×48"}
 
@@ -158,4 +159,6 @@ def write(drawn, file):
 
 
 if __name__ == "__main__":
-    write(picture(), FILE)
+    drawn = picture()
+    write(drawn, FILE)
+    drawn.figure.savefig(IN_PAPERS, dpi=200, bbox_inches="tight", metadata={"Software": None})

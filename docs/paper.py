@@ -1,5 +1,6 @@
-"""The papers, their numbers from the recorded runs. `python docs/paper.py` writes both anew: `paper/*.md`."""
+"""The papers, their numbers from the recorded runs. `python docs/paper.py` writes anew what has a file `*.in`."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import gpulab as gl
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
-PAPERS = (PAPER, PAPER.with_name("rescience.md"))
+PAPERS = (PAPER, PAPER.with_name("rescience.md"), PAPER.with_name("metadata.yaml"))
 
 
 def minutes(profile):
@@ -21,6 +22,7 @@ def minutes(profile):
     return round(int(whole) + int(seconds) / 60)
 
 
+@functools.cache
 def numbers():
     """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
     pairs = answer.counted(answer.pairs())
@@ -48,6 +50,14 @@ def numbers():
     }
 
 
+def compared(condition, reference):
+    """Two conditions, such as `GPU, shared memory`, of which only the device or only the memory differs."""
+    (device, memory), (other_device, other_memory) = (each.split(", ") for each in (condition, reference))
+    if device == other_device:
+        return f"{device}: {memory.removesuffix(' memory')} against {other_memory}"
+    return f"{memory}: {device} against {other_device}"
+
+
 def replication():
     """What is said of the authors' code: a table of its comparisons, the first gradients, and the round trip."""
     runs = companion.published_runs()
@@ -57,18 +67,19 @@ def replication():
         loss = pair[pair.endpoint == "final loss"].iloc[0]
         share = pair[pair.endpoint != "final loss"].iloc[0]
         rows.append(
-            f"| {loss.condition} | {loss.reference} | {loss.film}, {loss['size'].replace('x', '×')} | {loss.seeds} | "
-            f"{loss.worse} | {loss.ratio:.2f} | {loss.decision} | {share.beat} instead of {share.beat_reference} | "
-            f"{share.decision} |"
+            f"| {compared(loss.condition, loss.reference)} | {loss.film}, {loss['size'].replace('x', '×')} | "
+            f"{loss.worse} of {loss.seeds} | {loss.ratio:.2f} | {loss.decision} | "
+            f"{share.beat} for {share.beat_reference} | {share.decision} |"
         )
-    heads = "compared | with | film | seeds | higher loss in | times as high (median) | loss | beat repeating | share"
+    heads = "compared | film | higher loss in | times as high | loss is | beat repeating | share is"
+    widths = [22, 12, 12, 9, 13, 11, 13]  # of the columns on a page, against each other
     first = companion.recorded_windows().query("window == 0 and not of.str.contains('trip')")
     shared = ["cpu reused", "cuda shared"]
     of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
     unlike = of.isin(shared) != against.isin(shared)
     trips = companion.round_trips(runs)
     return {
-        "comparisons": f"| {heads} |\n{'|---' * (heads.count('|') + 1)}|\n" + "\n".join(rows),
+        "comparisons": "\n".join([f"| {heads} |", f"|{'|'.join('-' * width for width in widths)}|", *rows]),
         "authors_tested": table[
             (table.condition.str.endswith("shared memory")) & table.reference.str.endswith("own memory")
         ]
@@ -83,7 +94,7 @@ def replication():
 
 def paper(file=PAPER):
     """The text of a paper."""
-    return file.with_suffix(".md.in").read_text(encoding="utf-8").format(**numbers())
+    return file.with_name(f"{file.name}.in").read_text(encoding="utf-8").format(**numbers())
 
 
 if __name__ == "__main__":

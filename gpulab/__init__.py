@@ -15,7 +15,7 @@ from gpulab._lazy import attach, homes_in
 # they give up sooner; alone that costs a few per cent. It is read when torch loads.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 
 _homes = homes_in(f"{__file__}i", __name__)
 PACKAGES = tuple(name for name, home in _homes.items() if not home)
