@@ -13,13 +13,15 @@ DEVELOPED := $(VENV)/.developed
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all check attack lab site slides clean
+.PHONY: help install run test test-all check attack lab site slides clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Settings: PROFILE=$(PROFILE) (smoke, quick, paper)  DEVICE=$(DEVICE) (auto, cpu, cuda, mps, xpu)"
 	@echo "          ONLY=$(ONLY) (such as 04 or 03,04)  PYTHON=$(PYTHON) (3.11, 3.12 or 3.13)"
+
+install: $(INSTALLED) ## install what the notebooks and the commands need, into .venv
 
 run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
 	$(BIN)/python -m companion --profile $(PROFILE) --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) --output build
@@ -56,6 +58,15 @@ clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
 	find gpulab tests benchmarks notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
+# What pip says, without what takes no time; an awk may keep lines back.
+define PROGRESS
+import re, sys
+for line in sys.stdin:
+    if re.match(r" *(Downloading|Using cached) .* MB\)", line): print(line, end="")
+    if line.startswith("Installing"): print("  Installing", line.count(",") + 1, "packages")
+endef
+export PROGRESS
+
 # Installs once, and again when the dependencies change: what the notebooks need, or also what tests, types and the site
 # do. What is imported is compiled then. An installation that was broken off left its mark, and the next one starts anew;
 # what was downloaded is in pip's cache.
@@ -69,7 +80,6 @@ $(INSTALLED) $(DEVELOPED): pyproject.toml constraints.txt
 	  echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(UNFINISHED)
 	@echo "Installing into $(VENV): a few minutes, and up to 3.3 GB to download the first time"
-	@set -o pipefail; $(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[$(EXTRAS)]" | awk ' \
-	  /(Downloading|Using cached) .* MB\)/ { print; fflush() } \
-	  /^Installing collected packages/ { print "  Installing", NF - 3, "packages"; fflush() }'
+	@set -o pipefail; $(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[$(EXTRAS)]" | \
+	  $(BIN)/python -uc "$$PROGRESS"
 	@rm $(UNFINISHED) && touch $(INSTALLED) $@

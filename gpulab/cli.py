@@ -368,7 +368,7 @@ def merge(
 
     folder = store or sharing.atlas_folder()
     try:
-        say(f"{sharing.merge(file, folder)} runs added to {folder}")
+        say(f"{sharing.merge(file, folder)} runs added to {folder}{sharing.remarks(file, folder)}")
     except DataError as error:
         raise UsageError(f"refused: {error}") from None
 
@@ -432,6 +432,8 @@ def guard_script(
     from gpulab.diagnostics import guarded_scripts, guards
     from gpulab.errors import OverwrittenError
 
+    for given in {"--reads", "--stop", "--json"}.intersection(arguments or ()):
+        say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
     file = json and json.absolute()  # the script may go to another folder
     guarded_scripts.check_script(script)

@@ -240,6 +240,8 @@ class Guard:
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
         else:
             self._report(*saved.finding(node, cause))
+            if self.reads == "any":
+                self._shared.accept(now)  # told once: the operation is about to read it
 
     def _settle(self, task: int) -> None:
         with self._lock:

@@ -165,6 +165,12 @@ class SharedReads(TorchDispatchMode):
                 self.latest[birth.address] = birth
         return birth
 
+    def accept(self, tensor: Tensor) -> None:
+        """Take what a tensor holds now for right: another has told of it."""
+        birth = self.birth_of(tensor)
+        if birth:
+            birth.accept(tensor)
+
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Look at what an operation of this name is about to read."""
         births = [self.birth_of(tensor) for tensor in tensors]

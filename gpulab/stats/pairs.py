@@ -134,6 +134,14 @@ def _levels(column: pd.Series) -> pd.Series:
     return column
 
 
+def _differing(repeated: pd.DataFrame, factor: str, block: str) -> list[str]:
+    """Columns of words that differ between runs of one level and block, and have fewer words than there are runs."""
+    words = repeated.drop(columns=[factor, block, *OWN], errors="ignore").select_dtypes(["object", "bool", "string"])
+    words = words.astype(str)
+    groups = words.groupby([repeated[factor], repeated[block]], sort=False)
+    return [name for name in words if words[name].nunique() < len(words) and (groups[name].nunique() > 1).any()]
+
+
 def pair(
     frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any
 ) -> tuple[Any, pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -144,6 +152,8 @@ def pair(
     runs = frame[frame["rerun"] == 0]
     if len(repeated := runs[runs.duplicated([factor, block], keep=False)]):
         advice = "; keep one row for each, or number repetitions in the column `rerun`"
+        if differing := _differing(repeated, factor, block):
+            advice = f", with another {', '.join(differing[:3])}; keep the rows of one, or number repetitions in `rerun`"
         if "machine" in repeated and len(machines := sorted(set(map(str, repeated.machine)))) > 1:
             advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"

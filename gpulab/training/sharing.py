@@ -267,6 +267,20 @@ def merge(file: str | Path, folder: str | Path) -> int:
     return records.pack_runs(Path(folder) / f"contribution-{digest[:16]}.parquet", packed)
 
 
+def remarks(file: str | Path, folder: str | Path) -> str:
+    """What to say of the runs of a shared file that were added to a folder, behind their number; often nothing."""
+    added, present = listing.runs(file), listing.runs(folder)
+    others = present[~present.id.isin(added.id)].dropna(subset="weights")
+    alike = added.weights.isin(others.weights).sum()
+    text = ""
+    if alike:
+        machines = sorted(set(others[others.weights.isin(added.weights)].machine))
+        text += f"; {alike} have the same weights, bit for bit, as runs that were there, of {', '.join(machines)}"
+    if added.setting.nunique() == 1:
+        text += f"; all are under {added.setting.iloc[0]}: what a setting changes is seen where there is another one"
+    return text
+
+
 def _check_size(file: Path, content: bytes) -> None:
     """Raise `DataError` for a file that unpacks to more than is allowed, whatever it says of its size.
 

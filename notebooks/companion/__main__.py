@@ -40,6 +40,7 @@ def execute(
             say(f"executed: {file}")
         return
     results = run.execute(notebooks, output, profile, device, only, store, jobs)
+    say("writing the report", sys.stderr)
     report = run.write_report(results, output, profile)
     failed = [result.name for result in results if result.error]
     for name in failed:

@@ -145,23 +145,29 @@ def execute(
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
     alone = () if profile == "smoke" else TIMED + LAST
     shares = shares_of_cores(jobs)
-    form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
+    form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed} {desc}"
     bar = Progress(total=len(sources), unit="notebook", bar_format=form)
     running: list[str] = []
 
     async def execute_on(cores: set[int], source: Path) -> Result:
         name = files.printable(source.stem)
         running.append(name)
-        bar.set_postfix_str(", ".join(running))
+        bar.set_description_str(", ".join(running))
         result = await _execute_one(source, output / "notebooks" / source.name, parameters, cores)
         running.remove(name)
         state, memory = "FAILED" if result.error else "ok", f"{result.peak_memory_bytes / 2**20:.0f} MiB"
         bar.write(f"{name}: {state}, {result.seconds:.0f} s, peak memory {memory}", file=sys.stderr)
-        bar.set_postfix_str(", ".join(running), refresh=False)
+        bar.set_description_str(", ".join(running), refresh=False)
         bar.update()
         return result
 
+    async def let_the_clock_run() -> None:
+        while sys.stderr.isatty():
+            await asyncio.sleep(1)
+            bar.refresh()
+
     async def execute_all() -> list[Result]:
+        clock = asyncio.create_task(let_the_clock_run())
         waiting = [source for source in sources if not source.name.startswith(alone)]
         waiting.sort(key=lambda source: (source.name.startswith(LAST), not source.name.startswith(LONGEST)))
 
@@ -171,6 +177,7 @@ def execute(
         results = [result for some in await asyncio.gather(*map(execute_next, shares)) for result in some]
         all_cores = set[int]().union(*shares)
         results += [await execute_on(all_cores, source) for source in sources if source.name.startswith(alone)]
+        clock.cancel()
         return sorted(results, key=lambda result: result.name)
 
     with bar, asyncio.Runner(loop_factory=_Loop) as runner:
@@ -178,8 +185,8 @@ def execute(
 
 
 @extra("notebooks")
-def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
-    """Execute the notebooks where they are, with the parameters they have, ready to be committed."""
+def execute_in_place(notebooks: Path, only: str | None = None) -> Iterator[Path]:
+    """Execute the notebooks where they are, with the parameters they have, ready to be committed; yields each."""
     sources = find_notebooks(notebooks, only)
     for file in sources:
         files.check_writable(file)
@@ -190,7 +197,7 @@ def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
         except GpulabError as error:
             raise GpulabError(f"{file}: {error}") from None
         _write(notebook, file)
-    return sources
+        yield file
 
 
 @extra("notebooks")

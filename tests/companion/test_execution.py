@@ -109,8 +109,8 @@ def test_a_kernel_that_dies_is_reported_with_its_last_words_and_others_are_execu
     (result,) = execute(notebooks, tmp_path / "build", "smoke", "cpu", only="03")
     assert result.error == "DeadKernelError: Kernel died: out of luck"
     with pytest.raises(gl.GpulabError, match=r"03_three.ipynb: DeadKernelError"):
-        execute_in_place(notebooks, "03")
-    assert execute_in_place(notebooks, "02") == [notebooks / "02_two.ipynb"]
+        list(execute_in_place(notebooks, "03"))
+    assert list(execute_in_place(notebooks, "02")) == [notebooks / "02_two.ipynb"]
     (cell,) = nbformat.read(notebooks / "02_two.ipynb", as_version=4).cells
     assert (cell.source, cell.execution_count) == (PARAMETERS, 1)
 
@@ -136,5 +136,5 @@ def test_the_command_says_what_failed_and_what_it_wrote(notebooks, tmp_path, mon
     results = [Result(name, name, 1.0, 1, error, Path(name), [], []) for name, error in (("01", "no"), ("02", None))]
     monkeypatch.setattr(run, "execute", lambda *_: results)
     done = CliRunner().invoke(app, ["--notebooks", str(notebooks), "--output", str(tmp_path)])
-    assert (done.exit_code, done.stderr) == (1, "failed: 01\n")
+    assert (done.exit_code, done.stderr) == (1, "writing the report\nfailed: 01\n")
     assert done.stdout == f"report: {tmp_path / 'report' / 'index.html'}\n"

@@ -85,6 +85,22 @@ def test_a_fault_is_told_with_who_made_it_who_read_it_and_the_cure(cause, progra
     assert {finding.cause for finding in report.findings} == {cause}
 
 
+def test_a_fault_that_a_backward_pass_meets_is_told_once():
+    frame = np.zeros((3, 4), np.float32)
+
+    def window():
+        losses = []
+        for number in range(4):
+            frame[:] = number
+            losses.append(NET(torch.from_numpy(frame)).square().mean())
+        sum(losses).backward()
+
+    with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
+        window()
+    ((cause, count),) = [(finding.cause, finding.count) for finding in report.findings]
+    assert (cause, count) == ("numpy", 3)
+
+
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_whatever_makes_a_tensor_without_a_copy_is_noted(make):
     with pytest.raises(gl.OverwrittenError, match="share one memory"), gl.guard(reads="any"):

@@ -150,6 +150,11 @@ def test_the_types_and_names_of_columns_and_the_index_do_not_matter(names, numbe
         (lambda f: f.assign(setting=f.setting.where(f.seed > 0)), {}, "'setting' is empty in 2 rows"),
         (lambda f: f.assign(status="finished").replace(f.final_loss[12], math.inf), {}, r"1 finished .*: index \[12\]"),
         (lambda f: pd.concat([f.assign(machine=m) for m in "ab"]), {}, "'cpu' seed 0 was run more than once, on a, b"),
+        (
+            lambda f: pd.concat([f.assign(loader=m) for m in "ab"]),
+            {},
+            "more than once, with another loader; keep the r",
+        ),
     ],
 )
 def test_nonsense_is_one_clear_line(spoil, options, words):

@@ -174,7 +174,19 @@ def test_pack_shares_what_it_shows_when_told_to_and_merge_adds(tmp_path):
     assert '"model": "Intel(R) Xeon(R) Processor"' in no.output
     command(*asked, input="y\n")
     assert gl.runs(file).setting.tolist() == ["cpu"]
-    assert command("merge", file, "--store", tmp_path / "atlas").output == f"1 runs added to {tmp_path / 'atlas'}\n"
+    merged = command("merge", file, "--store", tmp_path / "atlas").output
+    assert merged.startswith(f"1 runs added to {tmp_path / 'atlas'}; all are under cpu: ")
+
+
+def test_merging_says_which_runs_have_the_same_bits_as_others(frame, tmp_path):
+    repeated = frame[frame.duplicated("weights", keep=False)]
+    first = ~repeated.duplicated("weights")
+    before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
+    shared_runs(repeated[first]).save(before)
+    shared_runs(repeated[~first]).save(after)
+    merge(before, tmp_path / "atlas")
+    merge(after, tmp_path / "atlas")
+    assert f"; {sum(~first)} have the same weights, bit for bit, as" in sharing.remarks(after, tmp_path / "atlas")
 
 
 def test_a_name_of_this_machine_is_not_written_unseen(frame, monkeypatch):
