@@ -153,7 +153,7 @@ def pair(
     if len(repeated := runs[runs.duplicated([factor, block], keep=False)]):
         advice = "; keep one row for each, or number repetitions in the column `rerun`"
         if differing := _differing(repeated, factor, block):
-            advice = f", with another {', '.join(differing[:3])}; keep the rows of one, or number repetitions in `rerun`"
+            advice = f", with another {', '.join(differing[:3])}; keep the rows of one, or number them in `rerun`"
         if "machine" in repeated and len(machines := sorted(set(map(str, repeated.machine)))) > 1:
             advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
