@@ -35,13 +35,34 @@ STYLE = "max-width: 100%; height: auto; background: white; border-radius: 6px"
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A figure with its text alternative; a notebook shows it, `save` writes it."""
+    """A figure together with a text that says what it shows, for readers who cannot see it.
+
+    Every function of `gpulab.plots` returns one. As the last line of a notebook's cell it shows the figure, and its
+    text in a fold below.
+
+    Attributes:
+        figure: The `matplotlib.figure.Figure`.
+        alt: The text.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.bits(0.1, ["float32"])
+        >>> picture.alt, picture.png()[1:4]
+        ('Bits of 0.1: sign, exponent and fraction in float32. 0.1 in float32, and rounded to shorter formats.', b'PNG')
+    """
 
     figure: Figure
     alt: str
 
     def png(self, dpi: int = DPI) -> bytes:
-        """The figure as PNG, in 256 colours of its own, which keeps notebooks small."""
+        """Draw the figure as PNG, in 256 colours of its own, which keeps notebooks small.
+
+        Args:
+            dpi: Dots per inch; by default twice as many as a page shows.
+
+        Returns:
+            The content of a PNG file.
+        """
         from PIL import Image
 
         drawn, small = io.BytesIO(), io.BytesIO()
@@ -51,19 +72,29 @@ class Picture:
         return small.getvalue()
 
     def html(self) -> str:
-        """The figure as an element that needs no other file."""
+        """Write the figure as an HTML element, with its text, that needs no other file.
+
+        Returns:
+            An `<img>` element.
+        """
         return image(self.png(), self.alt, DPI)
 
     def save(self, file: str | Path) -> None:
-        """Write the figure to a PNG file, whole or not at all; its folder is made if need be."""
+        """Write the figure to a PNG file, whole or not at all.
+
+        Args:
+            file: Where to; its folder is made if need be.
+        """
         files.write(file, self.png())
 
     def show(self, **instead: Any) -> None:
-        """Show the figure in a notebook, and below it a fold with its words.
+        """Show the figure in a notebook, and below it a fold with its text.
 
-        An `image/png` is what every viewer shows. Its words are also its plain text and in its metadata, where VS Code
-        and nbconvert find the alternative text; JupyterLab shows a PNG without any. Where a page can show what stands
-        `instead`, by its type, it does.
+        An `image/png` is what every viewer shows. The text is also in the output's plain text and in its metadata,
+        where VS Code and nbconvert find the alternative text; JupyterLab shows a PNG without any.
+
+        Args:
+            **instead: What a page may show in place of the PNG where it can, by its type.
         """
         from IPython.display import display
 

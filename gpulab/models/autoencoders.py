@@ -28,33 +28,58 @@ class _Images(Trainable):
     threads: ClassVar[int | None] = 1  # a layer is done before a second has begun, and both wait where others compute
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """LeCun-normal weights, zero biases."""
+        """Draw LeCun-normal weights from a generator, and set all biases to zero.
+
+        Args:
+            generator: Where the random numbers come from; they are drawn in float32 on its own device.
+        """
         draw_linear_(self, generator)
 
     def flat(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b pixels"]:
-        """An image a row; images of another shape are refused."""
+        """Turn each image into one row.
+
+        Args:
+            images: (B, 1, height, width).
+
+        Returns:
+            (B, height · width).
+
+        Raises:
+            UsageError: For images of another shape than the network's `size`.
+        """
         if tuple(images.shape[1:]) != (1, *self.size):
             raise UsageError(f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]}, {self.size[1]})")
         return images.flatten(1)
 
 
 class Autoencoder(_Images):
-    """Fully connected: 784 → 128 → 32 → 128 → 784, rectified inside, a sigmoid at the end.
+    """A fully connected autoencoder for images, by default 784 → 128 → 32 → 128 → 784 units.
 
-    Trained as the article describes: one image per update, mean squared error.
+    Every layer ends in a ReLU but the last, which ends in a sigmoid. `gpulab.train` trains the network as the article
+    describes: one image per update, on the mean squared error of the reconstruction. A new object has weights drawn
+    from seed 0; `gpulab.train` draws others from the seed of its run.
 
     Args:
-        hidden: The widths of the layers up to the code; the others mirror them.
+        hidden: The widths of the layers from the first to the code, in units; the layers after the code mirror them.
+        size: (height, width) of an image in pixels.
+        batch_size: How many images an update sees.
+
+    Attributes:
+        layers: All layers, as a `torch.nn.Sequential`.
         size: (height, width) of an image in pixels.
         batch_size: How many images an update sees.
 
     Raises:
-        UsageError: For widths or a batch size below 1.
+        UsageError: For no widths at all, for a width below 1, and for a batch size that is no whole number from 1.
 
     Examples:
         >>> images = torch.rand(5, 1, 28, 28)
         >>> Autoencoder()(images).shape
         torch.Size([5, 1, 28, 28])
+
+    References:
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv
+        2109.01451, since retracted).
     """
 
     def __init__(self, hidden: Sequence[int] = (128, 32), size: Size = (28, 28), batch_size: int = 1) -> None:
@@ -71,34 +96,64 @@ class Autoencoder(_Images):
         self.draw_weights(torch.Generator().manual_seed(0))
 
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
-        """Reconstructions of images in [0, 1], same shape."""
+        """Reconstruct images.
+
+        Args:
+            images: (B, 1, height, width), numbers in [0, 1].
+
+        Returns:
+            The reconstructions, in the same shape and range.
+
+        Raises:
+            UsageError: For images of another shape than the network's `size`.
+        """
         return self.layers(self.flat(images)).view_as(images)
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """`batch_size` images per update, fewer where a window ends."""
+        """Cut a window of images into pieces of `batch_size`; the last one is smaller where the window leaves a rest.
+
+        Args:
+            window: (T, 1, height, width).
+
+        Yields:
+            What one update sees: (`batch_size`, 1, height, width), or fewer images at the end.
+        """
         yield from window.split(self.batch_size)
 
     def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:  # noqa: ARG002
-        """The mean squared error of the reconstruction."""
+        """Compute the mean squared error of the reconstruction.
+
+        Args:
+            batch: Images (B, 1, height, width) in [0, 1].
+            state: Not used: images have no order.
+
+        Returns:
+            The loss, a scalar to differentiate; the same number once for each image, (B,), for the history; None.
+        """
         loss = (self(batch) - batch).square().mean()
         return loss, loss.detach().expand(len(batch)), None
 
     def extra_repr(self) -> str:
-        """What tells two networks of equal layers apart."""
+        """Add the batch size to the printed network, unless it is 1."""
         return "" if self.batch_size == 1 else f"batch_size={self.batch_size}"
 
 
 class LinearAutoencoder(nn.Module):
-    """Linear, without biases: features → hidden → features, x ↦ decoder(encoder(x)).
+    """A linear autoencoder without biases: it maps x to decoder(encoder(x)), features → hidden → features.
 
-    What each critical point of its mean squared error is, `gpulab.saddles.linear_autoencoder_saddle` says.
+    `gpulab.saddles.linear_autoencoder_saddle` builds critical points of its mean squared error in closed form. A new
+    object has weights drawn from seed 0.
 
     Args:
-        features: The width of input and output; the encoder's weight is (hidden, features).
-        hidden: The width of the code; the decoder's weight is (features, hidden).
+        features: The width of input and output.
+        hidden: The width of the code.
+
+    Attributes:
+        encoder: The first layer, whose weight is (hidden, features).
+        decoder: The second layer, whose weight is (features, hidden).
 
     Raises:
-        UsageError: For a width below 1.
+        UsageError: For a width that is no whole number from 1.
 
     Examples:
         >>> LinearAutoencoder(features=5, hidden=2)(torch.rand(7, 5)).shape
@@ -118,37 +173,59 @@ class LinearAutoencoder(nn.Module):
         self.draw_weights(torch.Generator().manual_seed(0))
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """LeCun-normal weights."""
+        """Draw LeCun-normal weights from a generator.
+
+        Args:
+            generator: Where the random numbers come from; they are drawn in float32 on its own device.
+        """
         draw_linear_(self, generator)
 
     def forward(self, x: Float[Tensor, "n features"]) -> Float[Tensor, "n features"]:
-        """The reconstruction of each row."""
+        """Reconstruct each row.
+
+        Args:
+            x: (N, features).
+
+        Returns:
+            The reconstructions, (N, features).
+        """
         return self.decoder(self.encoder(x))
 
 
 class Whitener(_Images):
-    """Fully connected: 784 → 128 → 24 → 128 → 784; the code is of logistic units, and whitened.
+    """An autoencoder that whitens its code: over a batch its numbers become uncorrelated, and of variance one.
 
-    Over the images of a batch, the 24 numbers of the code become uncorrelated and of variance one, so that none
-    repeats another: z = L⁻¹ (h − m), where m is the mean of the codes h and L Lᵀ their covariance (Cholesky).
-    `covariance` says how that is computed:
+    The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end in a ReLU, the code
+    and the output in a sigmoid. Because of the whitening, no number of the code can repeat another. It computes z = L⁻¹
+    (h − m), where m is the mean of the batch's codes h, and L Lᵀ their covariance (Cholesky decomposition). Before
+    that, 1e-5 is added to each variance, as batch normalisation does. `covariance` says how the covariance of n codes
+    is computed:
 
-    - `one-pass`: hᵀh / n − m mᵀ, so that sums over a batch suffice. What the product's rounding leaves of a small
-      variance may be negative: then there is no L, and the loss is NaN.
-    - `float32`: the same, this one product in float32 whatever the setting allows (`gpulab.float32_products`).
+    - `one-pass`: hᵀh / n − m mᵀ, for which sums over the batch suffice. Where a variance is small, rounding of the
+      product can leave a negative number. Then there is no L, and the loss is NaN.
+    - `float32`: the same formula, but this one product is in float32, whatever the setting allows (see
+      `gpulab.float32_products`).
     - `centred`: (h − m)ᵀ(h − m) / n. Whatever the factors are rounded to, no variance comes out negative.
 
-    Trained by the mean squared error.
+    `gpulab.train` trains it on the mean squared error of the reconstruction. A new object has weights drawn from seed
+    0; `gpulab.train` draws others from the seed of its run.
 
     Args:
-        hidden: The width of the layer on either side of the code.
+        hidden: The width of the layer on either side of the code, in units.
         code: The width of the code.
-        batch_size: How many images an update sees, more than the code is wide.
-        covariance: One of the above.
+        batch_size: How many images an update sees; more than the code is wide.
+        covariance: `one-pass`, `float32` or `centred`, as above.
         size: (height, width) of an image in pixels.
 
+    Attributes:
+        encoder: The layers from the image to the code, before it is whitened.
+        decoder: The layers from the whitened code to the reconstruction.
+        size: (height, width) of an image in pixels.
+        batch_size: How many images an update sees.
+        covariance: How the covariance is computed.
+
     Raises:
-        UsageError: For another covariance, and for widths and batch sizes that make no sense.
+        UsageError: For an unknown `covariance`, for widths below 1, and for a batch that is not larger than the code.
 
     Examples:
         >>> images = torch.rand(100, 1, 28, 28)
@@ -159,8 +236,8 @@ class Whitener(_Images):
     References:
         Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450). By Cholesky:
         Siarohin, Sangineto, Sebe 2019, *Whitening and coloring batch transform for GANs* (ICLR, arXiv 1806.00420);
-        Ermolov et al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv 2007.06346).
-        On one pass and its dangers: Chan, Golub, LeVeque 1983, *Algorithms for computing the sample variance*.
+        Ermolov et al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv 2007.06346). On one
+        pass and its dangers: Chan, Golub, LeVeque 1983, *Algorithms for computing the sample variance*.
     """
 
     def __init__(
@@ -185,24 +262,63 @@ class Whitener(_Images):
         self.draw_weights(torch.Generator().manual_seed(0))
 
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
-        """Reconstructions of images in [0, 1], same shape; NaN where the code cannot be whitened."""
+        """Reconstruct images from their whitened codes.
+
+        Args:
+            images: (B, 1, height, width), numbers in [0, 1].
+
+        Returns:
+            The reconstructions, in the same shape and range; all NaN where the code cannot be whitened.
+
+        Raises:
+            UsageError: For images of another shape than the network's `size`.
+        """
         return self.decoder(self.whitened(images)).view_as(images)
 
     def codes(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b k"]:
-        """The codes of images, in (0, 1), before they are whitened."""
+        """Compute the codes of images before they are whitened.
+
+        Args:
+            images: (B, 1, height, width), numbers in [0, 1].
+
+        Returns:
+            (B, code), numbers in (0, 1).
+        """
         return self.encoder(self.flat(images))
 
     def whitened(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b k"]:
-        """The codes of images, uncorrelated and of variance one."""
+        """Compute the codes of images, made uncorrelated and of variance one over these images.
+
+        Args:
+            images: (B, 1, height, width), numbers in [0, 1].
+
+        Returns:
+            (B, code); all NaN where the covariance has no Cholesky decomposition.
+        """
         codes = self.codes(images)
         return whiten(codes, covariance(codes, self.covariance))
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """`batch_size` images per update, or some more where the window leaves a rest."""
+        """Cut a window into nearly equal pieces of at least `batch_size` images, so that each can be whitened.
+
+        Args:
+            window: (T, 1, height, width). One with fewer than `batch_size` images stays one piece.
+
+        Yields:
+            What one update sees, (B, 1, height, width).
+        """
         yield from window.tensor_split(max(1, len(window) // self.batch_size))
 
     def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:  # noqa: ARG002
-        """The mean squared error of the reconstruction."""
+        """Compute the mean squared error of the reconstruction.
+
+        Args:
+            batch: Images (B, 1, height, width) in [0, 1].
+            state: Not used: images have no order.
+
+        Returns:
+            The loss, a scalar to differentiate; the error of each image, (B,), for the history; None.
+        """
         per_image = (self(batch) - batch).square().flatten(1).mean(1)
         return per_image.mean(), per_image.detach(), None
 

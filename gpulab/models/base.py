@@ -17,39 +17,85 @@ BITS = 32
 
 
 class Trainable(nn.Module):
-    """A model that `gpulab.train` can train. A model of your own derives from this class.
+    """The base class of the models that `gpulab.train` can train: derive a model of your own from it.
 
-    The loop hands over windows of frames in [0, 1]: `batches` cuts a window into what one update sees, and
-    `training_loss` says what is differentiated.
+    `gpulab.train` hands windows of frames to the model. A derived class says how they are used, by three methods:
+    `batches` cuts a window into the pieces that one update sees, `training_loss` computes what is differentiated, and
+    `draw_weights` draws the initial weights. To compare what the model makes with held-out data (`Run.predict`), it
+    also needs a `forward`.
+
+    Attributes:
+        sequential: Whether the order of the frames matters, and a state goes from piece to piece. False unless a class
+            says otherwise.
+        threads: The number of CPU threads beyond which the model gains nothing; None where that is not known.
+        fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict` makes it False:
+            training then starts from the loaded weights.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> class Grey(gl.models.Trainable):  # one number, which learns how bright the images are
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.brightness = torch.nn.Parameter(torch.zeros(()))
+        ...     def draw_weights(self, generator):
+        ...         torch.nn.init.zeros_(self.brightness)
+        ...     def batches(self, window):
+        ...         yield from window.split(1)
+        ...     def training_loss(self, batch, state):
+        ...         loss = (self.brightness - batch).square().mean()
+        ...         return loss, loss.detach().expand(len(batch)), None
+        >>> gl.train(Grey(), "digits", profile="smoke", frames=40, progress=False).status
+        'finished'
     """
 
-    sequential: ClassVar[bool] = False  # whether the frames' order matters, and a state goes from batch to batch
-    threads: ClassVar[int | None] = None  # of a CPU, more of which gain it nothing
-    fresh: bool = True  # until weights are loaded: training draws those of a fresh model from the seed
+    sequential: ClassVar[bool] = False
+    threads: ClassVar[int | None] = None
+    fresh: bool = True
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:
-        """The pieces of a window after each of which the weights are updated."""
+        """Cut a window into the pieces after each of which the weights are updated.
+
+        Args:
+            window: Frames (T, C, H, W), numbers in [0, 1].
+
+        Yields:
+            The pieces, in the shape that `training_loss` takes.
+        """
         raise NotImplementedError
 
     def training_loss(self, batch: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """What `backward` is called on, and what comes with it.
+        """Compute the loss of one piece, on which the loop calls `backward`.
 
         Args:
             batch: A piece of a window.
-            state: The one returned for the piece before; None at the beginning of a sequence.
+            state: What this method returned as state for the piece before; None at the beginning of a sequence.
 
         Returns:
-            The objective; the mean squared error of each frame, (n,), for the history; the next state, cut off from
-            the graph: None, or tensors and numbers, in lists, tuples or dictionaries.
+            Three things: the loss to differentiate, a scalar; the mean squared error of each frame, (n,), for the
+            history; and the next state, detached from the graph. A state is None, or tensors and numbers in lists,
+            tuples or dictionaries.
         """
         raise NotImplementedError
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights from a generator, in float32 on its own device, whatever the setting is."""
+        """Draw the initial weights.
+
+        Args:
+            generator: Where the random numbers come from. Draw in float32 on its own device, whatever the setting is.
+        """
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Load weights, which training then starts from."""
+        """Load weights as `torch.nn.Module.load_state_dict` does; training then starts from them.
+
+        Args:
+            state_dict: Tensors by the names of parameters and buffers.
+            *args: Passed on to torch.
+            **options: Passed on to torch.
+
+        Returns:
+            What torch's method returns: the missing and the unexpected names.
+        """
         self.fresh = False
         return super().load_state_dict(state_dict, *args, **options)
 
@@ -82,12 +128,12 @@ def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
     """Change one bit of one weight of a model in place. Doing it twice undoes it.
 
     Args:
-        model: With float32 weights.
-        weight: Which, counted through the model's parameters in their order.
-        bit: From 0, the last place of the fraction and the smallest change that there is, to 31, the sign.
+        model: A network with float32 weights.
+        weight: The number of the weight, from 0, counted through all of the model's parameters in their order.
+        bit: Which bit: 0 is the last place of the fraction and the smallest change that there is, 31 the sign.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
         UsageError: Where there is no such weight or bit, or the weight is not float32.

@@ -22,7 +22,13 @@ Frame = Float[Tensor, "b c h w"]
 
 
 class LayerState(NamedTuple):
-    """What a layer remembers: its representation R, the cell c, and its prediction P."""
+    """What a layer of PredNet remembers from frame to frame, each (B, C, H, W).
+
+    Attributes:
+        r: The representation R, the hidden state of the layer's LSTM.
+        c: The cell of the LSTM.
+        p: The prediction P of what the layer will see next.
+    """
 
     r: Tensor
     c: Tensor
@@ -34,27 +40,40 @@ TRUNCATIONS = ("loss", "state")
 
 
 class PredNet(Trainable):
-    """A predictive-coding network for video.
+    """A network that predicts the next frame of a film from the errors of its last prediction (predictive coding).
 
-    Called on frames (T, B, C, H, W) in [0, 1], and a state or none, it returns the predictions, same shape, and the
-    state. Prediction t is made after frame t, for frame t + 1.
+    Call it on frames (T, B, C, H, W) in [0, 1], and on the state that an earlier call returned, or none. It returns the
+    predictions, in the same shape, and the new state. Prediction t is made after frame t, for frame t + 1.
 
-    It predicts the next frame from the errors of the last prediction. Other than Lotter, Kreiman and Cox's, it has
-    peepholes, sigmoid gates and LeCun-normal weights, and is trained on the squared error of the prediction.
+    It is the network of the article of 2021, whose code is written in Chainer. Unlike that of Lotter, Kreiman and Cox,
+    it has peepholes, sigmoid gates and LeCun-normal weights, and is trained on the squared error of the predicted
+    frame. A new object has weights drawn from seed 0; `gpulab.train` draws others from the seed of its run.
 
     Args:
-        channels: Of each layer, from the bottom up; the first is that of the frames.
-        size: (height, width) of a frame in pixels, which halve once per layer.
-        kernel_size: Of every convolution, published as 3.
-        truncation: What backpropagation through time is cut off from between windows. `loss`, as published: from
-            what the loss depends on (Chainer's `loss.unchain_backward()`). The last P of the layers above the lowest
-            are not of that, so the next window's gradient reaches the convolutions that made them. `state`: from
-            all of it.
-        batch_size: How many films an update sees: a training window is cut into so many, each of which begins anew.
-            With 1, as published, the state goes from window to window.
+        channels: How many channels each layer has, from the bottom up; the first number is that of the frames.
+        size: (height, width) of a frame in pixels. Both halve from layer to layer: with n layers they must be multiples
+            of 2 to the power of n − 1.
+        kernel_size: The width of every convolution: 1, 3, 5, 7 or 9; 3 is the published one.
+        truncation: Where backpropagation through time is cut off between two windows. `loss`, the published way, does
+            what Chainer's `loss.unchain_backward()` does: it cuts off everything that the window's loss depends on. The
+            window's last predictions in the layers above the lowest are not part of that. So the gradient of the next
+            window still reaches the convolutions that made them. `state` cuts off the whole state.
+        batch_size: How many films an update sees. A training window is cut into so many of equal length, and each of
+            them begins with an empty state. With 1, as published, the state goes from window to window.
+
+    Attributes:
+        channels: The channels of each layer.
+        size: (height, width) of a frame in pixels.
+        kernel_size: The width of every convolution.
+        truncation: Where backpropagation through time is cut off.
+        batch_size: How many films an update sees.
+        conv_a: For each layer but the lowest, the convolution that makes its target from the errors below.
+        conv_p: For each layer, the convolution that makes its prediction.
+        lstm: For each layer, its convolutional LSTM.
 
     Raises:
-        UsageError: For a size that does not halve once per layer, naming the nearest that do, and other nonsense.
+        UsageError: For a size that cannot be halved so often (the message names the nearest that can), for channels
+            below 1 or none at all, and for an unknown kernel size, truncation or batch size.
 
     Examples:
         >>> net = PredNet(channels=(3, 4, 8), size=(12, 16))
@@ -63,8 +82,9 @@ class PredNet(Trainable):
         torch.Size([5, 1, 3, 12, 16])
 
     References:
-        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
-        (arXiv 2109.01451); Lotter, Kreiman, Cox 2016, *Deep predictive coding networks* (arXiv 1605.08104).
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv
+        2109.01451, since retracted); Lotter, Kreiman, Cox 2016, *Deep predictive coding networks for video prediction
+        and unsupervised learning* (arXiv 1605.08104).
     """
 
     sequential: ClassVar[bool] = True
@@ -103,11 +123,25 @@ class PredNet(Trainable):
 
     @classmethod
     def from_chainer(cls, file: str | Path) -> PredNet:
-        """The network in a `.model` file saved by the authors' Chainer code."""
+        """Load a network from a `.model` file that the authors' Chainer code has saved.
+
+        Args:
+            file: The file; its arrays say how many layers and channels there are, and the size of a frame.
+
+        Returns:
+            The network, from whose weights training starts.
+
+        Raises:
+            DataError: For a file that is missing or damaged, or holds no PredNet of the authors.
+        """
         return read_chainer(file, cls)
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw LeCun-normal weights; biases are zero."""
+        """Draw LeCun-normal weights from a generator, and set all biases to zero.
+
+        Args:
+            generator: Where the random numbers come from; they are drawn in float32 on its own device.
+        """
         for conv in (*self.conv_a, *self.conv_p):
             draw_normal_(conv.weight, conv.in_channels * self.kernel_size**2, generator)
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
@@ -117,7 +151,19 @@ class PredNet(Trainable):
     def forward(
         self, frames: Float[Tensor, "t b c h w"], state: State | None = None
     ) -> tuple[Float[Tensor, "t b c h w"], State]:
-        """The prediction after each frame, and the state after the last."""
+        """Predict a frame after each frame of a film.
+
+        Args:
+            frames: (T, B, C, H, W), numbers in [0, 1].
+            state: The state that an earlier call returned; None begins with zeros.
+
+        Returns:
+            The predictions, (T, B, C, H, W), of which prediction t is for frame t + 1; and the state after the last
+            frame, a `LayerState` for each layer.
+
+        Raises:
+            UsageError: For frames of another shape.
+        """
         expected = (self.channels[0], *self.size)
         if frames.ndim != 5 or tuple(frames.shape[2:]) != expected:
             raise UsageError(f"frames of shape {tuple(frames.shape)}: expected (T, B, {', '.join(map(str, expected))})")
@@ -129,12 +175,28 @@ class PredNet(Trainable):
         return torch.stack(predictions), state
 
     def initial_state(self, frame: Frame) -> State:
-        """All zero."""
+        """Make a state in which everything is zero.
+
+        Args:
+            frame: One frame (B, C, H, W), which says how many films there are, the type of the numbers and the device.
+
+        Returns:
+            A `LayerState` for each layer, from the bottom up.
+        """
         shapes = [(len(frame), channels, *self.layer_size(layer)) for layer, channels in enumerate(self.channels)]
         return [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
 
     def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
-        """The error units E of each layer, from the bottom up, (B, 2C, H, W) each."""
+        """Compute how far each layer's last prediction is from what it sees now.
+
+        Args:
+            frame: (B, C, H, W), numbers in [0, 1].
+            state: The state after the frame before.
+
+        Returns:
+            The error units of each layer, from the bottom up, (B, 2C, H, W) each: the rectified differences of either
+            sign.
+        """
         errors: list[Tensor] = []
         for layer, (_, _, prediction) in enumerate(state):
             target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2) if layer else frame
@@ -143,7 +205,15 @@ class PredNet(Trainable):
         return errors
 
     def top_down(self, errors: list[Tensor], state: State) -> State:
-        """The next state, from the top layer down: representations, then predictions."""
+        """Compute the next state, from the top layer down: in each its representation, and from that its prediction.
+
+        Args:
+            errors: What `bottom_up` returned.
+            state: The state after the frame before.
+
+        Returns:
+            A `LayerState` for each layer, from the bottom up. The lowest prediction is at most 1.
+        """
         following: State = []
         for layer in reversed(range(len(state))):
             inputs = [errors[layer]]
@@ -156,11 +226,22 @@ class PredNet(Trainable):
 
     @property
     def begins_anew(self) -> bool:
-        """Whether no state goes from window to window."""
+        """Whether every film begins with an empty state: in training, with a `batch_size` above 1."""
         return self.batch_size > 1 and self.training
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t b c h w"]]:
-        """One update per window; in evaluation a batch of one."""
+        """Make one piece of a window: one update per window.
+
+        Args:
+            window: Frames (T, C, H, W).
+
+        Yields:
+            The window as one film, (T, 1, C, H, W). In training with a `batch_size` of b above 1 it is cut into b films
+            of n = T // b frames, (n, b, C, H, W); what is left over, at its beginning, is not used.
+
+        Raises:
+            UsageError: Where the window leaves a film fewer than two frames.
+        """
         if not self.begins_anew:
             yield window[:, None]
             return
@@ -172,9 +253,17 @@ class PredNet(Trainable):
     def training_loss(
         self, batch: Float[Tensor, "t b c h w"] | Feed, state: State | None
     ) -> tuple[Tensor, Tensor, State | None]:
-        """Predict every frame of the batch but the first, each from the frames before it.
+        """Predict every frame of the batch but the first, each from the frames before it, and compare.
 
-        The loss, the sum of mean squared errors, is written here, in `_published_loop`, and in `prednet_windows`.
+        The same loss is also computed in `_published_loop` and in `gpulab/models/prednet_windows.py`.
+
+        Args:
+            batch: Frames (T, B, C, H, W), or a `Feed`, which gives them one after the other.
+            state: The state that this method returned for the window before; None at the beginning.
+
+        Returns:
+            The sum of the frames' mean squared errors, a scalar to differentiate; these errors, (T − 1,); and the next
+            state, detached from the graph, or None where each film begins with an empty one.
         """
         if self.begins_anew:
             state = None
@@ -207,15 +296,22 @@ class PredNet(Trainable):
         return errors.sum(), errors.detach(), None if state is None else detached(state)
 
     def layer_size(self, layer: int) -> tuple[int, int]:
-        """Height and width of a layer's maps, from the bottom up."""
+        """Tell the size of a layer's maps.
+
+        Args:
+            layer: Its number, from 0 at the bottom.
+
+        Returns:
+            (height, width) in pixels.
+        """
         return self.size[0] >> layer, self.size[1] >> layer
 
 
 class ConvLSTM(nn.Module):
     """A convolutional LSTM (Shi et al. 2015), whose four gates i, f, c, o one convolution computes.
 
-    It sees groups of `in_channels` and the hidden state. The gates see the cell through peepholes, element-wise
-    weights of the state's full shape.
+    Its inputs are groups of `in_channels` channels and its own hidden state. The gates see the cell through peepholes:
+    weights by which it is multiplied element by element, of the cell's full shape.
     """
 
     def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], kernel_size: int) -> None:
@@ -225,7 +321,7 @@ class ConvLSTM(nn.Module):
         self.peep_i, self.peep_f, self.peep_o = (nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3))
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """As if each gate had a convolution of its own for each group of inputs."""
+        """Draw weights as if each gate had a convolution of its own for each group of inputs; biases are zero."""
         for group in self.gates.weight.split(self.groups, dim=1):
             if group.shape[1]:
                 draw_normal_(group, group.shape[1] * self.area, generator)
@@ -234,7 +330,7 @@ class ConvLSTM(nn.Module):
         nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]
 
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
-        """The new hidden state and cell."""
+        """Compute the new hidden state and cell from the groups of inputs, the hidden state and the cell."""
         i, f, g, o = self.gates(torch.cat([*inputs, hidden], 1)).chunk(4, dim=1)
         i, f = i + self.peep_i * cell, f + self.peep_f * cell
         new_cell = g.tanh() * i.sigmoid() + f.sigmoid() * cell

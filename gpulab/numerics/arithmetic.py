@@ -27,30 +27,46 @@ CHUNK = 1 << 18  # products that are looked at together: a tensor of 2 MiB, whic
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a chip multiplies and sums matrices of float32 numbers."""
+    """How a chip multiplies and sums matrices of float32 numbers.
+
+    Attributes:
+        name: What it is called.
+        format: The format that the factors are rounded to, a name of `gpulab.numerics.FORMATS`.
+        roundings: How they are rounded (a mode of `gpulab.numerics.round_to`): in matrix products; in convolutions and
+            the gradient of their input; in the gradient of their weight.
+        result: The format that the sum, which is float32's, is rounded to.
+        order: How the products are added, see `gpulab.numerics.emulate`; None leaves it to this machine.
+        slices: Into how many sums a sum is split; these are added in turn.
+        block: How many products a tensor core adds to the sum at once.
+        half_block: The same where the factors are 16-bit numbers themselves; 0 where it takes none.
+        fraction: How many bits below the leading bit of the block's largest product each product is cut.
+        kept: How many significant bits the new sum is cut to.
+        step: A slice has a multiple of so many products.
+        tile: How many channels a convolution runs through at every place of its kernel before the next ones; None for
+            all.
+    """
 
     name: str
-    format: str = "float32"  # that factors are rounded to
-    # How: of matrix products; of convolutions and the gradient of their input; of that of their weight.
+    format: str = "float32"
     roundings: tuple[str, str, str] = ("nearest", "nearest", "nearest")
-    result: str = "float32"  # the format that the sum, which is float32's, is rounded to
-    order: str | None = None  # of the sum; None for this machine's
-    slices: int = 1  # into so many sums it is split, which are added in turn
-    block: int = 8  # products that a tensor core adds to the sum at once
-    half_block: int = 16  # the same where the factors are 16-bit numbers themselves; 0 where it takes none
-    fraction: int = 25  # each product is cut so many bits below the leading bit of the block's largest
-    kept: int = 24  # significant bits that the new sum is cut to
-    step: int = 8  # a slice is a multiple of so many products
-    tile: int | None = None  # channels run through at every place of a kernel, before the next ones; None for all
+    result: str = "float32"
+    order: str | None = None
+    slices: int = 1
+    block: int = 8
+    half_block: int = 16
+    fraction: int = 25
+    kept: int = 24
+    step: int = 8
+    tile: int | None = None
 
     def product(self, a: Tensor, b: Tensor, kind: int = MATRIX) -> Tensor:
-        """The product of matrices (…, M, K) and (…, K, N), before it is rounded to the result's format."""
+        """Multiply matrices (…, M, K) and (…, K, N); the product is not yet rounded to the result's format."""
         if a.dtype in (torch.float16, torch.bfloat16):  # as they are: only the sum is a tensor core's own
             return replace(self, block=self.half_block, kept=24, step=64).summed(a.float(), b.float())
         return self.summed(self.rounded(a, kind), self.rounded(b, kind))
 
     def rounded(self, x: Tensor, kind: int = MATRIX) -> Tensor:
-        """A factor in the format; 8-bit formats with a scale, a power of two, that makes use of their range."""
+        """Round a factor to the format; for an 8-bit format it is first scaled to its range, by a power of two."""
         if self.format == "float32":
             return x
         if not self.format.startswith("float8"):
@@ -61,18 +77,18 @@ class Arithmetic:
         return round_to(x * scale, self.format, self.roundings[kind]) / scale
 
     def finished(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A product of factors of a dtype as a kernel returns it: in the result's format, contiguous."""
+        """Round a product of factors of a `dtype` to the result's format, contiguous, as a kernel returns it."""
         x = round_to(x, self.result) if dtype == torch.float32 and self.result != "float32" else x
         return x.to(dtype).contiguous()
 
     def adds_up_here(self, dtype: torch.dtype) -> bool:
-        """Whether `summed` makes the sum of products of a dtype, and not this machine's library."""
+        """Tell whether `summed` adds up the products of a `dtype`, and not this machine's library."""
         if self.order == "tensor-core" and dtype == torch.float32 and self.format == "float32":
             return False  # float32 numbers do not pass the tensor cores of old cards
         return self.order is not None or self.slices > 1
 
     def summed(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product of float32 matrices (…, M, K) and (…, K, N), added up in the order."""
+        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, and add up in the order."""
         terms = a.shape[-1]
         slice_size = max(1, -(-terms // self.slices))
         if self.order == "tensor-core":

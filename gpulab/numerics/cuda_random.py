@@ -65,26 +65,31 @@ def cuda_threads(card: str | int) -> int:
 
 
 def cuda_uniform(seed: int, shape: Sequence[int], card: str | int = "T4") -> Tensor:
-    """What `torch.manual_seed(seed); torch.rand(shape, device="cuda")` draws on a card.
+    """Compute on a CPU the numbers that `torch.rand` draws on an NVIDIA GPU, for any model of GPU.
 
-    Derived from torch 2.15, whose kernel it follows thread by thread (ATen/native/cuda/DistributionTemplates.h), and
-    from cuRAND's way of making a number of 32 bits a float32 in (0, 1]. Where there is a CUDA GPU, a test compares it
-    with `torch.rand` bit by bit; elsewhere with numbers that others have published.
+    They are those of `torch.manual_seed(seed); torch.rand(shape, device="cuda")`. The function follows the kernel of
+    torch 2.15 thread by thread (ATen/native/cuda/DistributionTemplates.h), and cuRAND's way of making a float32 in (0,
+    1] of 32 random bits. Where there is a CUDA GPU, a test compares it with `torch.rand` bit by bit; elsewhere with
+    numbers that others have published.
 
     Args:
         seed: From 0 to 2^64 - 1.
-        shape: Of the draw, of at most 2^29 numbers.
-        card: A name in `THREADS`, or as `torch.cuda.get_device_name` has it; or the number of the card's threads.
+        shape: The shape of the draw, of at most 2^29 numbers.
+        card: The model of GPU: a name such as `T4`, `A100` or `H100` (the error for an unknown one lists them all), or
+            what `torch.cuda.get_device_name` returns. For another model, how many threads it runs at once: its
+            multiprocessors times the most threads of each.
 
     Returns:
         A float32 tensor on the CPU, of this shape, with numbers in [0, 1).
 
     Raises:
-        UsageError: For another card, a seed out of range, or a larger draw.
+        UsageError: For an unknown model, a number of threads that is no multiple of 256, a seed out of range, and a
+            larger draw.
 
     Examples:
-        >>> int((cuda_uniform(0, (300, 200), "T4") == cuda_uniform(0, (300, 200), "H100")).sum()) // 1000
-        40
+        >>> t4, h100 = cuda_uniform(0, (60_000,), "T4"), cuda_uniform(0, (60_000,), "H100")
+        >>> bool((t4[:40_960] == h100[:40_960]).all()), bool((t4 == h100).all())
+        (True, False)
 
     References:
         Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers: as easy as 1, 2, 3* (Philox).
@@ -119,10 +124,29 @@ def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np
 
 
 def same_draws(card: str | int, other: str | int, numbers: int) -> int:
-    """How many numbers of one draw two cards have in common, from the same seed: always the first ones.
+    """Count the numbers of one draw that two GPUs have in common, from the same seed: always the first ones.
 
-    A number's place says by which thread, and at which turn of it, the number was drawn; both are the same on two
-    cards only as long as no thread of either has drawn twice. Later ones agree by chance, about one in 2^24.
+    Each thread of a GPU has a random sequence of its own. A draw of more numbers than the GPU runs threads goes round:
+    the threads draw again. Two models give the same number at a place only as long as no thread of either has drawn
+    twice. Later numbers agree by chance, about one in 2^24; these are not counted.
+
+    Args:
+        card: A model of GPU, as for `gpulab.numerics.cuda_uniform`.
+        other: Another one.
+        numbers: How many numbers are drawn.
+
+    Returns:
+        How many of them are the same, counted from the first: all of them where both run equally many threads.
+
+    Raises:
+        UsageError: For an unknown model, a number of threads that is no multiple of 256, and `numbers` below 0.
+
+    Examples:
+        >>> same_draws("T4", "H100", 60_000), same_draws("H100", "H200", 60_000)
+        (40960, 60000)
+
+    References:
+        Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers: as easy as 1, 2, 3* (Philox).
     """
     if numbers < 0:
         raise UsageError(f"numbers={numbers}: expected a whole number from 0")

@@ -29,28 +29,40 @@ from gpulab.numerics.formats import round_to
 
 @contextlib.contextmanager
 def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> Iterator[Arithmetic]:
-    """Inside the `with` block, products of matrices and convolutions compute as another chip would.
+    """Compute matrix products and convolutions inside the `with` block as another chip would compute them.
 
-    Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32. An emulation
-    inside another one replaces it. It cannot know which kernel a library will choose: an H200 that may use TF32
-    computes many small convolutions in float32 all the same (`benchmarks/products.md`).
-    A card with TF32, `ampere` or `hopper`, uses it where the program allows it: in matrix products by
-    `torch.backends.cuda.matmul` or `torch.set_float32_matmul_precision`, off by torch's default (since 1.12); in
-    convolutions by `torch.backends.cudnn`, on by default. The setting `cpu:tf32=on,emulate=ampere` allows both, and a
-    format, or an `Arithmetic`, asks no one. Recurrent layers, which are taken apart here, count as matrix products.
+    That holds for the products of any PyTorch code, forward and backward, on any device, as long as the numbers are
+    float32. Recurrent layers are taken apart, and count as matrix products. An emulation inside another one replaces
+    it.
+
+    A card that has TF32 (`ampere`, `hopper`) uses it where the program allows it. For matrix products that is said by
+    `torch.backends.cuda.matmul` or `torch.set_float32_matmul_precision`; torch does not allow it by default (since
+    1.12). For convolutions it is said by `torch.backends.cudnn`; torch allows it by default. The setting
+    `cpu:tf32=on,emulate=ampere` allows both. A format, and an `Arithmetic`, apply whatever the program allows.
+
+    An emulation cannot know which kernel a library will choose: an H200 that may use TF32 computes many small
+    convolutions in float32 all the same (`benchmarks/products.md`).
 
     Args:
-        name: a format (`tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`, or `float32_ftz`,
-            which takes subnormal numbers for zero), a generation of cards (`pascal`: GTX 10; `turing`: RTX 20;
-            `ampere`: RTX 30, A100; `hopper`: H100, H200), or an `Arithmetic`. The 16-bit formats return 16-bit
-            numbers, as autocast does; the 8-bit ones scale each tensor to their range first, as torchao does.
-        order: how the products are added: `sequential`, `pairwise`, `tensor-core`, or `split-N`, into N sums that are
-            added in turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None leaves it to
-            this machine's libraries, the fast way: sums are float32's then, and only the formats differ.
+        name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`, or `float32_ftz`,
+            which takes subnormal numbers for zero. Products in a 16-bit format return 16-bit numbers, as autocast does;
+            an 8-bit format first scales each tensor to its range, as torchao does. Or a generation of cards: `pascal`
+            (GTX 10), `turing` (RTX 20), `ampere` (RTX 30, A100), `hopper` (H100, H200). Or an `Arithmetic` of
+            `gpulab.numerics.arithmetic`, such as the one that the block gives.
+        order: How the products are added. `sequential`: one after the other; `pairwise`: neighbours first, then their
+            sums; `tensor-core`: in the blocks of the chip's tensor cores, which holds for 16-bit factors too;
+            `split-N`: into N sums, which are added in turn, as N threads or a split-K kernel would;
+            `tensor-core+split-4` is both. None leaves it to this machine's libraries, which is the fast way: sums are
+            float32's then, and only the formats differ.
+
+    Yields:
+        The `Arithmetic` that is emulated.
 
     Raises:
-        UsageError: for unknown names.
-        GpulabError: where an operation hides its products.
+        UsageError: For unknown names, an unknown order, and `tensor-core` where a chip has no tensor cores for the
+            format.
+        GpulabError: Inside the block, where an operation hides its products from the emulation, and where an order is
+            asked for and a convolution runs over three dimensions.
 
     Examples:
         >>> x = torch.tensor([[1.0, 1 / 3]])
@@ -59,7 +71,8 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
         1.1110568046569824
 
     References:
-        Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330); Xie et al. 2025 (arXiv 2511.10909).
+        Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ Computer Science
+        7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909).
     """
     arithmetic = name if isinstance(name, Arithmetic) else arithmetic_of(name, order)
     asks_program = name in CHIPS and arithmetic.format == "tf32"

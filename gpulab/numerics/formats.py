@@ -15,12 +15,21 @@ MODES = ("nearest", "away", "truncate")
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format."""
+    """A binary floating-point format.
 
-    precision: int  # significant bits, the leading one included
-    minexp: int  # 2 to this power is the smallest normal number
-    largest: float  # finite number
-    dtype: torch.dtype | None = None  # torch's, where it has one
+    Attributes:
+        precision: How many significant bits a number has, the leading one included.
+        minexp: Two to this power is the smallest normal number.
+        largest: The largest finite number.
+        dtype: Torch's type for it; None where torch has none.
+        subnormals: Whether there are numbers between zero and the smallest normal one.
+        infinities: Whether there are infinities.
+    """
+
+    precision: int
+    minexp: int
+    largest: float
+    dtype: torch.dtype | None = None
     subnormals: bool = True
     infinities: bool = True
 
@@ -39,20 +48,22 @@ FORMATS = {
 
 
 def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
-    """Round a float32 tensor to the numbers of a format.
+    """Round a float32 tensor to the numbers that a format has.
 
     Args:
-        x: float32 numbers.
-        name: of the format, one of `FORMATS`.
+        x: float32 numbers, in any shape.
+        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they are; `float32_ftz`
+            makes zero of subnormal numbers and leaves all others.
         mode: `nearest` (ties to even, IEEE 754), `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) or
             `truncate` (toward zero: the bits that the format lacks are dropped).
 
     Returns:
-        Float32 again. What rounds beyond the largest number is infinite, or that largest number
-        in `float8_e4m3fn`, which has no infinities.
+        The rounded numbers, as float32, in the same shape. What rounds beyond the format's largest number becomes
+        infinite; with `truncate`, a finite number becomes the largest one instead. `float8_e4m3fn` has no infinities,
+        and takes its largest number for all of these.
 
     Raises:
-        UsageError: for an unknown format or mode, and for numbers that are not float32.
+        UsageError: For an unknown format or mode, and for numbers that are not float32.
 
     Examples:
         >>> round_to(torch.tensor([1 / 3]), "tf32").item()
@@ -106,14 +117,20 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """How many numbers of their own format lie between two tensors' elements: 0 for equal ones, 1 for neighbours.
+    """Count how many steps, from one number of the format to the next, lie between the elements of two tensors.
+
+    Equal numbers are at 0, neighbours at 1.
 
     Args:
         a: float16, bfloat16 or float32 numbers.
-        b: numbers of the same type, of a shape that broadcasts.
+        b: Numbers of the same type, of a shape that broadcasts.
 
     Returns:
-        int64. Zeros of either sign are one number. A NaN is at 0 from a NaN and at 2^63 - 1 from a number.
+        The distances, int64. Zeros of either sign are one number. A NaN is at 0 from a NaN and at 2^63 - 1 from a
+        number.
+
+    Raises:
+        UsageError: For tensors of different types, and for another type.
 
     Examples:
         >>> ulp_distance(torch.tensor(1.0), torch.tensor(1.0000001))

@@ -21,10 +21,19 @@ if TYPE_CHECKING:
 
 
 def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
-    """The first bit of the fraction, 1 to 23, in which two float32 numbers differ; None for equal ones.
+    """Tell in which bit of the fraction two float32 numbers first differ.
 
-    That is the place of the leading bit of their distance: neighbours differ in bit 23 (also 1.000…0 and 0.111…1, whose
-    every bit is another), those of other signs or a factor of two apart in bit 0.
+    The answer comes from their distance, `gpulab.numerics.ulp_distance`: it is the place of that number's leading bit.
+    So neighbours differ in bit 23, the last one, even 1.000…0 and 0.111…1, in which every bit is another. Numbers that
+    are a factor of two or more apart, or have other signs, differ in bit 0.
+
+    Args:
+        a: A number, or a tensor that holds one; it is taken as float32.
+        b: Another one.
+
+    Returns:
+        From 1, the first bit of the fraction, to 23, the last; 0 as above, and for a NaN beside a number; None for
+        equal numbers.
 
     Examples:
         >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
@@ -35,7 +44,18 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
 
 
 def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
-    """Sign, exponent and fraction of a number, rounded to a format by `round_to`, as that stores them, in 0 and 1.
+    """Write down the bits of a number as a format stores them.
+
+    Args:
+        x: The number. It is taken as float32, and rounded to the format by `gpulab.numerics.round_to`.
+        name: The format, one of `gpulab.numerics.FORMATS`.
+        mode: How to round: `nearest`, `away` or `truncate`.
+
+    Returns:
+        Sign, exponent and fraction, a text of 0 and 1 each.
+
+    Raises:
+        UsageError: For an unknown format or mode.
 
     Examples:
         >>> format_bits(-0.1, "float16")
@@ -55,18 +75,26 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
 
 
 def summation(x: Tensor) -> pd.DataFrame:
-    """The same float32 numbers (N,), added in several orders that `emulate` has, and by this machine's own kernels.
+    """Add the same numbers in several orders, and show how far each sum is from the exact one.
+
+    Args:
+        x: float32 numbers, in one row (N,).
 
     Returns:
-        A row each: `order`, `sum`, `ulps` (how many float32 numbers lie between it and the exact sum, rounded once)
-        and `first_bit` (empty where the sum is the exact one's float32 number).
+        A data frame with a row for each `order`: `exact` (the exact sum, rounded once), `backwards`, `sequential`,
+        `pairwise` and `split-4` as `gpulab.numerics.emulate` has them, and this machine's `torch.sum`, with one thread
+        and with as many as torch uses, and `torch.dot`. Its other columns: `sum`; `ulps`, how many float32 numbers the
+        sum is from the exact one; and `first_bit`, in which the two first differ, empty where they are the same.
 
     Raises:
-        UsageError: for numbers of another type or shape.
+        UsageError: For numbers of another type or shape, and for none.
 
     Examples:
         >>> summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
         0.0
+
+    References:
+        Higham 1993, *The accuracy of floating point summation* (SIAM J. Sci. Comput. 14:783).
     """
     import pandas as pd
 
@@ -86,7 +114,18 @@ def summation(x: Tensor) -> pd.DataFrame:
 
 
 def shuffled_sums(x: Tensor, count: int = 1000, seed: int = 0) -> Tensor:
-    """The sums (count,) of random orders of the same float32 numbers (N,), each added from left to right.
+    """Add the same numbers in many random orders, each from left to right in float32.
+
+    Args:
+        x: float32 numbers, in one row (N,).
+        count: How many orders to try.
+        seed: What the orders are drawn from.
+
+    Returns:
+        The sums, float32, (count,).
+
+    Raises:
+        UsageError: For numbers of another type or shape, for none, and for a `count` that is no whole number from 1.
 
     Examples:
         >>> len(shuffled_sums(torch.ones(10), 5).unique())
@@ -112,12 +151,21 @@ def _emulated_sum(x: Tensor, order: str) -> float:
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """A · b + c of float32 tensors, rounded once, as a fused multiply-add does; `a * b + c` rounds twice.
+    """Compute a · b + c of float32 tensors, rounded once, as a fused multiply-add does; `a * b + c` rounds twice.
 
-    In float64 the product is exact, and its sum with c is rounded to odd, so that rounding again rounds once.
+    In float64 the product is exact. Its sum with c is rounded to odd, so that rounding to float32 is the only rounding
+    that shows.
+
+    Args:
+        a: float32 numbers.
+        b: float32 numbers, of a shape that broadcasts.
+        c: float32 numbers, of a shape that broadcasts.
+
+    Returns:
+        A float32 tensor.
 
     Raises:
-        UsageError: for numbers of another type.
+        UsageError: For numbers of another type.
 
     Examples:
         >>> a = torch.tensor(1 + 2.0**-12)
@@ -143,11 +191,22 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), size: int = 256) -> pd.DataFrame:
-    """How far a product of random square matrices, computed in a format or as a chip does, is from float64's.
+    """Show how far a matrix product in each of several arithmetics is from that in float64.
+
+    The product is of two square matrices of normal random numbers, always the same ones.
+
+    Args:
+        names: Formats and chips that `gpulab.numerics.emulate` knows. A chip uses TF32 only where the program allows
+            it.
+        size: The rows and columns of a matrix.
 
     Returns:
-        A row for each of `names`, which `emulate` knows: `arithmetic`, `error`, the relative distance (Frobenius), and
-        `first_bit`, the bit of the fraction that such an error reaches.
+        A data frame with a row for each of `names`: `arithmetic`, its name; `error`, the relative distance from the
+        product in float64 (Frobenius norm); and `first_bit`, the bit of the fraction that such an error reaches, empty
+        for none.
+
+    Raises:
+        UsageError: For an unknown name, and for a size that is no whole number from 1.
 
     Examples:
         >>> errors = product_errors(("float32", "tf32"), size=64).error

@@ -16,10 +16,28 @@ ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networ
 
 
 def roofline(frame: pd.DataFrame) -> Picture:
-    """Measured rates against arithmetic intensity, under each device's measured ceilings.
+    """Draw a device's roofline: measured rates against arithmetic intensity, under the measured ceilings.
 
-    The frame is from `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Source: Williams, Waterman, Patterson
-    2009, *Roofline: an insightful visual performance model* (CACM 52).
+    The ceilings are the highest bandwidth and the highest rate that were measured. There is a line for each machine and
+    setting; filled points were measured here, hollow ones recorded. The title names the layer that reaches least.
+
+    Args:
+        frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Drawn are its rows of the kinds `memory`,
+            `matrix` and `network`, by the columns `setting`, `operation`, `intensity` (flop per byte moved), `gflops`,
+            `gigabytes_per_second`, `flop`, and `machine` where there is one.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.roofline(gl.device.recorded_rooflines())
+        >>> print(picture.alt.partition(". ")[0])
+        Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model for multicore
+        architectures* (Communications of the ACM 52:4).
     """
     figure, (axes,) = style.canvas(1, height=4.4)
     frame = frame[frame.kind.isin(UNDER_THE_ROOF)]

@@ -31,12 +31,29 @@ def _(escapes: EscapeTable) -> Picture:
 
 
 def escape_law(table: pd.DataFrame) -> Picture:
-    """How long each escape took against the displacement it began with.
+    """Draw how long each escape from a saddle took, against the displacement with which it began.
 
-    Steps are counted in units of 1/ln(1 + ηλ), or of 1/ln ρ with momentum, so that every learning rate and every
-    saddle has the same line, ln(r/δ). A cross never left, and stands where theory expects it to have done so.
-    Optimisers that scale their steps have no such law, and are left out; `UsageError` where that leaves none. The
-    table is that of `gpulab.saddles.escape_table`, or `recorded_escapes`.
+    The steps are multiplied by ln(1 + ηλ), or by ln ρ with momentum, the growth of the displacement's logarithm in one
+    step. So every learning rate and every saddle has the same line, ln(r/δ) (see `gpulab.saddles.escape`). A cross is
+    an escape that never came; it stands where theory expects it. Optimisers that scale their steps, such as Adam, have
+    no such law, and are left out.
+
+    Args:
+        table: From `gpulab.saddles.escape_table` (its `table`) or `gpulab.saddles.recorded_escapes`, with the columns
+            `setting`, `steps`, `left`, `start`, `radius`, `expected`, `expected_rate`, `batch_size`, `perturbation`,
+            `emulated` and `recorded`, and `machine` where there is one.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where no escape is by an optimiser that has such a law.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.escape_law(gl.saddles.recorded_escapes())
+        >>> print(picture.alt.partition(". ")[0])
+        Escape times against the initial displacement, with the line ln(r/δ)
     """
     table = table[table.expected_rate.notna()]
     if table.empty:
@@ -90,12 +107,27 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
 
 def escape_paths(paths: pd.DataFrame, radius: float) -> Picture:
-    """The way out of the saddle as training goes on, a line for each escape and a panel for each optimiser.
+    """Draw the way out of the saddle, step by step: a line for each escape, a panel for each optimiser.
 
-    Drawn is the displacement along the directions that lead down, whose logarithm grows by ln(1 + ηλ) a step of
-    gradient descent. Dashed where the arithmetic is emulated, dotted (their running median) for minibatches beside
-    others, dashed and dotted where the weights are kept in float64. The paths are those of
-    `gpulab.saddles.escape_table`; a line marks the `radius`, at which a network has left.
+    Upwards is the displacement along the directions that lead down; its logarithm grows by ln(1 + ηλ) in a step of
+    gradient descent. Lines are dashed where the arithmetic is emulated, dashed and dotted where the weights are kept in
+    float64. Those of minibatches show the running median, and are dotted where whole batches are drawn beside them.
+
+    Args:
+        paths: The `paths` of `gpulab.saddles.escape_table`: `step`, `unstable`, and the columns that tell escapes
+            apart, `setting`, `optimizer`, `master_weights`, `batch_size`, `learning_rate`, `perturbation` and `seed`.
+        radius: The displacement at which a network has left; a line marks it.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
+        >>> escapes = gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False)
+        >>> gl.plots.escape_paths(escapes.paths, radius=0.1).alt
+        'Displacement against steps, logarithmic: 2 of 2 trainings leave the saddle.'
     """
     settings = list(paths.setting.unique())
     batches, master = paths.batch_size > 0, paths.master_weights.astype(bool)
@@ -128,13 +160,30 @@ def escape_paths(paths: pd.DataFrame, radius: float) -> Picture:
 
 
 def escape_phases(table: pd.DataFrame) -> Picture:
-    """Which optimiser leaves in which arithmetic at which learning rate, and the criterion that should decide it.
+    """Draw which optimiser leaves a saddle in which arithmetic at which learning rate, and what should decide it.
 
-    A panel for each optimiser. Upwards, the length of the step that it settles to at the saddle, relative to half of
-    what separates the weights from the next numbers of their format: below the line, steps are rounded away. A disc
-    left, a cross never did; lines join learning rates, dashed where the arithmetic is emulated. The table is as for
-    `escape_law`; only those are drawn that nothing pushed, no minibatch either, and whose step was measured, and
-    `UsageError` says that there are none.
+    There is a panel for each optimiser. Upwards is the length of the step that it settles to at the saddle, relative to
+    half of what separates the weights from the next numbers of their format. Below the line at 1, steps are rounded
+    away. A training that left is a point in the colour and shape of its setting, one that never did a cross. Lines join
+    the medians at each learning rate; they are dashed where the arithmetic is emulated.
+
+    Args:
+        table: From `gpulab.saddles.escape_table` (its `table`) or `gpulab.saddles.recorded_escapes`, with the columns
+            `setting`, `optimizer`, `learning_rate`, `step_ratio`, `left`, `batch_size`, `perturbation` and
+            `master_weights`, and `recorded` and `machine` where there are any. Drawn are trainings without a
+            perturbation, by whole batches, with weights in the setting's format, whose `step_ratio` is above zero.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where there is no such training.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.escape_phases(gl.saddles.recorded_escapes())
+        >>> print(picture.alt.partition(",")[0])
+        Steps relative to half a last place against the learning rate
     """
     alone = (table.batch_size == 0) & (table.perturbation == 0) & ~table.master_weights.astype(bool)
     shown = table[alone & (table.step_ratio > 0)]

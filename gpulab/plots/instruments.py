@@ -33,13 +33,25 @@ HERE: Look = {"marker": "o", "ms": 7, "color": "white", "markeredgecolor": INK} 
 
 
 def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
-    """The bits of a number in float32, and after it was rounded to each format, as that format stores them.
+    """Draw the bits of a number in float32, and after it was rounded to other formats, as each format stores them.
 
-    A box is a bit; filled ones are 1. Fractions begin in one column: what a format drops is missing on the right.
-    `formats` are names, by default the usual six; `UsageError` for an unknown one.
+    A box is a bit; filled ones are 1. The fractions begin in one column, so that what a format drops is missing on the
+    right.
 
-    >>> bits(0.1, ["float32", "bfloat16"]).alt
-    'Bits of 0.1: sign, exponent and fraction in float32, bfloat16. 0.1 in float32, and rounded to shorter formats.'
+    Args:
+        x: The number.
+        formats: Names of `gpulab.numerics.FORMATS`, a row each; by default `float32`, `tf32`, `bfloat16`, `float16`,
+            `float8_e4m3fn` and `float8_e5m2`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: For an unknown format.
+
+    Examples:
+        >>> bits(0.1, ["float32", "bfloat16"]).alt
+        'Bits of 0.1: sign, exponent and fraction in float32, bfloat16. 0.1 in float32, and rounded to shorter formats.'
     """
     names = SHOWN_FORMATS if formats is None else tuple(formats)
     if unknown := [name for name in names if name not in FORMATS]:
@@ -67,9 +79,21 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
 
 
 def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
-    """How far sums of the same numbers are from the exact one.
+    """Draw how far sums of the same numbers, in random and in named orders, are from the exact one.
 
-    Those in random orders are from `gpulab.numerics.shuffled_sums`, those in named orders from `summation`.
+    Args:
+        shuffled: The sums in random orders, (count,), from `gpulab.numerics.shuffled_sums`.
+        table: The sums in named orders, from `gpulab.numerics.summation` of the same numbers: `order` and `sum`.
+
+    Returns:
+        A `gpulab.plots.Picture`: a histogram of the random orders, with the named ones marked.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> x = torch.rand(100, generator=torch.Generator().manual_seed(0))
+        >>> picture = gl.plots.sums(gl.numerics.shuffled_sums(x, 50), gl.numerics.summation(x))
+        >>> print(picture.alt.partition(". ")[0])
+        Histogram of the error of 50 sums in random order, with named orders marked
     """
     exact = np.float64(table.set_index("order").loc["exact", "sum"])
     ulp = np.spacing(np.float32(exact)).astype(float)
@@ -128,10 +152,30 @@ def audit(report: Audit) -> Picture:
 
 
 def index_against_loss(frame: pd.DataFrame) -> Picture:
-    """The share of directions that lead down against the loss, at each snapshot of each training.
+    """Draw the share of directions in which the loss curves down against the loss, at each moment of each training.
 
-    Small points are seeds. Lines join the medians over them; their beginning is a cross. The frame is from
-    `gpulab.saddles.curvature_along` or `recorded_curvature`, of one network or two.
+    Small points are single trainings. Lines join the medians over the seeds, from a cross, which is the beginning.
+
+    Args:
+        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, with the columns
+            `experiment`, `profile`, `setting`, `recorded`, `step`, `final`, `size`, `loss` and `index_fraction`, and
+            `machine` where there is one. Each network has a panel; of more than two, the first two are drawn.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where no row has numbers.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.index_against_loss(gl.saddles.recorded_curvature())
+        >>> print(picture.alt.partition(". ")[0])
+        The share of negative curvature directions against the loss, all steps of trainings together
+
+    References:
+        Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
+        (arXiv 1406.2572).
     """
     measured = _measured(frame)
     networks, correlations = list(measured.experiment.unique())[:2], []
@@ -168,11 +212,28 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
 
 
 def curvature_over_time(frame: pd.DataFrame) -> Picture:
-    """The steepest ways up and down along trainings: the largest and the most negative eigenvalue.
+    """Draw the steepest ways up and down along trainings: the largest and the most negative eigenvalue of the Hessian.
 
-    At each snapshot the settings stand beside each other: the median over the seeds, their range as a bar, and a small
-    point a seed; a cross where one diverged. The frame is from `gpulab.saddles.curvature_along` or
-    `recorded_curvature`; `UsageError` where no row has numbers, or where it mixes networks or protocols.
+    At each moment the settings stand beside each other, each with the median over the seeds, their range as a bar, and
+    a small point for each seed. A cross marks where a training diverged.
+
+    Args:
+        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, of one network and profile,
+            with the columns `experiment`, `profile`, `frames`, `setting`, `recorded`, `seed`, `step`, `final`,
+            `status`, `size`, `smallest` and `largest`, and `machine` where there is one.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where no row has numbers, and where the frame mixes networks, profiles or lengths.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> frame = gl.saddles.recorded_curvature()
+        >>> picture = gl.plots.curvature_over_time(frame[frame.experiment == "autoencoder"])
+        >>> print(picture.alt.partition(". ")[0])
+        Largest and most negative eigenvalue of the Hessian over updates
     """
     measured = _measured(frame)
     check_one_protocol(measured)
@@ -213,11 +274,32 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
 
 
 def spectra(frame: pd.DataFrame) -> Picture:
-    """The Hessian's spectrum at each snapshot of trainings, one ridge above the other.
+    """Draw the Hessian's spectrum at each moment of trainings, one ridge above the other.
 
-    Linear around zero and logarithmic beyond; in the grey band signs cannot be told. Heights are the logarithm of
-    how many there are, from one up; the bar is a hundred times. Thick lines are means over seeds. The frame is as for
-    `curvature_over_time`.
+    The axis of the eigenvalues is linear around zero and logarithmic beyond. In the grey band, eigenvalues are too
+    close to zero to tell their signs. A ridge's height is the logarithm of how many eigenvalues there are, from one up;
+    the bar at the right is a factor of a hundred. Thin lines are seeds, thick ones their mean.
+
+    Args:
+        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, of one network and profile,
+            with the columns `experiment`, `profile`, `frames`, `setting`, `seed`, `step`, `final`, `size`, `smallest`,
+            `largest`, `zero_fraction`, `nodes` and `node_weights`, and `recorded` and `machine` where there are any.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where no row has numbers, and where the frame mixes networks, profiles or lengths.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> frame = gl.saddles.recorded_curvature()
+        >>> picture = gl.plots.spectra(frame[(frame.experiment == "autoencoder") & (frame.setting == "cpu")])
+        >>> print(picture.alt.partition(". ")[0])
+        Spectra of the Hessian along trainings, as ridgelines over updates
+
+    References:
+        Ghorbani, Krishnan, Xiao 2019 (arXiv 1901.10159), who follow spectra of networks through training.
     """
     measured = _measured(frame)
     check_one_protocol(measured)
@@ -277,9 +359,23 @@ def _measured(frame: pd.DataFrame) -> pd.DataFrame:
 
 @draw.register
 def saddle_surface(surface: Surface) -> Picture:
-    """The loss around a saddle, over the directions of the least and of the greatest curvature.
+    """Draw the loss around a saddle, over the directions of the least and of the greatest curvature.
 
-    Right, the loss along each of the two; dashed, what the curvature at the saddle alone would make of it.
+    On the left, contours of the loss in their plane. On the right, the loss along each of the two; dashed, what the
+    curvature at the saddle alone would make of it.
+
+    Args:
+        surface: From `gpulab.saddles.surface`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
+        >>> picture = gl.plots.saddle_surface(gl.saddles.surface(saddle, places=3))
+        >>> print(picture.alt.partition(". ")[0])
+        A saddle at loss 2.222: 1 of 6 directions lead down
     """
     along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
     figure, (left, right) = style.canvas(2, height=3.7)
@@ -308,9 +404,24 @@ def saddle_surface(surface: Surface) -> Picture:
 
 
 def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0) -> Picture:
-    """The loss along a line through a network's weights, beside what curvature alone would make of it.
+    """Draw the loss along a line through a network's weights, beside what slope and curvature there would make of it.
 
-    The `line` is the landscape's `slice` at an `angle`: at 0 degrees the steepest way down, at 90 the steepest way up.
+    Args:
+        landscape: From `gpulab.saddles.landscape`.
+        line: The landscape's `slice` at the same angle: `distance`, `loss` and `quadratic`.
+        angle: The line's direction in degrees: 0 is the steepest way down, 90 the steepest way up.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> layer = torch.nn.Linear(2, 1, bias=False).double()
+        >>> loss = lambda: (layer.weight[0, 0] * layer.weight[0, 1] - 1) ** 2
+        >>> around = gl.saddles.landscape(layer, loss, progress=False)
+        >>> picture = gl.plots.landscape_slice(around, around.slice(90, extent=0.1), 90)
+        >>> print(picture.alt.partition(". ")[0])
+        The loss along a line through the weights
     """
     curvature = landscape.curvature(angle)
     figure, (axes,) = style.canvas(1, height=3.6)

@@ -14,7 +14,27 @@ from gpulab.training.run import Run
 
 
 def predictions(run: Run) -> Picture:
-    """What a trained PredNet saw coming: held-out frame, next frame, prediction and difference, in rows."""
+    """Draw what a trained PredNet predicted, at five moments of the held-out film.
+
+    The rows are the frame before, the frame that came, the prediction of it, and the difference of the two.
+
+    Args:
+        run: A run of PredNet from `gpulab.train`.
+
+    Returns:
+        A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and that of repeating the
+        frame before.
+
+    Raises:
+        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> run = gl.train("prednet", profile="smoke", frames=40, progress=False)
+        >>> picture = gl.plots.predictions(run)
+        >>> print(picture.alt.partition(". ")[0])
+        Rows of pictures: frame t, frame t + 1, predicted, difference
+    """
     coming, predicted = (tensor[:, 0] for tensor in run.predict())
     settled = min(10, len(coming) // 2)  # so many frames fill the state first
     moment = np.linspace(settled, len(coming) - 1, 5).astype(int)
@@ -26,7 +46,26 @@ def predictions(run: Run) -> Picture:
 
 
 def reconstructions(run: Run) -> Picture:
-    """What a trained autoencoder makes of held-out images: image, reconstruction, difference."""
+    """Draw what a trained autoencoder makes of the first eight held-out images.
+
+    The rows are the image, its reconstruction, and the difference of the two.
+
+    Args:
+        run: A run of an autoencoder or a whitener from `gpulab.train`.
+
+    Returns:
+        A `gpulab.plots.Picture`. The title has the mean squared error of these images.
+
+    Raises:
+        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
+        >>> picture = gl.plots.reconstructions(run)
+        >>> print(picture.alt.partition(". ")[0])
+        Rows of pictures: image, reconstructed, difference
+    """
     images, output = (tensor[:8] for tensor in run.predict())
     rows = {"image": images, "reconstructed": output, "difference": (output - images).abs()}
     error = ((output - images) ** 2).mean()
@@ -34,12 +73,42 @@ def reconstructions(run: Run) -> Picture:
 
 
 def sample(run: Run) -> Picture:
-    """What a run's trained network makes of the held-out part of its data."""
+    """Draw what a run's trained network makes of held-out data: predictions of a film, or reconstructions of images.
+
+    Args:
+        run: A run of one of gpulab's networks from `gpulab.train`.
+
+    Returns:
+        The `gpulab.plots.Picture` of `gpulab.plots.predictions` or `gpulab.plots.reconstructions`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
+        >>> picture = gl.plots.sample(run)
+        >>> print(picture.alt.partition(". ")[0])
+        Rows of pictures: image, reconstructed, difference
+    """
     return predictions(run) if run.data.sequential else reconstructions(run)
 
 
 def frames(data: Data, every: int = 30) -> Picture:
-    """Ten frames of a data set in two rows, one in `every`."""
+    """Draw ten training frames of a data set, in two rows.
+
+    Args:
+        data: From `gpulab.load`.
+        every: How many frames lie between two that are drawn, from the first one on. Images come in a random order.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        DataError: Where a film has fewer than ten times `every` frames to train on.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> gl.plots.frames(gl.load("walk", frames=300, size=(24, 32))).alt
+        'Rows of pictures: frames, frames. walk: every 30th frame.'
+    """
     shown = next(iter(data.windows(10 * every))).frames[::every][:10]
     stream = torch.from_numpy(shown.astype(np.float32)) / 255
     return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: every {every}th frame")

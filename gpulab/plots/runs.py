@@ -18,10 +18,29 @@ SMALL = 0.01  # a share below which one counts in parts
 
 
 def losses(frame: pd.DataFrame) -> Picture:
-    """Each seed's loss under each setting, the same seeds joined by thin lines.
+    """Draw the final loss of each seed under each setting; thin lines join the same seed.
 
-    The frame is from `gpulab.runs` or `gpulab.recorded_runs`; `UsageError` where it mixes experiments, profiles or
-    protocols.
+    Filled points were made here, hollow ones recorded. How many runs of a setting diverged stands above it. Runs that
+    repeat another one (`rerun` above 0) are left out.
+
+    Args:
+        frame: Runs of one experiment, profile and protocol from `gpulab.runs` or `gpulab.recorded_runs`, with the
+            columns `experiment`, `setting`, `seed`, `rerun`, `status`, `final_loss` and `recorded`, and `profile`,
+            `frames`, `protocol`, `options` and `machine` where there are any.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where the frame mixes experiments, profiles or protocols.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.recorded_runs()
+        >>> shown = runs[(runs.experiment == "autoencoder") & (runs.profile == "quick") & (runs.loader == "window")]
+        >>> picture = gl.plots.losses(shown)
+        >>> print(picture.alt.partition(". ")[0])
+        The final loss of each seed: CPU; CPU, one thread; GPU, no TF32; GPU, TF32; GPU, no cuDNN; GPU, deterministic
     """
     check_one_protocol(frame)
     frame = frame[frame.rerun == 0].astype({"final_loss": float})
@@ -51,9 +70,26 @@ def losses(frame: pd.DataFrame) -> Picture:
 
 
 def differences(verdict: Verdict) -> Picture:
-    """How far each level of a verdict, such as each setting, moves each seed's loss, beside how far seeds are apart.
+    """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how far seeds are apart.
 
-    On one linear scale, with the margin as a band. The largest change stands beside its row.
+    A row for each level has the differences of the same seed from the reference; the largest stands beside the row. The
+    last row has the differences between seeds under the reference. All are on one linear scale, with the margin as a
+    band. Runs of the reference that were repeated have a row of their own.
+
+    Args:
+        verdict: From `gpulab.verdict`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
+        >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]})
+        >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.01)
+        >>> picture = gl.plots.differences(gl.verdict(pd.concat([cpu, cuda])))
+        >>> print(picture.alt.partition(". ")[0])
+        Change of final_loss against CPU: GPU; and between seeds
     """
     factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
     again = verdict.reruns.assign(**{factor: f"{reference}{AGAIN}"})
@@ -97,10 +133,28 @@ def differences(verdict: Verdict) -> Picture:
 def curves(
     histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "", factor: str = "setting"
 ) -> Picture:
-    """The loss of every run while it learns, a thin line each, and the median over seeds; reruns are left out.
+    """Draw the loss of every run while it learns, a thin line each, and as a thick line the median over the seeds.
 
-    The histories of one experiment are from `gpulab.store.history`. A `baseline` is a loss that is drawn as a dotted
-    line, with its label. Colours stand for a `factor`: `setting` or `loader`.
+    The lines are smoothed: each point is the mean of the last sixtieth of the run's windows up to there. Runs that
+    repeat another one (`rerun` above 0) are left out.
+
+    Args:
+        histories: From `gpulab.store.history`, of one experiment, with the columns `id`, `experiment`, `seed`, `rerun`,
+            `frames_seen`, `loss` and the factor's.
+        baseline: A loss to compare with, drawn as a dotted line; None for none.
+        baseline_label: What to call it.
+        factor: The column that the colours stand for: `setting`, or another one such as `loader`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.recorded_runs()
+        >>> shown = runs[(runs.experiment == "autoencoder") & (runs.profile == "quick") & (runs.loader == "window")]
+        >>> picture = gl.plots.curves(gl.store.history(shown))
+        >>> print(picture.alt.partition(". ")[0])
+        Loss against frames seen, one line for each of 60 runs, coloured by setting
     """
     histories = histories[histories.rerun == 0]
     figure, (axes,) = style.canvas(1, height=3.6)

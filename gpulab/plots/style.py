@@ -91,7 +91,19 @@ def finished(
 
 
 def colour(setting: str) -> str:
-    """The colour that a setting has in every figure."""
+    """Look up the colour that a setting has in every figure.
+
+    Args:
+        setting: The setting as text, such as `cpu:threads=1`.
+
+    Returns:
+        The colour as a hexadecimal text. Usual settings have one of their own. Every other has one of three for its
+        device, so that two of them may look alike.
+
+    Examples:
+        >>> colour("cpu"), colour("cuda:tf32=off")
+        ('#0072B2', '#D55E00')
+    """
     others = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU
     return COLOURS.get(setting, others[zlib.crc32(setting.encode()) % len(others)])
 

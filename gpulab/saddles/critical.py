@@ -45,59 +45,98 @@ CRITICAL, GRADIENT_FLAT, NOT_CONVERGED = "critical point", "gradient-flat region
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CriticalPoint:
-    """Where a search for a critical point ended."""
+    """The result of a search for a critical point: where it ended. `gpulab.saddles.find_critical_point` returns it.
 
-    model: nn.Module  # a copy of the network, in float64, with the weights of that place
+    Its vectors are all trainable weights, flattened, in the order of the model's parameters, in float64. Eigenvalues
+    are those of the whole Hessian, computed when first asked for; `UsageError` beyond 5,000 weights.
+
+    Attributes:
+        model: A copy of the network, in float64, with the weights of that place.
+        loss: The loss there.
+        squared_gradient_norm: The squared length of the gradient there.
+        kind: `critical point`; `gradient-flat region`, where the gradient is not zero and yet cannot get smaller; or
+            `not converged`.
+        message: Why, in words.
+        history: A data frame with a row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the
+            share of the gradient that the best undamped step would leave. Near 1, the gradient lies in the kernel of
+            the Hessian.
+        batch: Inputs and targets, in float64.
+        loss_function: The loss, a function of outputs and targets.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
+        >>> loss = torch.nn.functional.mse_loss
+        >>> point = gl.saddles.find_critical_point(saddle.model, loss, (data, data), progress=False)
+        >>> point.kind, len(point.unstable[0])
+        ('critical point', 1)
+    """
+
+    model: nn.Module
     loss: float
     squared_gradient_norm: float
-    kind: str  # `critical point`, `gradient-flat region`, or `not converged`
-    message: str  # why, in words
-    # A row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the share of the gradient that
-    # the best undamped step would leave: near 1, the gradient lies in the kernel of the Hessian.
+    kind: str
+    message: str
     history: pd.DataFrame
-    batch: Batch  # in float64
+    batch: Batch
     loss_function: Loss
 
     @property
     def found(self) -> bool:
-        """Whether it is a critical point."""
+        """Whether the search ended at a critical point."""
         return self.kind == CRITICAL
 
     def objective(self, model: nn.Module, batch: Batch | None = None) -> Tensor:
-        """The loss of a model, on the data of the search or on a batch."""
+        """Compute the loss of a model.
+
+        Args:
+            model: A network in float64.
+            batch: Inputs and targets; by default those of the search.
+
+        Returns:
+            The loss, a scalar.
+        """
         inputs, targets = self.batch if batch is None else batch
         return self.loss_function(model(inputs), targets)
 
     def hessian(self) -> Hessian:
-        """The Hessian there."""
+        """Make the Hessian there.
+
+        Returns:
+            A `gpulab.saddles.Hessian`.
+        """
         with torch.enable_grad():
             return hessian(self.model, self.loss_function, self.batch)
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
-        """The m negative eigenvalues, the least first, and their eigenvectors, in columns; of the whole Hessian."""
+        """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns, (n, m).
+
+        An eigenvalue counts as negative below −1e-8 of the largest |λ|.
+        """
         values, vectors = self._eigen
         negative = values < -(KERNEL**2) * values.abs().max()
         return values[negative], vectors[:, negative]
 
     @property
     def eigenvalues(self) -> Float[Tensor, " n"]:
-        """All eigenvalues of the Hessian, the least first."""
+        """All eigenvalues of the Hessian, (n,), the least first."""
         return self._eigen[0]
 
     @property
     def curvature(self) -> float:
-        """The least eigenvalue."""
+        """The least eigenvalue of the Hessian."""
         return float(self.eigenvalues[0])
 
     @property
     def direction(self) -> Float[Tensor, " n"]:
-        """The eigenvector of the least eigenvalue."""
+        """The unit eigenvector of the least eigenvalue, (n,)."""
         return self._eigen[1][:, 0]
 
     @property
     def steepest(self) -> Float[Tensor, " n"]:
-        """The eigenvector of the greatest eigenvalue."""
+        """The unit eigenvector of the greatest eigenvalue, (n,)."""
         return self._eigen[1][:, -1]
 
     @functools.cached_property
@@ -121,21 +160,25 @@ def find_critical_point(
     max_steps: int = 300,
     progress: bool = True,
 ) -> CriticalPoint:
-    """A critical point near the weights of a model: a minimum or a saddle.
+    """Search for a critical point near the weights of a model: a minimum, a saddle or a maximum.
 
-    The search, by the method of Levenberg and Marquardt on the gradient, is made in float64 by a copy. It may end in a
-    gradient-flat region, where the gradient cannot get smaller although it is not zero: the result says so.
+    The search makes the gradient smaller, by the method of Levenberg and Marquardt, on a copy of the model in float64.
+    It may end in a gradient-flat region, where the gradient is not zero and yet cannot get smaller: the result says so.
 
     Args:
-        model: Where to begin; it is left alone.
-        loss: `loss(model(inputs), targets)`.
+        model: The network whose weights to begin with; it is left alone.
+        loss: A function of the model's outputs and the targets, which returns a scalar.
         batch: Inputs and targets.
-        tolerance: The squared norm of the gradient at which to stop.
-        max_steps: How many steps to make at most.
+        tolerance: The squared length of the gradient at which to stop.
+        max_steps: The most steps to make.
         progress: Whether to show a progress bar.
 
+    Returns:
+        A `gpulab.saddles.CriticalPoint`. Whether it is one, its `found`, `kind` and `message` say.
+
     Raises:
-        UsageError: For options that cannot be, and as `gpulab.hessian` does.
+        UsageError: For a tolerance that is no number above 0, for `max_steps` that are no whole number from 1, and for
+            what `gpulab.hessian` refuses.
         DataError: For weights or a loss that are not finite.
 
     Examples:

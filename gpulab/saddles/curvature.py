@@ -59,36 +59,60 @@ def curvature_along(
     command: str | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Train from several seeds under one or more settings, and look at the Hessian at moments spaced logarithmically.
+    """Train a network from several seeds under one or more settings, and measure its loss's curvature along the way.
+
+    At moments spaced logarithmically, from before the first update to the end of the training, it looks at the Hessian
+    of the training's objective on one fixed batch (of PredNet, the sum over the frames). That is always measured in the
+    same way, whatever the training's setting is: in float32, on the device that trained, with one thread on a CPU and
+    without TF32 on a GPU.
 
     Args:
-        net, profile, frames: As for `gpulab.train`.
-        setting, seeds: One or more settings to train under; which seeds, or how many.
-        snapshots: At how many moments to look.
-        probes, steps: Of `gpulab.saddles.spectral_density`, which gives the spectrum.
-        evaluated: The size of the fixed batch whose loss, the training's objective, is looked at: by default the first
-            200 images, or the first 10 frames from a state of zero.
-        store: A folder in which what was seen of each training is kept, with the `command`, and not made again.
+        net: The name of the network: `autoencoder`, `prednet` or `whitener`.
+        setting: One setting to train under, or several, such as `["cpu", "cpu:precision=float64"]`.
+        seeds: The seeds to train from, or how many: 3 stands for 0, 1 and 2.
+        profile: How long to train and on what: `smoke`, `quick` or `paper`, as for `gpulab.train`.
+        frames: How many frames or images to train on; by default the profile's.
+        snapshots: At how many moments to look. Moments that coincide are one; a single one is the end.
+        probes: How many random vectors `gpulab.saddles.spectral_density` begins with.
+        steps: How many steps of Lanczos it makes from each.
+        evaluated: How many frames or images the fixed batch has. By default it is 200 training images, or the first 10
+            training frames, for which the network begins with an empty state.
+        store: A folder in which what was seen of each training is kept. A training that is there is not made again.
+        command: Noted in what is kept: how it was made.
         progress: Whether to show a progress bar.
 
     Returns:
-        A row per setting, seed and snapshot: `experiment`, `profile`, `frames`, `setting`, `seed`, `step` (updates so
-        far), `final` (whether the training ended here: `frame[frame.final]` is what `gpulab.verdict` takes), `status`;
-        `loss` (mean squared error per frame or image) and `gradient_norm`; `index_fraction`, the share of eigenvalues
-        below −1e-2 of the largest |λ|, with its `index_error`, and `zero_fraction`, that of those nearer to zero;
-        `negative_share`, of the sum of |λ|; `smallest` and `largest` eigenvalue, the outermost nodes; `nodes` and
-        `node_weights` (probes, steps) of the density; `size`, the number of parameters; `weights`, the SHA-256 of those
-        that were trained; `evaluated`, `machine` and `recorded`. A training that diverged has a last row without
-        numbers.
+        A data frame with a row for each setting, seed and snapshot.
+
+        - Which training: `experiment` (the network), `profile`, `frames`, `setting`, `seed`, `machine`, `torch` (its
+          version), `id`, `weights` (the SHA-256 of the trained weights), `status` (`finished` or `diverged`),
+          `recorded` (False).
+        - Which moment: `step` (updates so far); `final`, whether it is the training's last row: `frame[frame.final]` is
+          what `gpulab.verdict` takes.
+        - Of the batch, which has `evaluated` frames or images: `loss`, the mean squared error per frame or image;
+          `gradient_norm`, the length of the gradient.
+        - Of the Hessian: `size`, the number of its rows; `smallest` and `largest`, the outermost nodes of its spectrum;
+          `index_fraction`, the share of eigenvalues below −1e-2 of the largest |λ|, with its standard error
+          `index_error`; `zero_fraction`, the share of those closer to zero; `negative_share`, how much of the sum of
+          |λ| is of the former; `nodes` and `node_weights`, the estimated spectrum, arrays (probes, steps).
+
+        A training that diverged has a last row without numbers, whose `size` is 0.
 
     Raises:
-        UsageError: For options that cannot be.
+        UsageError: For an unknown network, profile or setting, for no setting or no seed, and for numbers that are no
+            whole numbers from 1.
+        DataError: For a damaged file in the store; the message names it.
+        GpulabError: For a setting that cannot run here.
 
     Examples:
         >>> small = {"profile": "smoke", "frames": 40, "seeds": 1, "snapshots": 2, "steps": 5}
         >>> frame = curvature_along("autoencoder", **small, progress=False)
         >>> frame.step.tolist(), bool((frame.largest > 0).all())
         ([0, 40], True)
+
+    References:
+        Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
+        (arXiv 1406.2572).
     """
     import pandas as pd
 
@@ -112,7 +136,12 @@ def curvature_along(
 
 
 def recorded_curvature() -> pd.DataFrame:
-    """The trainings that other machines looked at, as `curvature_along` returns them, kept in `data/saddles/curvature`.
+    """Read the curvature along trainings that was recorded on other machines and is shipped with gpulab.
+
+    The files are in `data/saddles/curvature`. A damaged one is named in a warning and skipped.
+
+    Returns:
+        A data frame as `gpulab.saddles.curvature_along` returns it, in which `recorded` is True.
 
     Examples:
         >>> bool(recorded_curvature().recorded.all())

@@ -39,15 +39,25 @@ def trajectory(
     steps: int = 300,
     perturbation: float = 0.0,
 ) -> pd.DataFrame:
-    """The way that an optimiser goes from a saddle, in the plane of the least and the greatest curvature.
+    """Follow an optimiser on its way from a saddle, in the plane of the least and the greatest curvature.
 
     Args:
-        saddle, setting, optimizer, learning_rate, perturbation: As for `gpulab.saddles.escape`.
-        steps: How many to make; fewer, where the weights leave the finite numbers.
+        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
+        setting: The arithmetic, such as `cpu:precision=bfloat16`.
+        optimizer: `sgd` (gradient descent), `momentum` (0.9), `rmsprop` or `adam`, with torch's constants; or a
+            function of weights and `lr=` that returns a `torch.optim.Optimizer`.
+        learning_rate: The optimiser's.
+        steps: How many steps to make; fewer are made where the weights become infinite or NaN.
+        perturbation: How far to move the weights along the direction of the least curvature first.
 
     Returns:
-        A row per step: the distances from the saddle `along` the direction of the least curvature and `across`, along
-        that of the greatest, both signed, and the `loss`.
+        A data frame with a row for the start and one after each step: the signed distances from the saddle `along` the
+        direction of the least curvature and `across`, along that of the greatest; and the `loss`.
+
+    Raises:
+        UsageError: Where the loss curves down in no direction, for a search that found no critical point, for an
+            unknown or unfit optimiser, and for `steps` that are no whole number from 1.
+        GpulabError: For a setting that cannot run here.
 
     Examples:
         >>> import gpulab

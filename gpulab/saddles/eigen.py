@@ -25,14 +25,24 @@ WHICH = ("smallest", "largest", "both")
 
 @dataclass(frozen=True, eq=False)
 class Eigenpairs:
-    """Eigenvalues and eigenvectors, as far as they were found."""
+    """Eigenvalues and eigenvectors of a symmetric operator, as far as they were found.
 
-    values: Float[Tensor, " k"]  # ascending, float64
-    vectors: Float[Tensor, "n k"]  # of unit length, on the operator's device
-    residuals: Float[Tensor, " k"]  # ‖Hv − λv‖, from products made for this: each λ is within it of an eigenvalue
-    scale: float  # the largest |λ| met
-    products: int  # with one vector, that it all took
-    converged: bool  # whether every residual is below the tolerance
+    Attributes:
+        values: The eigenvalues, (k,), ascending, in float64.
+        vectors: The eigenvectors in columns, (n, k), of unit length, on the operator's device.
+        residuals: ‖Hv − λv‖ of each pair, (k,), from products made for this. The operator has an eigenvalue within this
+            distance of λ.
+        scale: The largest |λ| that was met.
+        products: How many products with one vector it took in all.
+        converged: Whether every residual is below the tolerance.
+    """
+
+    values: Float[Tensor, " k"]
+    vectors: Float[Tensor, "n k"]
+    residuals: Float[Tensor, " k"]
+    scale: float
+    products: int
+    converged: bool
 
     def __repr__(self) -> str:
         values = ", ".join(f"{value:.6g}" for value in self.values.tolist())
@@ -50,20 +60,28 @@ def lanczos(
     seed: int = 0,
     progress: bool = True,
 ) -> Eigenpairs:
-    """The k extreme eigenpairs of a symmetric operator.
+    """Find the k smallest or largest eigenvalues of a symmetric operator, and their eigenvectors.
+
+    It needs products with the operator only: block Lanczos with thick restarts.
 
     Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
-        k: How many pairs.
-        which: `smallest`, `largest`, or `both` ends, of which an odd one more comes from below.
-        tolerance: The residuals to reach, relative to the largest |λ|; by default eps^(2/3) of the operator's type:
-            4e-11 in float64, 2e-5 in float32.
-        max_products: What has not converged after about so many is returned as such.
-        seed: Of the random vectors with which it begins.
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and has `shape`, `dtype`
+            (float32 or float64) and `device`.
+        k: How many pairs to find.
+        which: `smallest`, `largest`, or `both` ends; of an odd k, one more comes from below.
+        tolerance: The residuals ‖Hv − λv‖ to reach, relative to the largest |λ|; by default eps^(2/3) of the operator's
+            type, which is 4e-11 in float64 and 2e-5 in float32.
+        max_products: After about so many products with one vector the search ends, converged or not.
+        seed: Draws the random vectors with which it begins.
         progress: Whether to show a progress bar, where it takes longer than two seconds.
 
+    Returns:
+        An object with `values` (k,), ascending, in float64; `vectors` (n, k), on the operator's device; the `residuals`
+        (k,); `scale`, the largest |λ| met; the number of `products`; and whether all pairs have `converged`.
+
     Raises:
-        UsageError: For a `k`, `which` or other option that cannot be.
+        UsageError: For an operator that is not square, or not float32 or float64, for an unknown `which`, and for
+            another option out of range.
         DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:

@@ -42,7 +42,48 @@ KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Escape:
-    """A training that began at a saddle, and when it left."""
+    """The result of one training that began at a saddle: whether and when it left. `gpulab.saddles.escape` returns it.
+
+    The saddle's unstable directions are those along which the loss curves down: the eigenvectors of the Hessian's
+    negative eigenvalues −λ. Distances are Euclidean, of all weights together, in float64.
+
+    Attributes:
+        setting: The setting that it trained under.
+        optimizer: The optimiser's name.
+        master_weights: Whether the optimiser kept the weights in float64.
+        learning_rate: The η of a step.
+        batch_size: Samples in a step; None for all of them.
+        seed: What the order of the data was drawn from.
+        perturbation: How far the weights were moved along the steepest unstable direction first.
+        radius: The distance along the unstable directions at which the network has left.
+        curvature: The least eigenvalue of the Hessian at the saddle.
+        history: A data frame with a row for the start and one after each step: `step`; the `distance` of the weights
+            from the saddle; its parts that are `unstable` (along all unstable directions) and `along` the steepest one;
+            and the `loss`.
+        steps: The first step whose unstable part is longer than the radius; None where there is none. Other directions
+            do not count: minibatches may carry the weights as far there, but from there they come back.
+        noise: The displacement along the unstable directions that has the effect of the arithmetic's errors: of
+            gradients, of rounded weights, of batches. It is measured at the saddle before any step. NaN for minibatches
+            and another optimiser than gradient descent, with or without momentum.
+        start: The displacement along the unstable directions at the start: the noise, and how far the model stood from
+            the saddle, the perturbation included.
+        expected: The step at which theory expects the network to leave from there. Infinite where nothing displaces it;
+            NaN where `start` is, and where there is no theory: for other optimisers than SGD, momentum, RMSprop and
+            Adam, and for options of these such as weight decay.
+        expected_rate: How much the logarithm of the distance grows per step along the steepest direction: ln(1 + ηλ),
+            or ln ρ with momentum, where ρ is the larger root of ρ² − (1 + μ + ηλ) ρ + μ = 0. NaN for an optimiser whose
+            steps have nearly the same size, whatever the gradient is.
+        moved: The share of the weights that the first step changed.
+        step_ratio: The length of the step that the optimiser settles to at the saddle, over that of half of what
+            separates the weights from the next numbers of their format. Below 1, rounding holds most weights.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
+        >>> gone = gl.saddles.escape(saddle.model, saddle, "cpu", perturbation=1e-3, progress=False)
+        >>> gone.left, gone.held, bool(gone.history.unstable.iloc[-1] > gone.radius)
+        (True, False, True)
+    """
 
     setting: str
     optimizer: str
@@ -52,24 +93,14 @@ class Escape:
     seed: int
     perturbation: float
     radius: float
-    curvature: float  # the least eigenvalue of the Hessian at the saddle
-    # A row per step: `step`, the `distance` of the weights from the saddle (Euclidean, in float64), its parts that are
-    # `unstable` (along all directions that lead down) and `along` the steepest one, and the `loss`.
+    curvature: float
     history: pd.DataFrame
-    # The first step whose unstable part is longer than the radius, if there is one: in the other directions
-    # minibatches may carry the weights as far, but from there they come back.
     steps: int | None
-    # The displacement along the unstable directions that has the effect of the arithmetic's errors (of gradients, of
-    # rounded weights, of batches), measured at the saddle before any step. NaN for batches without a law.
     noise: float
-    start: float  # that plus the perturbation
-    expected: float  # the step at which the unstable directions together reach the radius from there; NaN without a law
-    # What the logarithm of the distance gains per step along the steepest direction: ln(1 + ηλ), or ln ρ with momentum.
-    # NaN for an optimiser whose steps have nearly the same size, whatever the gradient is.
+    start: float
+    expected: float
     expected_rate: float
-    moved: float  # the share of the weights that the first step changed
-    # The length of the step that the optimiser settles to at the saddle, over that of half of what separates weights
-    # from the next numbers of their format: below 1, rounding holds most of them.
+    moved: float
     step_ratio: float
 
     @property
@@ -79,7 +110,11 @@ class Escape:
 
     @property
     def held(self) -> bool:
-        """Whether it stayed although what was measured at the saddle should have led it away long before."""
+        """Whether rounding held the network at the saddle.
+
+        It did not leave, and either the weights stood still in the last steps (10 of `sgd`, 500 of others), or more
+        than twice the expected steps were made (and 500 more, unless by `sgd`).
+        """
         count = _patience(self.optimizer)
         still = len(self.history) >= count and self.history.distance.tail(count).nunique() == 1
         rough = 0 if self.optimizer == "sgd" else SETTLED
@@ -87,7 +122,10 @@ class Escape:
 
     @property
     def law(self) -> float:
-        """ln(radius/start) / (ηλ), with the steepest direction's λ; infinite without a displacement. Of `sgd` only."""
+        """The steps that gradient descent should need: ln(radius / start) / (ηλ), with the λ of the steepest direction.
+
+        Infinite without a displacement; NaN for other optimisers than `sgd`.
+        """
         if self.optimizer != "sgd":
             return math.nan
         distance = math.log(self.radius / self.start) if self.start else math.inf
@@ -121,27 +159,37 @@ def escape(
 ) -> Escape:
     """Train a model that stands at a saddle, under a setting, until it has left.
 
+    Only a perturbation, errors of the arithmetic and the noise of minibatches move it away. The result tells when it
+    left, and when theory expects it to have left. A training by whole batches ends earlier where no weight has changed
+    any more in 10 steps of `sgd`, or 500 of another optimiser.
+
     Args:
-        model: Where training begins: `saddle.model`, or a network of the same shape near it.
+        model: Where training begins: `saddle.model`, or a network of the same shape near it. It is left alone.
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
         setting: The arithmetic, such as `cpu:precision=bfloat16`.
         optimizer: `sgd` (gradient descent), `momentum` (0.9), `rmsprop` or `adam`, with torch's constants; or a
             function of weights and `lr=` that returns a `torch.optim.Optimizer`.
-        learning_rate: The η of a step; by default such that ηλ is 0.05, or less where that would diverge, and 1e-3 for
-            optimisers that scale their steps.
-        steps: The most to make; by default three times as many as theory expects, and a hundred (a thousand for other
-            optimisers than `sgd`); 100,000 without a theory.
-        batch_size: Samples in a step; by default all of them.
-        seed: Of the order of the data.
-        perturbation: How far to move the model along the steepest direction first.
-        radius: The distance along the unstable directions at which the model has left.
+        learning_rate: The η of a step. By default such that ηλ is 0.05 for the steepest way down, or less where that
+            would diverge; for optimisers that scale their steps 1e-3.
+        steps: The most steps to make. By default three times as many as theory expects, and 100 more (1,000 for other
+            optimisers than `sgd`), but at most 100,000; 100,000 without a theory.
+        batch_size: How many samples a step sees; by default all of them.
+        seed: Draws the order of the data.
+        perturbation: How far to move the model along the steepest way down first.
+        radius: The distance along the directions that lead down at which the model has left.
         master_weights: Whether the optimiser keeps the weights in float64, and each gradient sees a copy rounded to the
             setting's format, as in mixed precision.
         progress: Whether to show a progress bar.
 
+    Returns:
+        A `gpulab.saddles.Escape`.
+
     Raises:
-        UsageError: Where the loss falls nowhere to second order, and for options that cannot be.
-        DataError: Where the weights become infinite.
+        UsageError: Where the loss curves down in no direction; for a search that found no critical point; for a model
+            of another shape; for an unknown optimiser, or one that needs a closure or does not use the learning rate
+            that it is given; and for numbers out of range.
+        DataError: Where the weights or the loss become infinite or NaN.
+        GpulabError: For a setting that cannot run here.
 
     Examples:
         >>> import gpulab
@@ -156,8 +204,8 @@ def escape(
         Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge,
         Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887); Staib,
         Reddi, Kale, Kumar, Sra 2019, *Escaping saddle points with adaptive gradient methods* (ICML, arXiv 1901.09149);
-        Antonakopoulos, Mertikopoulos, Piliouras, Wang 2022, *AdaGrad avoids saddle points* (ICML); on updates that
-        are rounded away Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv 2010.06192).
+        Antonakopoulos, Mertikopoulos, Piliouras, Wang 2022, *AdaGrad avoids saddle points* (ICML); on updates that are
+        rounded away Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv 2010.06192).
     """
     import pandas as pd
 
@@ -218,20 +266,37 @@ def _patience(optimizer: str) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EscapeTable(Report):
-    """Escapes from one saddle, or from its mixtures, under several settings.
+    """Escapes from one saddle under several settings; `gpulab.saddles.escape_table` returns one.
 
-    The `table` has a row for each `Escape`, with its fields and properties by name: `batch_size` is 0 where all the
-    data make a step, `steps` are NaN where it did not leave; and `emulated`, `recorded` and `machine`. The `paths` are
-    the `history` of each. What another machine recorded can be appended to both.
+    It can be printed and drawn (`plot`). What another machine recorded can be appended to both frames.
+
+    Attributes:
+        table: A data frame with a row for each escape. Its columns are the attributes of `gpulab.saddles.Escape` but
+            `history`, and its properties `law`, `left` and `held`. `batch_size` is 0 where all the data make a step,
+            and `steps` is NaN where the network did not leave. Further columns: `emulated` (whether the setting
+            emulates another chip), `recorded` (False), `machine`.
+        paths: A data frame of all histories, one below the other: `step`, `distance`, `unstable`, `along`, `loss`, and
+            what tells escapes apart: `setting`, `optimizer`, `master_weights`, `learning_rate`, `perturbation`,
+            `batch_size`, `seed`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
+        >>> print(gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False))
+        2 trainings from a saddle: 2 left, 0 were held there
     """
 
     table: pd.DataFrame
     paths: pd.DataFrame
 
     def slope(self) -> tuple[float, float, float]:
-        """How many steps are made for one of the `law`, ln(r/δ)/(ηλ), by all that left: least squares.
+        """Fit how many steps were made for each step that the `law` expects, over all escapes by `sgd` that left.
 
-        Returns the slope and the ends of its 95 % interval; `DataError` for fewer than three different escapes.
+        Returns:
+            The slope by least squares, and the lower and the upper end of its 95 % interval.
+
+        Raises:
+            DataError: For fewer than three different escapes.
         """
         from scipy import stats
 
@@ -261,15 +326,31 @@ def escape_table(
     master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
-    """`gpulab.saddles.escape` for every setting, optimiser, perturbation, batch size and seed.
+    """Call `gpulab.saddles.escape` for every combination of seed, setting, optimiser, perturbation and batch size.
 
     Args:
-        saddle, learning_rate, steps, radius, master_weights, progress: As for `gpulab.saddles.escape`, whose errors
-            are raised too.
-        settings, perturbations, batch_sizes: One or more of each.
-        optimizers: One or more; or each with its own learning rates, such as `{"sgd": [None], "adam": [1e-4, 1e-3]}`.
-        seeds: Which, or how many. A seed draws the order of the data, and mixes the hidden units of a linear
+        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
+        settings: One or more settings.
+        optimizers: One or more optimisers, as for `gpulab.saddles.escape`; or each with its own learning rates, such as
+            `{"sgd": [None], "adam": [1e-4, 1e-3]}`, where None is the default one.
+        perturbations: One or more distances by which the model is moved along the steepest way down first.
+        batch_sizes: How many samples a step sees, one or more; None is all of them.
+        seeds: The seeds, or how many. A seed draws the order of the data. It also mixes the hidden units of a linear
             autoencoder: the same saddle, written with other weights, which round otherwise.
+        learning_rate: The η of a step; by default as for `gpulab.saddles.escape`.
+        steps: The most steps to make; by default as for `gpulab.saddles.escape`.
+        radius: The distance along the directions that lead down at which a model has left.
+        master_weights: Whether the optimiser keeps the weights in float64.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        A `gpulab.saddles.EscapeTable`.
+
+    Raises:
+        UsageError: For an empty list, for a `learning_rate` beside optimisers that have their own, and for what
+            `gpulab.saddles.escape` refuses.
+        DataError: Where weights or a loss become infinite or NaN.
+        GpulabError: For a setting that cannot run here.
 
     Examples:
         >>> import gpulab
@@ -312,7 +393,12 @@ def escape_table(
 
 
 def recorded_escapes() -> pd.DataFrame:
-    """The `table` of `gpulab.saddles.escape_table` as other machines recorded it, kept in `data/saddles/escapes`.
+    """Read the escapes from saddles that were recorded on other machines and are shipped with gpulab.
+
+    The files are in `data/saddles/escapes`. A damaged one is named in a warning and skipped.
+
+    Returns:
+        A data frame as the `table` of `gpulab.saddles.EscapeTable`, in which `recorded` is True.
 
     Examples:
         >>> bool(recorded_escapes().recorded.all())

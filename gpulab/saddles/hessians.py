@@ -33,21 +33,35 @@ ROOM = {"cpu": 2**28, "cuda": 3 * 2**30}  # bytes for the tangents of vectors th
 
 
 class Hessian:
-    """The symmetric (n, n) matrix of second derivatives of a loss, known by its products; `hessian` makes one.
+    """The Hessian of a loss, the symmetric (n, n) matrix of its second derivatives, as a linear operator.
 
-    `H @ v` is a product with a vector (n,), or with k vectors at once (n, k), of the operator's `dtype` and on its
-    `device`; k vectors cost much less than k times one. The operator keeps the weights it was made from: a model that
-    goes on training does not change it.
+    `gpulab.hessian` makes one. The matrix is never written out, unless `dense` asks for it: `H @ v` is its product with
+    a vector (n,), or with k vectors at once (n, k), which costs much less than k products one by one. Vectors have the
+    operator's `dtype` and are on its `device`; `H @ v` raises `UsageError` for others. The operator keeps a copy of the
+    weights it was made from: a model that goes on training does not change it.
 
     Attributes:
-        parameters: From names to the tensors that were differentiated; vectors are these, flattened, in this order.
-        loss: The loss at that point.
-        gradient: (n,) the gradient there.
+        parameters: The tensors by which the loss was differentiated, by name. A vector is all of them, flattened, in
+            this order.
+        loss: The loss at these weights.
+        gradient: The gradient there, (n,).
         shape: (n, n).
+        dtype: The type of parameters and vectors, float32 or float64.
+        device: Where they are.
         method: How products are made. `forward over reverse`: the gradient was written down as a list of operations,
             and each product is its derivative along the vector, on a GPU in a CUDA graph. `reverse over reverse`:
             autograd's own graph of the gradient is kept, and differentiated each time.
         at_once: How many vectors of `H @ V` go through together.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> weights = torch.nn.Linear(2, 1, bias=False).double()
+        >>> H = gl.hessian(weights, lambda: weights.weight.pow(2).sum())
+        >>> H.shape, H.dense().tolist()
+        ((2, 2), [[2.0, 0.0], [0.0, 2.0]])
+
+    References:
+        Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
     """
 
     def __init__(
@@ -118,7 +132,11 @@ class Hessian:
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
 
     def dense(self) -> Float[Tensor, "n n"]:
-        """The whole matrix (n, n), by as many products as it has columns."""
+        """Write out the whole matrix, by as many products as it has columns.
+
+        Returns:
+            (n, n), in the operator's `dtype`, on its `device`.
+        """
         return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
 
     def __repr__(self) -> str:
@@ -134,27 +152,34 @@ def hessian(
     method: str = "auto",
     at_once: int | None = None,
 ) -> Hessian:
-    """The Hessian of `loss(model(inputs), targets)` for `batch = (inputs, targets)`, as a linear operator.
+    """Make the Hessian of a loss, as a linear operator: products `H @ v` without the matrix.
+
+    The loss is `loss(model(inputs), targets)` for `batch = (inputs, targets)`, or any function that returns a scalar.
 
     Args:
-        model: With parameters in float32 or float64, on any device.
-        loss: Of outputs and targets; without a batch, any function of the model, `loss()`. Returns a scalar.
+        model: A network with parameters in float32 or float64, on any device.
+        loss: A function of the model's outputs and the targets; without a batch, a function of nothing that asks the
+            model itself. It returns a scalar.
         batch: Inputs and targets.
-        parameters: The names of those to differentiate by, or of the layers that hold them (`"layers.0"`);
-            the others are constants. A tied one counts once, under its first name; parameters that merely share
-            memory are two, as for autograd. What stands for padding in an embedding is a constant to torch.
-        method: One of `Hessian`'s, or `auto`: the first where it can.
-        at_once: How many vectors of `H @ V` go through together: more are faster and take more memory.
+        parameters: The names of the parameters to differentiate by, or of the layers that hold them (`"layers.0"`); the
+            others are constants. By default all that require gradients. A tied parameter counts once, under its first
+            name; parameters that merely share memory are two, as for autograd. The row of an embedding that stands for
+            padding is a constant to torch.
+        method: `forward over reverse`, `reverse over reverse` (see `gpulab.saddles.Hessian`), or `auto`: the first, or
+            the second where that fails.
+        at_once: How many vectors of `H @ V` go through together: more are faster and take more memory. By default as
+            many as fit into 256 MiB on a CPU and 3 GiB on a GPU, ten at most; with reverse over reverse, one.
 
     Returns:
-        The operator: `H @ v`, `H.gradient`, `H.loss`. Two products show that it is symmetric. That tells of a gradient
-        that is nobody's, but not of one that belongs to another function: a backward function or hook of your own
-        that is off by a factor is taken at its word.
+        The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Two products were used to see
+        that it is symmetric. This finds a gradient that belongs to no function at all. It does not find one that
+        belongs to another function: if a backward function or hook of your own is off by a factor, so is the Hessian.
 
     Raises:
         UsageError: For a model in training mode that draws random numbers or keeps statistics; for a loss that comes
             out differently each time, is not a scalar, does not depend on the parameters, holds them itself instead of
-            asking the model, or has no second derivatives; for unknown parameters.
+            asking the model, or has no second derivatives; for unknown parameters, an unknown method, and an `at_once`
+            that is no whole number from 1.
         UnsupportedError: Where `method` asks for forward over reverse, and an operation cannot be followed.
         DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 

@@ -31,38 +31,73 @@ TOLERANCE = 1e-3  # of an eigenpair, relative to the largest |λ|: finer than wh
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Landscape:
-    """The weights of a network, and the unit vectors along which its loss curves down and up most."""
+    """The weights of a network, and the directions along which its loss curves down most and up most.
+
+    `gpulab.saddles.landscape` makes one. It keeps a copy of the weights.
+
+    Attributes:
+        model: The network.
+        objective: The loss, as it was given.
+        batch: Inputs and targets; None where the loss asks the model itself.
+        parameters: The copy of the weights, by name. A vector is all of them, flattened, in this order.
+        loss: The loss at these weights.
+        gradient: The gradient there, (n,).
+        down: The unit vector (n,) of the least eigenvalue of the Hessian.
+        up: The unit vector (n,) of the greatest one.
+        curvatures: The two eigenvalues.
+
+    Examples:
+        >>> layer = torch.nn.Linear(2, 1, bias=False).double()
+        >>> around = landscape(layer, lambda: layer.weight[0, 0] ** 2 - layer.weight[0, 1] ** 2, progress=False)
+        >>> [round(curvature, 6) for curvature in around.curvatures]
+        [-2.0, 2.0]
+    """
 
     model: nn.Module
     objective: Loss
     batch: Batch | None
-    parameters: dict[str, Tensor]  # the weights, by name
+    parameters: dict[str, Tensor]
     loss: float
     gradient: Float[Tensor, " n"]
     down: Float[Tensor, " n"]
     up: Float[Tensor, " n"]
-    curvatures: tuple[float, float]  # the eigenvalues of `down` and of `up`
+    curvatures: tuple[float, float]
 
     @property
     def extent(self) -> float:
-        """sqrt(2 · loss / |λ|): the distance at which the curvature along `down` alone would leave no loss."""
+        """How far a slice goes by default: sqrt(2 · loss / |λ|), with the curvature λ along `down`.
+
+        At this distance that curvature alone would leave no loss. It is 1 where the loss is not above zero or λ is
+        zero.
+        """
         return math.sqrt(2 * self.loss / abs(self.curvatures[0])) if self.loss > 0 and self.curvatures[0] else 1.0
 
     def curvature(self, angle: float = 0.0) -> float:
-        """The curvature along the direction at an `angle` in degrees: 0 is `down`, 90 is `up`."""
+        """Compute the curvature along a direction in the plane of `down` and `up`.
+
+        Args:
+            angle: The direction in degrees: 0 is `down`, 90 is `up`.
+
+        Returns:
+            The second derivative of the loss along it.
+        """
         cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
         return cosine**2 * self.curvatures[0] + sine**2 * self.curvatures[1]
 
     def slice(self, angle: float = 0.0, extent: float | None = None, places: int = 41) -> pd.DataFrame:
-        """The loss along a line through the weights.
+        """Compute the loss along a line through the weights.
 
         Args:
-            angle: Degrees by which the line turns from `down` to `up`.
-            extent: How far to go, both ways; by default the landscape's own.
-            places: How many to evaluate.
+            angle: The line's direction in degrees: 0 is `down`, 90 is `up`.
+            extent: How far to go from the weights, both ways; by default the landscape's own `extent`.
+            places: At how many places to compute the loss.
 
         Returns:
-            Columns `distance`, `loss`, and `quadratic`: what slope and curvature at the weights would make of it.
+            A data frame with the columns `distance` (signed, of the weights), `loss`, and `quadratic`: the loss that
+            slope and curvature at the weights would give.
+
+        Raises:
+            UsageError: For an extent that is no number above 0, and for `places` that are no whole number from 1.
         """
         import pandas as pd
 
@@ -93,12 +128,24 @@ class Landscape:
 def landscape(
     model: nn.Module, loss: Loss, batch: Batch | None = None, *, seed: int = 0, progress: bool = True
 ) -> Landscape:
-    """The loss around a network's weights, over the directions of its most negative and its largest curvature.
+    """Find the directions from a network's weights along which its loss curves down most and up most.
+
+    The loss along lines in their plane can then be computed (`slice`) and drawn (`gpulab.plots.landscape_slice`).
 
     Args:
-        model, loss, batch: As for `gpulab.hessian`, whose errors are raised too.
-        seed: Of the vectors with which `gpulab.saddles.lanczos` begins.
-        progress: Whether to show a progress bar.
+        model: A network with parameters in float32 or float64.
+        loss: A function of the model's outputs and the targets, which returns a scalar; without a batch, a function of
+            nothing that asks the model itself.
+        batch: Inputs and targets.
+        seed: Draws the random vectors with which the search for the directions begins.
+        progress: Whether to show a progress bar, where it takes longer than two seconds.
+
+    Returns:
+        A `gpulab.saddles.Landscape`.
+
+    Raises:
+        UsageError: For what `gpulab.hessian` refuses.
+        DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 
     Examples:
         >>> layer = torch.nn.Linear(3, 1, bias=False).double()
@@ -122,15 +169,33 @@ def landscape(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Surface(Report):
-    """The loss around a saddle, over the plane of its least and its greatest curvature."""
+    """The loss around a saddle, over the plane of its least and its greatest curvature.
 
-    along: Float[np.ndarray, " k"]  # distances of the weights from the saddle in the direction of the least curvature
-    across: Float[np.ndarray, " k"]  # and of the greatest
-    losses: Float[np.ndarray, "k k"]  # a row for each distance across
-    loss: float  # at the saddle
-    curvatures: tuple[float, float]  # the least and the greatest eigenvalue of the Hessian
-    index: int  # how many eigenvalues are negative
-    size: int  # of how many
+    `gpulab.saddles.surface` makes one. It can be printed and drawn (`plot`, or `gpulab.plots.saddle_surface`).
+
+    Attributes:
+        along: Distances of the weights from the saddle in the direction of the least curvature, (k,).
+        across: Distances in the direction of the greatest curvature, (k,).
+        losses: The loss at each place, (k, k): a row for each distance `across`, a column for each `along`.
+        loss: The loss at the saddle.
+        curvatures: The least and the greatest eigenvalue of the Hessian.
+        index: How many eigenvalues are negative.
+        size: How many eigenvalues there are.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
+        >>> print(gl.saddles.surface(saddle, places=2))
+        A saddle at loss 2.222: 1 of 6 directions lead down
+    """
+
+    along: Float[np.ndarray, " k"]
+    across: Float[np.ndarray, " k"]
+    losses: Float[np.ndarray, "k k"]
+    loss: float
+    curvatures: tuple[float, float]
+    index: int
+    size: int
 
     def __str__(self) -> str:
         return f"A saddle at loss {self.loss:.4g}: {self.index} of {self.size:,} directions lead down"
@@ -138,12 +203,20 @@ class Surface(Report):
 
 @torch.no_grad()
 def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0, places: int = 12) -> Surface:
-    """The loss around a saddle, over the plane of its least and its greatest curvature.
+    """Compute the loss around a saddle, over the plane of its least and its greatest curvature.
 
     Args:
-        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
-        extent: How far to go along the least curvature; along the greatest less far, where that is steeper.
-        places: How many to evaluate on each side of the saddle, along each direction.
+        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`. Its least
+            eigenvalue has to be negative and its greatest positive; at a minimum or maximum the losses are NaN.
+        extent: How far to go from the saddle along the least curvature. Along the greatest it goes less far, where that
+            is steeper.
+        places: At how many places to compute the loss on each side of the saddle, along each direction.
+
+    Returns:
+        A `gpulab.saddles.Surface` of (2 · places + 1) × (2 · places + 1) losses.
+
+    Raises:
+        UsageError: For `places` that are no whole number from 1, and for a critical point with more than 5,000 weights.
 
     Examples:
         >>> import gpulab
@@ -151,6 +224,10 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
         >>> around = surface(saddle, extent=0.1, places=1)
         >>> bool(around.losses[1, 0] < around.loss < around.losses[0, 1])
         True
+
+    References:
+        Li, Xu, Taylor, Studer, Goldstein 2018, *Visualizing the loss landscape of neural nets* (NeurIPS, arXiv
+        1712.09913), who draw such planes along random directions; here the directions are eigenvectors of the Hessian.
     """
     check_count("places", places)
     curvatures = saddle.curvature, float(saddle.eigenvalues[-1])

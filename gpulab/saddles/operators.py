@@ -16,14 +16,20 @@ AT_ONCE = 64  # columns of a matrix that is written out
 
 
 class Operator(Protocol):
-    """A symmetric (n, n) matrix: a `Hessian`, a dense tensor, or anything with these."""
+    """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything with these.
 
-    shape: Any  # (n, n)
-    dtype: torch.dtype  # float32 or float64
-    device: torch.device  # where its vectors live
+    Attributes:
+        shape: (n, n).
+        dtype: float32 or float64.
+        device: Where its vectors are.
+    """
+
+    shape: Any
+    dtype: torch.dtype
+    device: torch.device
 
     def __matmul__(self, vectors: Any) -> Any:
-        """The product with (n,) or (n, k)."""
+        """Return the product with a vector (n,), or with k vectors (n, k)."""
 
 
 def check_square(A: Operator) -> int:

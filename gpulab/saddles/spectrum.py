@@ -23,7 +23,12 @@ ZERO = 1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number that was estimated from random probes: its `value`, and its standard `error`."""
+    """A number that was estimated from random probes; `float` of it is the number.
+
+    Attributes:
+        value: The estimate.
+        error: Its standard error.
+    """
 
     value: float
     error: float
@@ -37,27 +42,45 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class SpectralDensity:
-    """A spectrum as quadratures, one from each random probe.
+    """An estimate of how an operator's eigenvalues are distributed: for each random probe, nodes and their weights.
 
-    The sum of weight × f(node) estimates the mean of f over all eigenvalues; probes differ by chance, and the standard
-    errors here are of their mean. The outermost nodes approach the extreme eigenvalues from within.
+    `gpulab.saddles.spectral_density` makes one. Nodes are places on the axis of the eigenvalues. For a function f, the
+    sum of weight × f(node) over a probe estimates the mean of f over all eigenvalues. Probes differ by chance;
+    estimates are means over them, and their errors are the standard errors of these means. The outermost nodes approach
+    the extreme eigenvalues from within.
+
+    Attributes:
+        nodes: (probes, steps).
+        weights: (probes, steps); those of a probe add up to one.
+        size: How many eigenvalues the operator has.
+        halfway: The same from half of the steps; what is still different there has not converged. None where it was not
+            kept.
+
+    Examples:
+        >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+        >>> spectrum.size, spectrum.nodes.shape
+        (50, (10, 20))
     """
 
     nodes: Float[Array, "probes steps"]
-    weights: Float[Array, "probes steps"]  # those of a probe add up to one
-    size: int  # how many eigenvalues there are
-    halfway: SpectralDensity | None = None  # from half of the steps: what is still different there has not converged
+    weights: Float[Array, "probes steps"]
+    size: int
+    halfway: SpectralDensity | None = None
 
     @property
     def extremes(self) -> tuple[float, float]:
-        """The lowest and the highest node."""
+        """The lowest and the highest node that has a weight."""
         nodes = self.nodes[self.weights > 0]
         return float(nodes.min()), float(nodes.max())
 
     def density(self) -> tuple[Array, Array, Array]:
-        """A grid (1000,), the density of eigenvalues there, and its standard error.
+        """Compute the density of eigenvalues along the axis, as a curve that integrates to one.
 
-        The density integrates to one. Each node is a normal curve with a width of a hundredth of the spectrum's range.
+        Each node becomes a normal curve. Its standard deviation is a hundredth of the range from the lowest to the
+        highest node, but at least a thousandth of the largest |node|.
+
+        Returns:
+            A grid (1000,) on the axis, the density there, and its standard error, NaN with a single probe.
         """
         low, high = self.extremes
         width = max((high - low) / 100, 1e-3 * max(abs(low), abs(high)), 1e-12)
@@ -66,7 +89,14 @@ class SpectralDensity:
         return grid, *_mean(curves.sum(-1) / (width * math.sqrt(2 * math.pi)))
 
     def mass_below(self, x: float) -> Estimate:
-        """The share of eigenvalues below x."""
+        """Estimate the share of eigenvalues below a number.
+
+        Args:
+            x: The number.
+
+        Returns:
+            The share, from 0 to 1, as `value`, and its standard `error`, NaN with a single probe.
+        """
         return Estimate(*map(float, _mean((self.weights * (self.nodes < x)).sum(1))))
 
     def __repr__(self) -> str:
@@ -78,15 +108,27 @@ class SpectralDensity:
 def spectral_density(
     H: Operator, *, probes: int = 10, steps: int = 100, seed: int = 0, progress: bool = True
 ) -> SpectralDensity:
-    """The density of a symmetric operator's eigenvalues, by stochastic Lanczos quadrature.
+    """Estimate how the eigenvalues of a symmetric operator are distributed, by stochastic Lanczos quadrature.
 
-    All probes advance together, with three vectors each. Unlike in `gpulab.saddles.lanczos` nothing is orthogonalised
-    again: in finite precision the quadrature stays accurate without, although single nodes appear several times.
+    It needs products with the operator only, `probes` times `steps` of them. All probes advance together, and each
+    needs memory for three vectors. Unlike in `gpulab.saddles.lanczos`, vectors are not made orthogonal again: in finite
+    precision the quadrature stays accurate without, although a node may appear several times.
 
     Args:
-        H, progress: As for `gpulab.saddles.lanczos`, whose errors are raised too.
-        probes: How many vectors of random signs to begin with, drawn from the seed.
-        steps: Of Lanczos from each; before rounding, exact for polynomials of degree 2 · steps − 1.
+        H: The operator, as for `gpulab.saddles.lanczos`.
+        probes: How many random vectors of +1 and −1 to begin with.
+        steps: How many steps of Lanczos to make from each. Without rounding, the quadrature is exact for polynomials of
+            degree 2 · steps − 1.
+        seed: Draws the random vectors.
+        progress: Whether to show a progress bar, where it takes longer than two seconds.
+
+    Returns:
+        A `gpulab.saddles.SpectralDensity`.
+
+    Raises:
+        UsageError: For an operator that is not square, or not float32 or float64, and for `probes` or `steps` that are
+            no whole numbers from 1.
+        DataError: For an operator that is not symmetric (two probes or more show it), or whose products are not finite.
 
     Examples:
         >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
@@ -145,22 +187,30 @@ def _mean(values: Array) -> tuple[Array, Array]:
 
 
 def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
-    """The sum of all eigenvalues, by Hutch++.
+    """Estimate the trace of a symmetric operator, the sum of all its eigenvalues, by Hutch++.
 
     A third of the products finds the directions of the large eigenvalues, a third sums these exactly, and a third
-    estimates the rest by Hutchinson's random signs, whose spread is the error.
+    estimates the rest by random vectors of +1 and −1 (Hutchinson), whose spread gives the error.
 
     Args:
-        H: As for `gpulab.saddles.lanczos`, whose errors are raised too.
-        probes: About how many products to make, six or more; as many as H has columns give the trace itself.
-        seed: Of the signs.
+        H: The operator, as for `gpulab.saddles.lanczos`.
+        probes: About how many products to make, six or more. With as many as H has columns, or more, the trace is
+            computed exactly.
+        seed: Draws the random vectors.
+
+    Returns:
+        The trace as `value`, and its standard `error`, 0 where it is exact; `float` of it is the value.
+
+    Raises:
+        UsageError: For an operator that is not square, or not float32 or float64, and for too few `probes`.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
         >>> trace(torch.diag(torch.arange(8.0)), probes=8)
         28 ± 0
 
     References:
-        Meyer, Musco, Musco, Woodruff 2021, *Hutch++: Optimal stochastic trace estimation*.
+        Meyer, Musco, Musco, Woodruff 2021, *Hutch++: Optimal stochastic trace estimation* (SOSA, arXiv 2010.09649).
     """
     n = check_square(H)
     check_count("probes", probes)
@@ -182,11 +232,20 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
-    """How many eigenvalues are negative: `int(index)`, or the `value` with its `error`, zero where it is exact."""
+    """How many eigenvalues of an operator are negative; `int` of it is that number.
+
+    Attributes:
+        value: How many are negative; an estimate may be no whole number.
+        error: The standard error of an estimate; 0 where they were counted.
+        exact: Whether they were counted.
+        zero: How many are within `threshold` of zero: they count as neither negative nor positive.
+        size: How many eigenvalues there are.
+        threshold: The distance from zero below which an eigenvalue counts as zero.
+    """
 
     exact: bool
-    zero: float  # how many are within `threshold` of zero, and count as neither negative nor positive
-    size: int  # how many eigenvalues there are
+    zero: float
+    size: int
     threshold: float
 
     @property
@@ -213,20 +272,38 @@ def index(
     seed: int = 0,
     progress: bool = True,
 ) -> Index:
-    """How many eigenvalues of a symmetric operator are negative: the index of a critical point.
+    """Count the negative eigenvalues of a symmetric operator: at a critical point, its index.
+
+    An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count the share is n · eps
+    of the operator's type. In an estimate it is 1e-2: most eigenvalues of a network are close to zero, and there the
+    signs of the estimate's nodes are chance.
 
     Args:
-        H: As for `gpulab.saddles.lanczos`, whose errors are raised too.
-        exact: Whether to count in the matrix itself, by default up to a thousand columns, or to estimate from
-            `gpulab.saddles.spectral_density`; the error is of the probes' spread and what the second half of steps did.
-        probes, steps, seed, progress: Of the estimate.
+        H: The operator, as for `gpulab.saddles.lanczos`.
+        exact: Whether to write out the matrix and count, by n products, or to estimate from
+            `gpulab.saddles.spectral_density`. By default up to a thousand columns are counted.
+        probes: How many random vectors an estimate begins with.
+        steps: How many steps of Lanczos it makes from each.
+        seed: Draws the random vectors.
+        progress: Whether an estimate shows a progress bar, where it takes longer than two seconds.
 
-    An eigenvalue counts as zero within a share of the largest |λ|: n · eps of the operator's type in the matrix, and
-    1e-2 in an estimate, because closer to zero, where networks have most eigenvalues, the signs of nodes are chance.
+    Returns:
+        The number as `value`, and its `error`: 0 for a count; for an estimate, from the spread of the probes and from
+        what the second half of the steps has changed. Also `zero`, how many count as zero, by the `threshold`; `size`,
+        how many there are; and `fraction`, the share that is negative. `int` of it is the rounded number.
+
+    Raises:
+        UsageError: For an operator that is not square, or not float32 or float64, and for `probes` or `steps` that are
+            no whole numbers from 1.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
         >>> index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
         2 of 4 eigenvalues are negative, 1 within 1.4e-06 of zero
+
+    References:
+        On the index and the loss at critical points: Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014,
+        *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
     """
     n = check_square(H)
     exact = n <= SMALL if exact is None else exact
@@ -249,12 +326,19 @@ def estimated_index(spectrum: SpectralDensity) -> Index:
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """The direction in which a loss curves down most, or, where none does, that of the smallest curvature."""
+    """The direction in which a loss curves down most; where it curves down nowhere, that of the smallest curvature.
 
-    value: float  # the curvature: the least eigenvalue
+    Attributes:
+        value: The curvature along it: the least eigenvalue.
+        vector: The direction, a unit vector (n,).
+        residual: ‖Hv − λv‖, which says how well the two are known.
+        found: Whether the curvature is negative, by more than the residual and rounding.
+    """
+
+    value: float
     vector: Float[Tensor, " n"]
-    residual: float  # ‖Hv − λv‖
-    found: bool  # whether the curvature is negative, by more than the residual and rounding
+    residual: float
+    found: bool
 
     def __repr__(self) -> str:
         what = "curvature" if self.found else "no negative curvature: the smallest is"
@@ -264,10 +348,23 @@ class Direction:
 def most_negative(
     H: Operator, *, tolerance: float | None = None, max_products: int = 3_000, seed: int = 0, progress: bool = True
 ) -> Direction:
-    """The most negative eigenvalue of a symmetric operator, and its direction.
+    """Find the most negative eigenvalue of a symmetric operator, and its eigenvector.
 
     Args:
-        H, tolerance, max_products, seed, progress: As for `gpulab.saddles.lanczos`, whose errors are raised too.
+        H: The operator, as for `gpulab.saddles.lanczos`, which does the search.
+        tolerance: The residual ‖Hv − λv‖ to reach, relative to the largest |λ|; by default 4e-11 in float64 and 2e-5 in
+            float32.
+        max_products: After about so many products with one vector the search ends, converged or not.
+        seed: Draws the random vectors with which it begins.
+        progress: Whether to show a progress bar, where it takes longer than two seconds.
+
+    Returns:
+        The least eigenvalue as `value`, its unit `vector` (n,), the `residual`, and `found`: whether the eigenvalue is
+        negative, by more than the residual and rounding.
+
+    Raises:
+        UsageError: For an operator that is not square, or not float32 or float64, and for an option out of range.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
         >>> most_negative(torch.diag(torch.tensor([3.0, -1.0, 2.0]))).found

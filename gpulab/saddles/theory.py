@@ -38,20 +38,49 @@ from gpulab.saddles.hessians import Batch, Hessian, hessian
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearAutoencoderSaddle:
-    """A critical point of a linear autoencoder, and what is known of its Hessian without computing it.
+    """A critical point of a linear autoencoder, whose Hessian is known in closed form.
 
-    Its vectors are in the order of the model's parameters.
+    `gpulab.saddles.linear_autoencoder_saddle` makes one. It lies at weights that hold some of the data's principal
+    components, of which there are D. Eigenvalues, eigenvectors and index come from formulas, not from the Hessian that
+    torch computes. Vectors are all weights, flattened, in the order of the model's parameters.
+
+    Attributes:
+        model: The network there, a `gpulab.models.LinearAutoencoder` in float64. The decoder's columns and the
+            encoder's rows are the components that are held, or zero, unless they were mixed.
+        data: The inputs (N, D), which are the targets too.
+        components: Which components are held; 0 is the first.
+        moments: The eigenvalues of XᵀX / N, (D,), the largest first.
+        basis: Its eigenvectors, in columns, (D, D).
+        mixing: An orthogonal matrix R (h, h) that mixes the h hidden units. It changes the weights, but not what the
+            network computes.
+
+    Examples:
+        >>> saddle = linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1, 2])
+        >>> saddle.index, bool(torch.allclose(saddle.eigenvalues, torch.linalg.eigvalsh(saddle.hessian().dense())))
+        (2, True)
+
+    References:
+        Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53); Kunin, Bloom,
+        Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
     """
 
-    model: LinearAutoencoder  # in float64; the decoder's columns and the encoder's rows are components, or zero
-    data: Float[Tensor, "n d"]  # the inputs, which are the targets too
-    components: tuple[int, ...]  # those that are held; 0 is the first
-    moments: Float[Tensor, " d"]  # the eigenvalues of XᵀX / N, the largest first
-    basis: Float[Tensor, "d d"]  # its eigenvectors, in columns
-    mixing: Float[Tensor, "h h"]  # an orthogonal R that mixes the hidden units: U_S R and Rᵀ U_Sᵀ are the same map
+    model: LinearAutoencoder
+    data: Float[Tensor, "n d"]
+    components: tuple[int, ...]
+    moments: Float[Tensor, " d"]
+    basis: Float[Tensor, "d d"]
+    mixing: Float[Tensor, "h h"]
 
     def mixed(self, seed: int) -> LinearAutoencoderSaddle:
-        """The same saddle with its hidden units mixed by a random rotation: the same spectrum, but other rounding.
+        """Write the same saddle with other weights: a random orthogonal matrix mixes the hidden units.
+
+        What the network computes and the spectrum of its Hessian stay the same; the weights round otherwise.
+
+        Args:
+            seed: Draws the matrix.
+
+        Returns:
+            The saddle with mixed units.
 
         Examples:
             >>> saddle = linear_autoencoder_saddle(torch.randn(20, 4), [0, 2])
@@ -69,17 +98,29 @@ class LinearAutoencoderSaddle:
         return self.data, self.data
 
     def objective(self, model: nn.Module, batch: Batch | None = None) -> Tensor:
-        """The mean squared error of a model, on all the data or on a batch."""
+        """Compute the mean squared error of a model.
+
+        Args:
+            model: A network that maps (N, D) to (N, D).
+            batch: Inputs and targets; by default all the data.
+
+        Returns:
+            The loss, a scalar.
+        """
         inputs, targets = self.batch if batch is None else batch
         return nn.functional.mse_loss(model(inputs), targets)
 
     def hessian(self) -> Hessian:
-        """The Hessian as torch computes it, to compare with what theory says."""
+        """Make the Hessian as torch computes it, to compare with the formulas.
+
+        Returns:
+            A `gpulab.saddles.Hessian`.
+        """
         return hessian(self.model, nn.functional.mse_loss, self.batch)
 
     @property
     def loss(self) -> float:
-        """The sum of the moments that are not held, over D."""
+        """The loss there: the sum of the moments that are not held, over D."""
         lost = [i for i in range(len(self.moments)) if i not in self.components]
         return float(self.moments[lost].sum() / len(self.moments))
 
@@ -90,7 +131,7 @@ class LinearAutoencoderSaddle:
 
     @property
     def eigenvalues(self) -> Float[Tensor, " n"]:
-        """All eigenvalues of the Hessian, the least first."""
+        """All eigenvalues of the Hessian, (n,), the least first."""
         return torch.stack(self._spectrum).flatten().sort().values
 
     @property
@@ -100,17 +141,17 @@ class LinearAutoencoderSaddle:
 
     @property
     def direction(self) -> Float[Tensor, " n"]:
-        """The unit vector along which the loss curves down most; its sign is arbitrary."""
+        """The unit vector (n,) along which the loss curves down most; its sign is arbitrary."""
         return self._vector(int(self._spectrum[0].argmin()))
 
     @property
     def steepest(self) -> Float[Tensor, " n"]:
-        """The unit vector along which the loss curves up most."""
+        """The unit vector (n,) along which the loss curves up most; its sign is arbitrary."""
         return self._vector(int(self._spectrum[1].argmax()), higher=True)
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
-        """The m negative eigenvalues, the least first, and their eigenvectors, in columns."""
+        """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns, (n, m)."""
         low = self._spectrum[0].flatten()
         order = low.argsort(stable=True)[: self.index].tolist()
         vectors = [self._vector(block)[:, None] for block in order]
@@ -165,16 +206,26 @@ class LinearAutoencoderSaddle:
 def linear_autoencoder_saddle(
     data: Any, components: Sequence[int], *, hidden: int | None = None
 ) -> LinearAutoencoderSaddle:
-    """The critical point at which a linear autoencoder holds some principal components, in closed form and in float64.
+    """Build the critical point at which a linear autoencoder holds some principal components of the data.
+
+    The components are the eigenvectors of XᵀX / N; the data are not centred. The point is known in closed form, with
+    its Hessian, and in float64. It is a saddle where a component that is not held could lower the loss: where its
+    eigenvalue is larger than that of one that is held, or is above zero and a hidden unit is left over. Otherwise it is
+    a minimum.
 
     Args:
-        data: A matrix (N, D) of numbers.
-        components: Those to hold; 0 has the largest eigenvalue of XᵀX / N. Where eigenvalues are equal, which component
-            is which is arbitrary.
-        hidden: How many hidden units; by default one for each component. Further ones are zero.
+        data: A matrix (N, D) of numbers, a row for each sample.
+        components: Which components to hold; 0 has the largest eigenvalue of XᵀX / N. Where eigenvalues are equal,
+            which component is which is arbitrary.
+        hidden: How many hidden units the network has; by default one for each component. The weights of further ones
+            are zero.
+
+    Returns:
+        A `gpulab.saddles.LinearAutoencoderSaddle`.
 
     Raises:
-        UsageError: For components that are not among the D, or more of them than units.
+        UsageError: For components that are no whole numbers from 0 to D − 1 or are named twice, and for fewer units
+            than components.
         DataError: For data that are no finite matrix.
 
     Examples:
