@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from gpulab.data.base import Data
+from gpulab.errors import UsageError
 from gpulab.plots import style
 from gpulab.report import Picture
 from gpulab.training.run import Run
@@ -81,6 +82,9 @@ def sample(run: Run) -> Picture:
     Returns:
         The `gpulab.plots.Picture` of `gpulab.plots.predictions` or `gpulab.plots.reconstructions`.
 
+    Raises:
+        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+
     Examples:
         >>> import gpulab as gl
         >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
@@ -88,6 +92,8 @@ def sample(run: Run) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         Rows of pictures: image, reconstructed, difference
     """
+    if run.data is None:
+        raise UsageError("a run of a training function of your own: gpulab does not know what its network makes")
     return predictions(run) if run.data.sequential else reconstructions(run)
 
 
@@ -107,11 +113,11 @@ def frames(data: Data, every: int = 30) -> Picture:
     Examples:
         >>> import gpulab as gl
         >>> gl.plots.frames(gl.load("walk", frames=300, size=(24, 32))).alt
-        'Rows of pictures: frames, frames. walk: every 30th frame.'
+        'Rows of pictures: frames, frames. walk: one frame in 30.'
     """
     shown = next(iter(data.windows(10 * every))).frames[::every][:10]
     stream = torch.from_numpy(shown.astype(np.float32)) / 255
-    return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: every {every}th frame")
+    return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: one frame in {every}")
 
 
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:

@@ -207,7 +207,7 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
 
     Args:
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`. Its least
-            eigenvalue has to be negative and its greatest positive; at a minimum or maximum the losses are NaN.
+            eigenvalue has to be negative and its greatest positive.
         extent: How far to go from the saddle along the least curvature. Along the greatest it goes less far, where that
             is steeper.
         places: At how many places to compute the loss on each side of the saddle, along each direction.
@@ -216,7 +216,8 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
         A `gpulab.saddles.Surface` of (2 · places + 1) × (2 · places + 1) losses.
 
     Raises:
-        UsageError: For `places` that are no whole number from 1, and for a critical point with more than 5,000 weights.
+        UsageError: For `places` that are no whole number from 1, for a critical point with more than 5,000 weights, and
+            for a minimum or a maximum, which has no such plane.
 
     Examples:
         >>> import gpulab
@@ -231,6 +232,11 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
     """
     check_count("places", places)
     curvatures = saddle.curvature, float(saddle.eigenvalues[-1])
+    if not curvatures[0] < 0 < curvatures[1]:
+        raise UsageError(
+            f"the least curvature is {curvatures[0]:.2g} and the greatest {curvatures[1]:.2g}: a saddle has one below "
+            "and one above zero; `gpulab.saddles.landscape` draws around any point"
+        )
     along = np.linspace(-extent, extent, 2 * places + 1)
     across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))
     model = copy.deepcopy(saddle.model)

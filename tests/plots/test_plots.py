@@ -106,6 +106,13 @@ def test_bits_have_a_box_each_and_named_sums_are_marked():
     assert sorted(labels.split(", ")) == sorted(", ".join(table.order[table.order != "exact"]).split(", "))
 
 
+def test_what_a_network_of_a_function_makes_is_not_known():
+    run = gl.train(lambda seed: 0.1, progress=False)
+    for plot in (gl.plots.sample, gl.plots.predictions, gl.plots.reconstructions):
+        with pytest.raises(gl.UsageError, match="gpulab does not know"):
+            plot(run)
+
+
 def test_frames_and_predictions_are_shown_beside_what_they_should_be():
     picture = gl.plots.frames(gl.load("walk", frames=100, size=(24, 32)), every=10)
     assert [len(axes.images) for axes in picture.figure.axes] == [1] * 10

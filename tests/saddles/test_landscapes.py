@@ -39,6 +39,12 @@ def test_a_surface_has_the_loss_at_every_place(saddle):
         assert around.losses[row, column] == pytest.approx(saddle.objective(moved).item(), rel=1e-12)
 
 
+def test_a_minimum_has_no_such_surface():
+    minimum = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [0])
+    with pytest.raises(gl.UsageError, match=r"the least curvature is .*landscape"):
+        gl.saddles.surface(minimum)
+
+
 @pytest.mark.parametrize("angle", [0, 30, 90])
 def test_a_short_slice_is_its_quadratic(around, angle):
     line = around.slice(angle, extent=1e-3, places=5)
