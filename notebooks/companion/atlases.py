@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def atlas_table(frame: pd.DataFrame, reference: str | None = None) -> pd.DataFra
         plain = reference or next((setting for setting in PLAIN if setting in settings), None)
         if plain and plain in settings and len(settings) > 1:
             common = dict(zip(alike, values, strict=False)) | {"reference": plain}
-            rows += [common | effect for effect in _effects(group.drop_duplicates(["setting", "seed"]), plain)]
+            rows += [common | effect for effect in _effects(group, plain)]
     columns = [*EFFECT, "machine", "seeds", "effect", "low", "high", "error", "same_bits", "diverged"]
     table = pd.DataFrame(rows, columns=[*columns, "reference_diverged", "pooled"])
     return table.astype({"pooled": bool}).sort_values([*EFFECT, "machine"], ignore_index=True)
@@ -77,9 +78,21 @@ def _machine(cpu: str, gpu: str | float | None, torch: str) -> str:
     return f"{' + '.join([short, *gpus])}, torch {torch.partition('+')[0]}"
 
 
+def _source(path: str | Path) -> str:
+    """What one machine has made: a file of packed runs; of runs in folders of their own the folder around them."""
+    return str(path) if Path(path).suffix == ".parquet" else str(Path(path).parent)
+
+
 def _effects(frame: pd.DataFrame, reference: str) -> Iterator[dict[str, Any]]:
-    """What each other setting changes in runs that differ in setting and seed only."""
-    _, _, pairs, _, _ = pair(frame.assign(log_loss=np.log(frame.final_loss)), "log_loss", "setting", "seed", reference)
+    """What each other setting changes in runs that came together and differ in setting and seed only."""
+    frame = frame.assign(log_loss=np.log(frame.final_loss))
+    parts = []
+    sources = frame.path.map(_source) if "path" in frame else pd.Series("", frame.index)
+    for _, part in frame.groupby(sources, sort=False):  # chips of one name may be two machines
+        if reference in set(part.setting):
+            once = part.drop_duplicates(["setting", "seed"])
+            parts.append(pair(once, "log_loss", "setting", "seed", reference)[2])
+    pairs = pd.concat(parts).drop_duplicates(["setting", "seed"])
     for setting, both in pairs.groupby("setting"):
         differences = both.difference.dropna().to_numpy(float)
         low, high = inference.skewed_t_interval(differences, ALPHA, corrected=False)
