@@ -22,10 +22,21 @@ def printable(text: str) -> str:
 
 
 class GpulabError(Exception):
-    """Something could not be done; the message says what, with the value, and what to do.
+    r"""Something could not be done; the message says what, why, and what to do.
 
-    What it quotes may come from a file: its control characters are written out, and of what is very long the middle is
-    left out.
+    All errors that gpulab raises on purpose derive from this class. In the message control characters are written out
+    (an escape becomes `\x1b`), because it may quote a file. A message of more than 4,000 characters loses its middle.
+
+    Args:
+        message: What could not be done, for the user to read.
+
+    Examples:
+        >>> import gpulab
+        >>> try:
+        ...     gpulab.load("frames:no-such-folder")
+        ... except gpulab.GpulabError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        DataError: no-such-folder: no such folder
     """
 
     def __init__(self, message: object = "") -> None:
@@ -37,7 +48,19 @@ class GpulabError(Exception):
 
 
 class UsageError(GpulabError, ValueError):
-    """The request itself was malformed: an unknown option, a size that does not divide."""
+    """The request itself makes no sense: an unknown option, a value out of range, a size that does not divide.
+
+    It is also a `ValueError`.
+
+    Args:
+        message: Which value was wrong, and what was expected.
+
+    Examples:
+        >>> from gpulab import Setting
+        >>> Setting.parse("cpu:threads=0")
+        Traceback (most recent call last):
+        gpulab.errors.UsageError: setting 'cpu:threads=0': threads='0' must be a number from 1 to 9999
+    """
 
 
 def check_name(name: object) -> None:
@@ -55,7 +78,15 @@ def check_count(name: str, value: Any, most: int | None = None) -> None:
 
 
 class DataError(GpulabError):
-    """An input file or folder is missing, damaged or of the wrong kind; the message names it, in one line."""
+    r"""An input file or folder is missing, damaged or of the wrong kind.
+
+    Args:
+        message: Which file or folder, and what is wrong with it. Line breaks become spaces: the message is one line.
+
+    Examples:
+        >>> print(DataError("film.mp4: holds\nno video"))
+        film.mp4: holds no video
+    """
 
     def __init__(self, message: object = "") -> None:
         super().__init__(" ".join(str(message).split()))
@@ -66,7 +97,29 @@ class UnsupportedError(GpulabError):
 
 
 class OverwrittenError(GpulabError):
-    """A tensor that autograd saved was overwritten before it was used; `finding` says which, where and by what."""
+    """Under `gpulab.guard`, a tensor was about to be used whose memory had been overwritten.
+
+    Args:
+        finding: What the guard found.
+
+    Attributes:
+        finding: Which tensor it was, where it was saved or made, and what has overwritten it. This is a
+            `gpulab.diagnostics.Overwritten` where `backward` was about to use a tensor that autograd had saved. With
+            `guard(reads="any")` it may also describe the read of a tensor in memory that is shared with NumPy or
+            another library, or the use of pinned memory during an unfinished copy.
+
+    Examples:
+        >>> import torch, gpulab
+        >>> x, scale = torch.ones(3, requires_grad=True), torch.ones(3)
+        >>> try:
+        ...     with gpulab.guard():
+        ...         loss = (x * scale).sum()
+        ...         scale.numpy()[:] = 2  # autograd does not see it
+        ...         loss.backward()
+        ... except gpulab.OverwrittenError as error:
+        ...     print(error.finding.function, error.finding.shape)
+        mul (3,)
+    """
 
     def __init__(self, finding: Any) -> None:
         super().__init__(str(finding))
@@ -74,7 +127,21 @@ class OverwrittenError(GpulabError):
 
 
 class OverwrittenWarning(UserWarning):
-    """The same as a warning, for `guard(on="warn")`."""
+    """What `gpulab.guard(on="warn")` warns with, in place of raising `OverwrittenError`.
+
+    The warning comes once, at the end of the guard's block, and describes all that was found. The findings themselves
+    are in `findings` of the `Guard`.
+
+    Examples:
+        >>> import warnings, torch, gpulab
+        >>> x, scale = torch.ones(3, requires_grad=True), torch.ones(3)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught, gpulab.guard(on="warn"):
+        ...     loss = (x * scale).sum()
+        ...     scale.numpy()[:] = 2
+        ...     loss.backward()
+        >>> [warning.category.__name__ for warning in caught]
+        ['OverwrittenWarning']
+    """
 
 
 @contextlib.contextmanager

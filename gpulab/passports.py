@@ -25,7 +25,10 @@ VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2
 
 
 class Passport(dict[str, Any]):
-    """A JSON-ready dictionary that shows itself as a table in a notebook."""
+    """The description of a machine that `gpulab.passport` returns: a dictionary whose values JSON can carry.
+
+    `print` shows it in lines, a notebook shows it as a table.
+    """
 
     def rows(self) -> list[tuple[str, str]]:
         """The passport as (what, value) pairs, for a table."""
@@ -73,11 +76,30 @@ class Passport(dict[str, Any]):
 
 
 def passport() -> Passport:
-    """This machine: CPU, GPUs, libraries, operating system, and gpulab's version and commit.
+    """Describe this machine: its CPU, its GPUs, and the versions of torch and the other software that computes.
+
+    The first call takes about a second.
+
+    Returns:
+        A `Passport`, which is a dictionary. It prints in lines, `summary()` gives one line, and `to_json()` gives JSON.
+        Its keys are:
+
+        - `format`: The version of this layout.
+        - `cpu`: `model`, `architecture`, `physical_cores`, `logical_cores`, and `vector_extensions` (a list of names
+          such as `avx2`).
+        - `memory_bytes`: The machine's memory.
+        - `gpus`: A list with a dictionary for each GPU that torch can use: `kind` (`cuda`, `mps` or `xpu`), `name`, and
+          what torch knows of `compute_capability`, `multiprocessors`, `memory_bytes` and `driver`.
+        - `software`: The versions of `torch`, `cuda`, `rocm`, `cudnn`, `blas`, `onednn`, `python`, `os` and `gpulab`,
+          each None where there is none; the `commit` of the checkout that gpulab runs from; and the versions of JAX,
+          Keras, TensorFlow and Chainer where they are installed.
 
     Examples:
-        >>> sorted(passport())
+        >>> here = passport()
+        >>> sorted(here)
         ['cpu', 'format', 'gpus', 'memory_bytes', 'software']
+        >>> here["cpu"]["logical_cores"] >= 1
+        True
     """
     import psutil
 

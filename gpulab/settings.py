@@ -148,15 +148,39 @@ def _sorted_lines(text: str) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how to compute. `None` leaves a flag as the process has it.
+    """Where and how to compute: everything that may change the arithmetic but should not change the result.
+
+    A setting is mostly written as text, `device:option=value,option=value`, such as `cuda:1:tf32=off`. `Setting.parse`
+    reads it and checks every option; `str(setting)` writes it. An option that is None leaves the flag as the process
+    has it. The constructor checks the device alone. `gpulab.setting` computes under a setting.
+
+    Attributes:
+        device: `cpu`, `cuda` (NVIDIA, or AMD with ROCm), `mps` (Apple) or `xpu` (Intel); `cuda:1` is the second GPU.
+        threads: On a CPU, how many threads compute, 1 to 9999.
+        isa: On a CPU, the newest vector instructions that may be used: `sse4`, `avx2` or `avx512`. A process chooses
+            them when it starts, so this needs a process started with `environment()`. `gpulab.Experiment` and the
+            `gpulab` command start one.
+        tf32: On CUDA, whether float32 matrix products and convolutions may round their factors to TF32. With
+            `emulate="ampere"` or `"hopper"` it has a meaning on every device.
+        cudnn: On CUDA, whether cuDNN computes, or PyTorch's own kernels.
+        denormals: On a CPU, whether numbers below 1.2e-38, in float32, are kept or become zero.
+        deterministic: Whether only algorithms are used that give the same bits each time.
+        precision: The floating-point type: `float32`, `float64` or `bfloat16`.
+        emulate: The number format, or the chip, whose products are imitated; see `gpulab.emulate`.
+        order: The order in which products are added up; see `gpulab.emulate`.
+        float32: Lines of code whose matrix products and convolutions keep float32, in their gradients too, such as
+            `model.py:12+loss.py:3`.
+
+    Raises:
+        UsageError: For a device that is none of these.
 
     Examples:
         >>> Setting.parse("cuda:1:deterministic=on,tf32=off")
         Setting('cuda:1:tf32=off,deterministic=on')
         >>> Setting.parse("cpu:threads=1").threads
         1
-        >>> str(Setting.parse("cpu"))
-        'cpu'
+        >>> str(Setting("cpu", precision="float64"))
+        'cpu:precision=float64'
     """
 
     device: str = "cpu"
@@ -182,7 +206,19 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str | Setting | AbstractContextManager[Setting]) -> Setting:
-        """Read `device[:index][:option=value,…]`; a malformed text raises `UsageError`."""
+        """Read a setting from its text.
+
+        Args:
+            text: `device[:index][:option=value,…]`. A `Setting`, or what `gpulab.setting` returned, is taken as it is.
+
+        Returns:
+            The setting, with its options in a fixed order.
+
+        Raises:
+            UsageError: For an unknown device or option, an option without a meaning on the device, one given twice, or
+                a value that is none. The formats and orders of `emulate` and `order` are checked later, when the
+                setting is applied.
+        """
         if isinstance(text, _UnenteredSetting):
             return text.parsed
         if isinstance(text, Setting):
@@ -228,23 +264,23 @@ class Setting:
 
     @property
     def kind(self) -> str:
-        """The device without its index: `cpu`, `cuda`, `mps` or `xpu`."""
+        """The device without its index, one of `cpu`, `cuda`, `mps` and `xpu`."""
         return self.device.partition(":")[0]
 
     @property
     def emulated(self) -> bool:
-        """Whether another chip's arithmetic is imitated (`gpulab.emulate`)."""
+        """Whether another chip's arithmetic is imitated, by `emulate` or `order`."""
         return self.emulate is not None or self.order is not None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type to compute in."""
+        """The floating-point type to compute in, which `precision` names; by default `torch.float32`."""
         import torch
 
         return getattr(torch, self.precision or "float32")
 
     def environment(self) -> dict[str, str]:
-        """The variables that a process must be started with for this setting to hold in full."""
+        """Return the environment variables that a process must be started with for this setting to hold in full."""
         variables = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         if self.isa:
             variables |= zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True)
@@ -253,12 +289,15 @@ class Setting:
         return variables
 
     def prepare(self) -> None:
-        """Put `environment` in force in this process, if torch has not been loaded yet."""
+        """Put `environment()` in force in this process. This does nothing once torch has been loaded."""
         if "torch" not in sys.modules:
             os.environ.update(self.environment())
 
     def check(self) -> None:
-        """Raise `GpulabError`, naming what this machine lacks for the setting."""
+        """Raise `GpulabError` where this machine or process lacks something for the setting; the message names it.
+
+        An unknown format or order to emulate is a `UsageError`.
+        """
         import torch
 
         on_cuda, on_mps = self.kind == "cuda", self.kind == "mps"
@@ -289,7 +328,7 @@ class Setting:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:
-        """Compute under this setting inside the `with` block; afterwards every flag is restored."""
+        """Compute under this setting inside a `with` block, and restore every flag afterwards. `check()` runs first."""
         self.check()
         with ExitStack() as stack:
             _put_back(stack)
@@ -355,17 +394,23 @@ class _UnenteredSetting(ExitStack):
 
 
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
-    """A context manager: compute under a setting, and restore every global flag on the way out.
+    """Compute under a setting inside a `with` block, and restore every global flag afterwards.
+
+    The flags are those of torch: threads, default floating-point type, TF32, cuDNN, deterministic algorithms and
+    denormal numbers. On CUDA the device becomes the current one. Nothing is moved: use `tensor.to(setting.device)`.
 
     Args:
-        text: `device[:index][:option=value,…]`, or a `Setting`.
+        text: `device[:index][:option=value,…]`, such as `cuda:1:tf32=off`, or a `Setting`. `Setting` lists the options.
 
     Returns:
-        It yields the `Setting`, whose `.device` and `.dtype` suit `tensor.to`; tensors made inside have that type.
+        A context manager. `with … as setting` gives the `Setting` in force, with its `device` and `dtype` for
+        `tensor.to`. New tensors have the floating-point type that the setting's `precision` names.
 
     Raises:
-        UsageError: for a malformed text.
-        GpulabError: for what this machine lacks.
+        UsageError: For a malformed text. When the block is entered, for an unknown format or order to emulate. Also for
+            a look at its `device` or another attribute before the block is entered.
+        GpulabError: When the block is entered, for what this machine lacks, or for an `isa` that this process was not
+            started with.
 
     Examples:
         >>> import torch
@@ -379,17 +424,19 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
 
 
 def available_settings(device: str = "auto") -> list[str]:
-    """The settings that this machine can run and that are worth comparing.
+    """List the settings that can run on this machine, out of ten that are worth comparing.
 
     Args:
-        device: `auto` for all of them, or `cpu`, `cuda`, `mps`, `xpu` for one kind alone.
+        device: `auto` for all of them, or `cpu`, `cuda`, `mps` or `xpu` for one kind of device alone.
 
     Returns:
-        Their texts, first the plain `cpu`, against which the others are compared.
+        Their texts. Where the CPU is among the devices, the plain `cpu` comes first; verdicts compare the others with
+        it. `cpu:isa=avx2`, which is listed on a CPU with AVX-512, needs a process of its own: `gpulab.Experiment`
+        starts one, `gpulab.setting` raises.
 
     Raises:
-        UsageError: for another device.
-        GpulabError: where this machine has none.
+        UsageError: For another device.
+        GpulabError: Where this machine has no such device.
 
     Examples:
         >>> available_settings("cpu")[:2]
@@ -416,16 +463,21 @@ def _runs_here(candidate: Setting) -> bool:
 
 
 def working_threads(work: Callable[[], object], share: float = 0.2) -> int:
-    """How many threads of this process really work while `work()` runs.
+    """Count the threads of this process that really work while `work()` runs.
 
-    The paper watched htop; this reads what htop reads, each thread's processor time.
+    A thread counts by the processor time that the operating system notes for it, as `htop` shows it. The number may be
+    smaller than that of the threads that torch was allowed.
 
     Args:
-        work: what to run, for half a second or more.
-        share: of the busiest thread's time; a thread that used as much counts as working.
+        work: A function without arguments. It should run for half a second or more, because the clock is coarse.
+        share: A thread works if it used at least this share, 0 to 1, of the busiest thread's processor time.
 
     Returns:
-        The number of threads that worked.
+        The number of threads that worked, 0 where the run was too short to be measured.
+
+    Examples:
+        >>> working_threads(lambda: sum(range(20_000_000))) >= 1
+        True
     """
     import psutil
 

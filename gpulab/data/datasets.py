@@ -50,36 +50,55 @@ def load(
     subsampling: str | None = None,
     decoder: str | None = None,
 ) -> Data:
-    """A data set by name.
+    """Load a data set by its name: images or films to learn from, in a training part and a held-out part.
 
-    - `digits`: scikit-learn's 1,797 real handwritten digits, at 28×28.
-    - `mnist`: the original files, downloaded once; `mnist:DIR`: found in a folder. Where only the test split is
-      there, it serves.
-    - `walk`: a first-person walk, `moving-digits`: two digits that drift and bounce; both are rendered.
-    - `video:FILE`, `frames:DIR`: your own.
-    - `jpeg:NAME`: the frames of one of the above, encoded as JPEG by Pillow and decoded again.
+    - `digits`: scikit-learn's 1,797 handwritten digits, enlarged to 28×28, the last 297 of them held out.
+    - `mnist`: MNIST's 70,000 digits, 28×28, from the original files, which are downloaded once; the test split is held
+      out. `mnist:DIR` finds the files in a folder; where only those of the test split are there, a tenth of it is held
+      out.
+    - `walk`: a first-person walk through a town. `moving-digits`: two digits that drift and bounce. Both are sequences
+      of frames that are rendered from a seed, the same bytes on every machine.
+    - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names. The middle of each
+      frame is cut out in the shape of `size` and scaled to it.
+    - `jpeg:NAME`: the frames of one of these four sequences, encoded as JPEG by Pillow and decoded again.
 
     Args:
         name: One of these.
-        frames: How many to train on; a tenth as many again, those that follow, are held out.
-        size: (height, width) of a frame in pixels.
+        frames: How many frames to train on. A rendered scene has 1,000 by default, and the frames that follow are held
+            out: a tenth as many, at least 20. Of your own frames the last eleventh is held out by default. With a
+            number, those that follow are held out, up to a tenth as many; a number that leaves less than an eleventh of
+            all frames counts as none. For `digits` and `mnist` the number does not matter.
+        size: (height, width) of a frame in pixels. For `digits` and `mnist` it does not matter.
         seed: What a rendered scene is drawn from.
-        speed: The motion of a rendered scene, as a multiple.
-        grey: Read files with one channel; without it, grey input is refused rather than passed off as colour.
-        quality: Of the JPEG files, 1 to 100 (75).
-        subsampling: Of their colours (`4:2:0`): see `encode_jpeg`.
-        decoder: Who decodes them (`pillow`): see `decode_jpeg`.
+        speed: How fast a rendered scene moves, as a multiple of its usual speed.
+        grey: Whether to read your own frames with one channel. Without it, grey ones are refused, so that they are not
+            taken for colour.
+        quality: For `jpeg:NAME`, the quality of the files, 1 to 100; by default 75.
+        subsampling: For `jpeg:NAME`, how their colours are thinned out, by default `4:2:0`; see `encode_jpeg`.
+        decoder: For `jpeg:NAME`, who decodes them, by default `pillow`; see `decode_jpeg`.
 
     Returns:
-        Data, whose `windows(length)` and `heldout(length)` give frames (t, C, H, W) of bytes.
+        The data. `data.windows(length)` gives windows of the training part without an end, `data.heldout(length)` those
+        of the held-out part once. Each has `frames`, an array (t, C, H, W) of bytes, and `restart`, true where a
+        sequence begins. In a sequence every later window begins with the last frame of the one before, so t is `length`
+        + 1.
 
     Raises:
         UsageError: For an unknown name, or an option that makes no sense.
-        DataError: For a file that is missing, damaged or of another kind.
+        DataError: For a file or folder that is missing, damaged or of another kind, for grey frames without `grey`, and
+            for a download that fails.
+        GpulabError: Where a library that reads the data is not installed, or the JPEG decoder cannot run here.
 
     Examples:
-        >>> load("walk", frames=100, size=(24, 32))
+        >>> data = load("walk", frames=100, size=(24, 32))
+        >>> data
         walk: 100 frames of 3×24×32 to train on, 20 held out
+        >>> next(data.windows(10)).frames.shape
+        (10, 3, 24, 32)
+
+    References:
+        Alpaydin, Kaynak 1998, *Optical recognition of handwritten digits* (UCI Machine Learning Repository), of which
+        scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database of handwritten digits*.
     """
     check_name(name)
     kind, _, place = name.partition(":")

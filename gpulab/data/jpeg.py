@@ -27,22 +27,27 @@ CHANNELS = {1: ("grey",), 3: ("red", "green", "blue")}
 
 @extra("notebooks")
 def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> bytes:
-    r"""A frame as a JPEG file, encoded by Pillow.
+    r"""Encode a frame as a JPEG file, by Pillow.
 
     Args:
-        frame: (C, H, W) bytes, grey or RGB.
-        quality: 1 to 100.
-        subsampling: How colours are thinned out: `4:4:4` not at all, `4:2:2` by half across, `4:2:0` both ways.
+        frame: An array (C, H, W) of bytes: grey with one channel, or RGB with three.
+        quality: 1, the smallest file, to 100.
+        subsampling: How colours are thinned out: `4:4:4` not at all, `4:2:2` by half across, `4:2:0` by half across and
+            down. It does not matter for a grey frame.
 
     Returns:
-        The file's content.
+        The content of the file, as bytes.
 
     Raises:
-        UsageError: For another shape, quality or subsampling.
+        UsageError: For another shape or type, quality or subsampling.
+        GpulabError: Where Pillow is not installed.
 
     Examples:
-        >>> encode_jpeg(np.zeros((3, 16, 16), np.uint8))[:2]
+        >>> encode_jpeg(np.zeros((3, 16, 16), np.uint8))[:2]  # how every JPEG file begins
         b'\xff\xd8'
+
+    References:
+        ITU-T T.81, *Digital compression and coding of continuous-tone still images*.
     """
     from PIL import Image
 
@@ -60,19 +65,21 @@ def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> 
 
 @extra("notebooks")
 def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
-    """The pixels that a decoder makes of a JPEG file.
+    """Decode a JPEG file by one of several decoders, which may give different pixels.
+
+    The standard asks for an error of about one step of 255, not for exact bits.
 
     Args:
-        file: The file's content.
+        file: The content of the file.
         decoder: `pillow`, `torchvision`, `av` (FFmpeg, by PyAV) or `nvjpeg` (NVIDIA's, on the GPU).
 
     Returns:
-        (C, H, W) bytes: one channel if the file is grey, else three.
+        An array (C, H, W) of bytes, with one channel if the file is grey, else three, RGB.
 
     Raises:
         UsageError: For another decoder.
-        GpulabError: For a decoder that this machine lacks.
-        DataError: For a damaged file.
+        GpulabError: For a decoder that cannot run on this machine.
+        DataError: For a damaged file, or one of more than 2²⁷ pixels.
 
     Examples:
         >>> decode_jpeg(encode_jpeg(np.full((3, 8, 8), 200, np.uint8))).mean().item()
@@ -94,7 +101,13 @@ def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
 
 @functools.cache
 def available_decoders() -> tuple[str, ...]:
-    """The JPEG decoders that work on this machine.
+    """List the JPEG decoders that work on this machine. Each is tried once, on a small picture.
+
+    Returns:
+        Some of the names `pillow`, `torchvision`, `av` and `nvjpeg`.
+
+    Raises:
+        GpulabError: Where Pillow, which encodes the picture, is not installed.
 
     Examples:
         >>> "pillow" in available_decoders()
@@ -109,15 +122,20 @@ def available_decoders() -> tuple[str, ...]:
 
 
 def compare_decoders(frames: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> pd.DataFrame:
-    """How every decoder here decodes the same JPEG files, encoded by Pillow once, beside Pillow.
+    """Decode the same JPEG files by every decoder of this machine, and compare the pixels with Pillow's.
 
     Args:
-        frames: (t, C, H, W) bytes.
-        quality, subsampling: As for `encode_jpeg`.
+        frames: An array (t, C, H, W) of bytes, grey or RGB. Pillow encodes each frame once.
+        quality, subsampling: How the frames are encoded, as for `encode_jpeg`.
 
     Returns:
-        A row for each `decoder` and `channel`: the number of `pixels`, the share that `differ`, and their `mean` and
-        `largest` absolute difference, in steps of 255.
+        A data frame with a row for each `decoder` and `channel` (`red`, `green`, `blue`; or `grey`). `pixels` is their
+        number, `differ` the share that is not as Pillow's, and `mean` and `largest` are the mean and the largest
+        absolute difference, in steps of a byte (0 to 255).
+
+    Raises:
+        UsageError: For frames, a quality or a subsampling that `encode_jpeg` refuses.
+        GpulabError: Where Pillow is not installed.
 
     Examples:
         >>> compare_decoders(np.zeros((1, 3, 16, 16), np.uint8)).largest.tolist()[:3]

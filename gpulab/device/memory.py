@@ -35,20 +35,23 @@ SHOWN = 6  # lines of the report
 
 @contextlib.contextmanager
 def memory_watch(device: Setting | str = "cpu") -> Iterator[MemoryWatch]:
-    """See what holds memory on a device while the block runs: the peak, its lines, and leaks. Print it afterwards.
+    """Watch what holds memory on a device during training steps: the peak, the lines of code that made it, and leaks.
 
-    Call `step()` at the end of each training step, or give it to `gpulab.train` as `watch=lambda *_: watch.step()`.
-    Every tensor that torch's operations make or meet is followed until its memory is freed, and so are all that there
-    are at the beginning. Operations become slower: watch a few dozen steps. On CUDA the peak is that of torch's
-    allocator, whose count is begun anew. Inside `gpulab.guard`, `save_on_cpu` or checkpointing, which keep what
-    backward needs in their own way, that counts as other.
+    Call `watch.step()` at the end of each training step, or give `watch=lambda *_: watch.step()` to `gpulab.train`.
+    Print the watch after the block. Every tensor that exists at the beginning, or that torch's operations make or meet,
+    is followed until its memory is freed. This makes operations slower: watch a few dozen steps. On CUDA the peak is
+    that of torch's allocator, whose peak count is set back at the beginning. `gpulab.guard`, `save_on_cpu` and
+    checkpointing keep what the backward pass needs in their own way; inside them it counts as `other`.
 
     Args:
-        device: `cpu`, `cuda` or `cuda:1`; options of a setting do not matter.
+        device: `cpu`, `cuda` or `cuda:1`. A setting is taken, too; its options do not matter.
+
+    Yields:
+        A `MemoryWatch`, which has its results when the block has ended.
 
     Raises:
-        UsageError: for a device without such an instrument.
-        GpulabError: for one that this machine lacks.
+        UsageError: For another device.
+        GpulabError: For a device that this machine lacks.
 
     Examples:
         >>> kept, model = [], torch.nn.Linear(100, 100)
@@ -56,7 +59,7 @@ def memory_watch(device: Setting | str = "cpu") -> Iterator[MemoryWatch]:
         ...     for _ in range(6):
         ...         kept.append(model(torch.ones(5, 100)))
         ...         watch.step()
-        >>> print(watch.leaks.iloc[0] >= 5 * 100 * 4)
+        >>> print(watch.leaks.iloc[0] >= 5 * 100 * 4)  # bytes more after each step
         True
     """
     setting = Setting.parse(device)
@@ -76,14 +79,26 @@ def memory_watch(device: Setting | str = "cpu") -> Iterator[MemoryWatch]:
 
 
 class MemoryWatch(Report):
-    """What held memory; see `memory_watch`.
+    """What held memory on a device: what `memory_watch` yields. Print it after the block.
 
     Attributes:
-        peak_bytes: the most that was held at a time, and in which step (`peak_step`).
-        peak: a row for each `kind` and `line` with the `bytes` held at the peak, the largest first. The kinds are
-            parameters, gradients, optimizer state, what was saved for backward, and other; the lines are those that
-            made it, of a backward pass those that it differentiates.
-        leaks: of which lines ever more stays, with the bytes more a step, the worst first: a Series.
+        peak_bytes: The most bytes that were held at a time.
+        peak_step: The step in which that was, from 1.
+        peak: A data frame of what was held at the peak, the largest first, with the columns `kind`, `line` and `bytes`.
+            The kind is `parameters`, `gradients`, `optimizer state`, `saved for backward` or `other`. The line is the
+            one of your code that made it; for what a backward pass made, the line that it differentiates; and
+            `there before` for what is older than the watch.
+        leaks: A Series of the lines of which ever more stays after each step: how many bytes more a step, by line, the
+            worst first. It takes more than three steps to see one.
+
+    Examples:
+        >>> weight = torch.ones(1000, requires_grad=True)
+        >>> with memory_watch() as watch:
+        ...     for _ in range(5):
+        ...         (2 * weight).sum().backward()
+        ...         watch.step()
+        >>> watch.peak_bytes >= 2 * 4000, len(watch.leaks)  # at least the weight and its gradient; no leak
+        (True, 0)
     """
 
     def __init__(self, follower: _Follower) -> None:
@@ -96,7 +111,7 @@ class MemoryWatch(Report):
         self._follower.step += 1
 
     def conclude(self) -> None:
-        """What `memory_watch` does at the end of its block."""
+        """Compute the results. `memory_watch` calls it at the end of its block."""
         follower = self._follower
         follower.meet_all()
         self.peak_bytes, self.peak_step = follower.peak, follower.peak_step

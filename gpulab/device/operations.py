@@ -38,19 +38,31 @@ def measure(function: Callable[..., Any], setting: str, **arguments: Any) -> Any
 
 
 def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000) -> pd.DataFrame:
-    """Which operations of this machine fuse: their share of the bits that `gpulab.numerics.fma` gives.
+    """Find out which operations of this machine fuse a multiplication with an addition, and so round once, not twice.
+
+    Each operation computes a · b + c of random float32 numbers, in its own way. The bits are compared with those of
+    `gpulab.numerics.fma`, which rounds once, and of `a * b + c` in two steps, which rounds twice.
 
     Args:
-        settings: by default `cpu` and, where the CPU can more, `cpu:isa=sse4`, which has no fused instruction.
-        count: random numbers of which each operation computes a · b + c.
+        settings: The settings to compare. By default `cpu`, and where the CPU has a fused instruction `cpu:isa=sse4`,
+            which does without. A setting with an `isa` is measured in a process of its own.
+        count: How many results each operation gives.
 
     Returns:
-        A row per `setting` and `operation`: `rounded_once` and `rounded_twice` are the shares of results with the
-        bits of `fma(a, b, c)` and of `a * b + c`; where both are below 1 it does neither.
+        A data frame with a row for each `setting` and `operation`. `rounded_once` and `rounded_twice` are the shares of
+        results with the bits of the one and of the other. Where both are below 1, the operation does neither
+        throughout.
+
+    Raises:
+        UsageError: For a malformed setting.
+        GpulabError: For a setting that cannot run here.
 
     Examples:
         >>> fused_operations(("cpu",), count=1000).setting.unique().tolist()
         ['cpu']
+
+    References:
+        IEEE 754-2008, *IEEE standard for floating-point arithmetic*, which defines the fused multiply-add.
     """
     if settings is None:
         settings = ("cpu", "cpu:isa=sse4") if "fma" in cpu_flags() else ("cpu",)
@@ -80,14 +92,23 @@ def fused_share(setting: str, count: int) -> list[dict[str, Any]]:
 
 
 def repeatability(settings: Sequence[str] = ("cpu",), times: int = 20) -> pd.DataFrame:
-    """How many different results an operation gives when it is repeated on the same numbers, under each setting.
+    """Repeat operations on the same numbers, and count how many different results each gives under each setting.
 
-    A GPU's threads may add in the order in which they arrive; `deterministic=on` makes the operation choose another
-    algorithm, or refuse.
+    The operations are a sum, `index_add`, `scatter_add` and the gradient of a convolution. A GPU's threads may add in
+    the order in which they arrive. With `deterministic=on` an operation takes another algorithm, or refuses.
+
+    Args:
+        settings: The settings to try.
+        times: How often each operation is repeated.
 
     Returns:
-        A row per `setting` and `operation`: `results` with other bits (1: it repeats itself; empty: it refused) and
-        `spread`, the largest relative distance from the first.
+        A data frame with a row for each `setting` and `operation`. `results` is the number of results with different
+        bits: 1 where the operation repeats itself, empty where it refused. `spread` is the largest distance of a result
+        from the first, relative to the norm of the first; NaN where it refused.
+
+    Raises:
+        UsageError: For a malformed setting.
+        GpulabError: For a setting that cannot run here.
 
     Examples:
         >>> repeatability(("cpu:threads=1",), times=3).results.tolist()
@@ -125,12 +146,23 @@ def _gradient(images: Tensor, kernel: Tensor) -> Tensor:
 
 @extra("notebooks")
 def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
-    """All 256 values of a byte, to numbers in [0, 1] and back, on a setting's device, in every way that is in use.
+    """Convert all 256 values of a byte to numbers in [0, 1] and back, and count how many return.
+
+    This is done on a device, in the ways in which programs scale images: by division, by multiplication with 1 / 255,
+    and by two functions of torchvision; in float32, float16 and bfloat16.
+
+    Args:
+        device: The setting to compute under, such as `cpu` or `cuda`.
 
     Returns:
-        A row for each `way` and `format`: `returned`, how many of the 256 are the same byte after multiplying by 255
-        and rounding to the nearest; `cut`, how many are when the fraction is cut off instead, as `.to(uint8)` does;
-        and `as_division`, how many have the bits of x / 255 done by this machine's CPU in that format.
+        A data frame with a row for each `way` and `format`. `returned` is how many of the 256 bytes come back after the
+        number is multiplied by 255 and rounded to the nearest; `cut`, how many do when the fraction is cut off instead,
+        as `.to(torch.uint8)` does; `as_division`, how many numbers have the bits of x / 255 computed on this machine's
+        CPU in that format. `device` is where it was done.
+
+    Raises:
+        UsageError: For a malformed setting.
+        GpulabError: For a setting that cannot run here, or where Pillow or torchvision is not installed.
 
     Examples:
         >>> table = byte_round_trip().set_index(["way", "format"])

@@ -29,7 +29,30 @@ MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # 
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """Where a step stands under a roofline."""
+    """Where a training step stands under a device's roofline: what `place` returns. `print` says it in sentences.
+
+    Attributes:
+        setting: The setting that the step was done under.
+        operations: How many calls of torch's operations compute or move something. One call may be several kernels.
+        flop: Floating-point operations by precision, such as `{"float32": 256}`. They are those of products,
+            convolutions and attention, by torch's own formulas (`torch.utils.flop_counter`), two for a multiplication
+            with its addition. Nothing else counts.
+        moved: The bytes that each operation reads and writes, added up. What stays in a cache between two operations is
+            counted all the same.
+        seconds: The median time of one step, after a warm-up.
+        spread: The interquartile range of that time, over the median.
+        at_least: The seconds that its bytes (`memory`), its floating-point operations (`arithmetic`) and its `launches`
+            would take, each alone at its measured ceiling.
+        unknown: The names of operations that multiply and for which torch has no formula.
+        roofline: The ceilings, as `gpulab.roofline` measures them.
+
+    Examples:
+        >>> counts = {"operations": 3, "flop": {"float32": 10**9}, "moved": 10**8, "seconds": 0.01, "spread": 0.02}
+        >>> floors = {"memory": 0.004, "arithmetic": 0.005, "launches": 0.001}
+        >>> found = Placement("cpu", **counts, at_least=floors, unknown=(), roofline=pd.DataFrame())
+        >>> found.intensity, found.gflops, found.bound, found.reached
+        (10.0, 100.0, 'arithmetic', 0.5)
+    """
 
     setting: str  # what it was done under
     operations: int  # calls of torch's operations that compute or move something; one may be several kernels
@@ -48,32 +71,35 @@ class Placement(Report):
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte moved."""
+        """Floating-point operations per byte moved."""
         return sum(self.flop.values()) / max(1, self.moved)
 
     @property
     def gflops(self) -> float:
-        """The rate that the step reached."""
+        """The rate that the step reached, in Gflop/s."""
         return sum(self.flop.values()) / self.seconds / 1e9
 
     @property
     def ceiling(self) -> float:
-        """The rate of the roof above the step, in Gflop/s: that of its precisions, or of memory at its intensity."""
+        """The rate of the roof above the step, in Gflop/s.
+
+        Arithmetic in the step's precisions sets it, or memory at the step's intensity.
+        """
         return self.gflops / self.reached
 
     @property
     def reached(self) -> float:
-        """The share of the roof that it reached; more than 1 where caches are faster than the memory measured."""
+        """The share of the roof that the step reached; more than 1 where caches are faster than the memory measured."""
         return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
 
     @property
     def launch_share(self) -> float:
-        """The share of the time that launching its operations takes at least."""
+        """The share of the time that launching the step's operations takes at least."""
         return self.at_least["launches"] / self.seconds
 
     @property
     def bound(self) -> str:
-        """Which of the three takes longest at its ceiling: `memory`, `arithmetic` or `launches`."""
+        """What would take longest, each at its ceiling, of `memory`, `arithmetic` and `launches`."""
         return max(self.at_least, key=self.at_least.__getitem__)
 
     def __str__(self) -> str:
@@ -100,28 +126,46 @@ class Placement(Report):
 def place(
     step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7, progress: bool = True
 ) -> Placement:
-    """Count a step's operations and bytes, measure its time, and say what holds it back.
+    """Find out what holds a training step back: memory, arithmetic, or the launching of its operations.
 
-    The step is done a dozen times and more, and once of these under torch's FLOP counter. A `Step` is left as it was,
-    and begins without gradients each time; of a function of your own, the model trains on.
+    The step's operations and bytes are counted, its time is measured, and both are compared with what the device can do
+    at most. The step is done a dozen times and more, and once of these under torch's FLOP counter. A `Step` is left as
+    it was, and begins without gradients each time. Of a function of your own, the model trains on.
 
     Args:
-        step: a `Step`, or a function that does one training step, as for `gpulab.record`.
-        ceilings: from `gpulab.roofline` on this machine, of one setting; or a setting, whose roofline is measured now.
-        repeats: batches of calls that are timed, at least 2.
-        progress: whether to show a bar while the roofline is measured.
+        step: A `Step`, or a function that does one training step, as for `gpulab.record`.
+        ceilings: What the device can do: a data frame from `gpulab.roofline` on this machine, of one setting, under
+            which the step is done. Or a setting, whose roofline is measured now.
+        repeats: How many batches of calls are timed, at least 2.
+        progress: Whether to show a progress bar while a roofline is measured.
+
+    Returns:
+        The `Placement`, which prints as sentences.
 
     Raises:
-        UsageError: for ceilings of several settings or of another machine, for too few repeats, and for products in a
-            format whose ceiling nobody measured.
-        GpulabError: for a setting that cannot run here.
+        UsageError: For ceilings of several settings or of another machine, for fewer than 2 repeats, and for products
+            in a format whose ceiling was not measured.
+        GpulabError: For a setting that cannot run here.
 
     Examples:
-        >>> frame = roofline("cpu", repeats=2, progress=False)
+        >>> ceilings = pd.DataFrame(  # as of gpulab.roofline("cpu"), which takes seconds
+        ...     {
+        ...         "operation": ["copy", "matrix product 1024, float32", "launch"],
+        ...         "kind": ["memory", "precision", "launch"],
+        ...         "precision": ["", "float32", ""],
+        ...         "gigabytes_per_second": [20.0, 0.5, 0.01],
+        ...         "gflops": [0.0, 100.0, 0.001],
+        ...         "seconds": [1e-2, 2e-2, 1e-6],
+        ...         "setting": "cpu",
+        ...     }
+        ... )
         >>> weight = torch.ones(8, 4, requires_grad=True)
-        >>> found = place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), frame)
+        >>> found = place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), ceilings)
         >>> found.flop, found.bound
         ({'float32': 256}, 'launches')
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     check_count("repeats", repeats)
     frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings

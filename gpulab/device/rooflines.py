@@ -27,24 +27,46 @@ UNDER_THE_ROOF = ("memory", "matrix", "network")  # what the setting's own ceili
 
 
 def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = True) -> pd.DataFrame:
-    """Measure a device, for some ten seconds: a copy, matrix products, layers of the two networks, a launch.
+    """Measure how fast a device computes and moves data, in some ten seconds.
+
+    Measured are copies in memory, matrix products of growing size and in several formats, layers of the autoencoder and
+    of PredNet, and the launch of an operation. From these follow the ceilings of the roofline model: what a computation
+    can reach at most, by how many operations it does for each byte it moves.
 
     Args:
-        setting: where and how to compute.
-        repeats: batches of calls, at least 2; each takes a few hundredths of a second.
-        progress: whether to show a bar.
+        setting: Where and how to compute.
+        repeats: How many batches of calls are timed, at least 2. Each takes a few hundredths of a second.
+        progress: Whether to show a progress bar.
 
     Returns:
-        One row an operation: `operation`, `kind`, `flop` and `bytes` (counted: each input read once, each output
-        written once), `intensity` in flop per byte, `seconds` (the median of one call, after a warm-up), `spread` (the
-        interquartile range over the median), `gflops`, `gigabytes_per_second`, `setting`, and for products their
-        `precision`. The kinds `memory` (a copy, an addition), `matrix` (products of growing size) and `network`
-        (layers) are in the setting's number format; `precision` is a large product in each that the device has,
-        float32, tf32 (CUDA), bfloat16, float16, float64 (a CPU without instructions for one is slow in it);
-        `launch`, an operation on a single number, is what calling one costs at least.
+        A data frame with a row for each measured operation.
+
+        It has these columns:
+
+        - `operation`: The name of what was measured.
+        - `kind`: `memory` (a copy, an addition), `matrix` (products of growing size) and `network` (layers), all in the
+          setting's own format; `launch` (an operation on a single number, which is what calling one costs at least);
+          and `precision` (a large product in each format that the device has: float32, tf32 on CUDA, bfloat16, float16,
+          and float64, which Apple's GPUs lack). A CPU without instructions for a format is slow in it.
+        - `flop`, `bytes`: What the operation computes and moves, by count. Each input is read once, each output written
+          once.
+        - `seconds`: The median time of one call, after a warm-up.
+        - `spread`: The interquartile range of that time, over the median.
+        - `precision`: The format of a product, else an empty text.
+        - `intensity`: `flop` over `bytes`.
+        - `gflops`, `gigabytes_per_second`: The rates reached, in 10⁹ a second.
+        - `setting`: The setting, as a text.
 
     Raises:
-        UsageError: for too few repeats.
+        UsageError: For fewer than 2 repeats, or a malformed setting.
+        GpulabError: For a setting that cannot run here.
+
+    Examples:
+        >>> frame = roofline("cuda", progress=False)  # doctest: +SKIP
+        >>> frame[frame.kind == "memory"].gigabytes_per_second.max()  # of an H200  # doctest: +SKIP
+        4328.1
+        >>> list(recorded_rooflines())[:6]  # the same columns
+        ['operation', 'kind', 'flop', 'bytes', 'seconds', 'spread']
 
     References:
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
@@ -67,15 +89,23 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """What holds each layer of the two networks back, by the ceilings that `roofline` measured.
+    """Say what holds each layer of the two networks back, memory or arithmetic, by measured ceilings.
 
     Args:
-        frame: from `roofline`, of one setting or several.
+        frame: A data frame from `gpulab.roofline`, of one setting or several of one machine.
 
     Returns:
-        One row a layer and setting: `operation`, `setting`, `intensity`, `ridge` (the intensity at which the ceilings
-        of bandwidth and arithmetic meet), `bound` (`memory` to the left of it, `arithmetic` to the right) and
-        `reached`, the measured rate over the ceiling there (a layer that fits into a cache can reach more).
+        A data frame with a row for each layer and setting. `operation`, `setting` and `intensity` (flop per byte) are
+        as in `frame`. `ridge` is the intensity at which the ceilings of memory and arithmetic meet. `bound` is `memory`
+        below it and `arithmetic` from it on. `reached` is the measured rate over the ceiling at that intensity; it can
+        be above 1, where a layer fits into a cache.
+
+    Examples:
+        >>> bounds(recorded_rooflines()).bound.value_counts().to_dict()
+        {'arithmetic': 4, 'memory': 2}
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
     layers = frame[frame.kind == "network"]
@@ -90,7 +120,17 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def recorded_rooflines() -> pd.DataFrame:
-    """The rooflines shipped with gpulab, as `roofline`, with the column `machine`."""
+    """Read the rooflines that are shipped with gpulab.
+
+    Returns:
+        A data frame with the columns of `gpulab.roofline`, and `machine`, the name of the chip. Beside its operations
+        there are copies between host and GPU (the kind `transfer`), and a launch that is waited for.
+
+    Examples:
+        >>> frame = recorded_rooflines()
+        >>> sorted(set(frame.kind))
+        ['launch', 'matrix', 'memory', 'network', 'precision', 'transfer']
+    """
     return recorded_table("rooflines").drop(columns="recorded")
 
 

@@ -55,25 +55,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Reproduction(Report):
-    """What a search for the smallest change found.
+    """What `reproduce` returns: the smallest change that was found, and all changes that were tried.
 
     `print(result)` says it in sentences, `result.plot()` draws it, a notebook shows both.
 
     Attributes:
-        table: A row a trial: `changes` in words; a column for each parameter with its value; `distance`;
-            `state` (`finished`, `pruned`, `failed`); `decision` of the verdict on the seeds of the search (none
-            for a pruned trial), with its `seeds`, `diverged`, `difference` (from the target, mean over seeds),
-            interval `low`, `high`, `p_equivalent`, corrected over all trials `p_equivalent_holm`, and where it is
-            inconclusive the `seeds_needed` to settle it, as many fresh ones not counted; from the fresh seeds
-            `fresh_decision`, `fresh_seeds`, `fresh_difference`, `fresh_p_equivalent` and the level `fresh_alpha`
-            that it was held to; `confirmed`; a `note` on why it was pruned or failed.
-        original: What each parameter was.
-        chosen: The row of the answer; None where nothing worked.
-        best: Its changes: of the smallest that was confirmed ({} where nothing need change); where none was, of
-            the smallest that was equivalent on the seeds of the search, and `confirmed` is false.
-        setting: The new setting; `best_setting` is the same with `best` applied.
-        smaller_left: How many points of the space, nearer than the answer, were not tried: 0 is proof, within
-            the space; None says that they cannot be counted.
+        table: A data frame with a row for each trial, which is one change. Its columns are below.
+        target: The setting of the old runs.
+        setting: The new setting.
+        metric: The name of the metric that was compared.
+        margin: The largest difference without importance, in the metric's units.
+        margin_asked: The margin as it was asked for, such as `"0.25sd"`.
+        original: A dictionary with the old value of each parameter that may change.
+        chosen: The row of the answer in the table; None where nothing worked.
+        best: The changes of the answer, by name: the smallest that was confirmed ({} where nothing need change). Where
+            none was, the smallest that was equivalent on the seeds of the search. None where nothing worked.
+        best_setting: The new setting with those changes that are options of a setting; None where nothing worked.
+        confirmed: Whether the answer was confirmed on seeds that the search had not seen.
+        smaller_left: How many changes nearer to the original than a confirmed answer were not tried; without one, how
+            many changes at all. So 0 beside a confirmed answer says that every smaller change in the space was tried.
+            None says that they cannot be counted.
+
+    The table has these columns:
+
+    - `trial` (from 0), `changes` (in words), a column for each parameter with its value, `distance` (see `reproduce`).
+    - `state`: `finished`, `pruned` (given up early) or `failed`; `note` says why it was pruned or failed.
+    - From the verdict on the seeds of the search: `decision` (empty for a pruned trial), `seeds`, `diverged`,
+      `difference` (from the target, the mean over seeds), its interval `low` and `high`, `p_equivalent`, and
+      `p_equivalent_holm`, which is corrected over all trials by Holm's method.
+    - `seeds_needed`: Where the decision is inconclusive, about how many seeds would settle it, without the fresh ones.
+    - From the verdict on the fresh seeds, those that were kept out of the search: `fresh_decision`, `fresh_seeds`,
+      `fresh_difference`, `fresh_p_equivalent`, and `fresh_alpha`, the level that it was held to. A trial that got no
+      fresh seeds has an empty decision, 0 and NaN.
+    - `confirmed`: Whether the fresh seeds say the same.
+
+    Examples:
+        >>> import tempfile
+        >>> from gpulab import seed_runs
+        >>> def train(seed, setting, shift=0.0):  # with one thread the loss is larger by 1
+        ...     return 0.1 * seed + shift + (setting.threads == 1)
+        >>> old = seed_runs(train, "cpu", seeds=8, progress=False)
+        >>> with tempfile.TemporaryDirectory() as store:
+        ...     found = reproduce(old, {"shift": [-1.0, 1.0]}, "cpu:threads=1", train, store=store, progress=False)
+        >>> print(found.best, found.confirmed, found.smaller_left)
+        {'shift': -1.0} True 0
     """
 
     table: pd.DataFrame
@@ -91,19 +116,19 @@ class Reproduction(Report):
 
     @property
     def finding(self) -> str:
-        """The answer in sentences, from the numbers of this search."""
+        """The answer in sentences, with the numbers of this search."""
         return "\n".join(_sentences(self))
 
     def __str__(self) -> str:
         return self.finding
 
     def words(self) -> Markup:
-        """Sentences and table."""
+        """The sentences and the main columns of the table, as HTML."""
         columns = ["changes", "distance", "state", "decision", "seeds", "diverged", "difference", "p_equivalent_holm"]
         return super().words() + html_table(self.table[[*columns, "confirmed"]])
 
     def picture(self) -> Picture:
-        """Where each change of the search ended."""
+        """The figure of where each change of the search ended."""
         return self.plot()
 
 
@@ -121,38 +146,52 @@ def reproduce(
     store: str | Path | None = None,
     progress: bool = True,
 ) -> Reproduction:
-    """Find the smallest change after which `setting` gives the losses of the runs in `target` again.
+    """Find the smallest change after which a new setting gives the losses of old runs again.
 
-    Every run is kept in `store`: a search that was killed goes on where it was when it is called again, and one
-    that is done trains nothing. Failed trainings are then tried once more, and a larger `trials` goes further.
+    A network was trained well under one setting, and is worse, or not a number, under another. This tries changes of
+    what `search` names: first nothing, then one parameter at a time, the smallest changes first, then several together.
+    A change works if `gpulab.verdict` says that its losses and the old ones are equivalent, on the same seeds.
+
+    One of many changes may look equivalent by luck. So half of the seeds are kept out of the search. A change that
+    works on the others is confirmed on these fresh seeds: the first at the level alpha / 2, the second at alpha / 4,
+    and so on, so that all together err with the probability alpha at most. A change without hope is given up after 3,
+    6, 12, … seeds. Nothing is trained that is not smaller than the smallest confirmed change.
+
+    The size of a change is its distance from the original. It is the sum, over the parameters, of |log2(new / old)| for
+    the learning rate, the batch size and what is given as a range; of the steps along the sorted list for other
+    numbers; and of 1 for anything else.
+
+    Every run is kept in `store`. A search that was killed goes on where it was when it is called again, and one that is
+    done trains nothing. Then only trainings that failed are tried again; a larger `trials` goes further.
 
     Args:
-        target: The runs of the old setting, a row a seed, as from `gpulab.runs` or `seed_runs`: at least 6
-            seeds, better 20. The second half of them is kept for confirmation.
-        search: What may change: {name: [values]}, or {name: (low, high)} for a range of numbers. A name is an
-            option of a setting (`tf32`, `precision`, …; the value None leaves the option out), or something to
-            train with: a parameter of `train`, or without it `learning_rate` and the numbers and words among the
-            options of the model (`batch_size` of the autoencoder, `kernel_size` of PredNet).
+        target: The runs of the old setting, a row for each seed, as from `gpulab.runs` or `seed_runs`. At least 6 seeds
+            are needed, better 20. The second half of them is kept for confirmation.
+        search: What may change, by name: a list of values, or (low, high) for a range of numbers. A name is an option
+            of a setting (`tf32`, `precision`, …; the value None leaves the option out), or a parameter of the training:
+            an option of `train`; without it `learning_rate` and the numbers and words among the options of the model
+            (`batch_size` of the autoencoder, `kernel_size` of PredNet).
         setting: The new setting.
-        train: Trains a network of your own, as `gpulab.train` describes it: its options are what can be changed, and
-            their defaults, or what the runs of `target` had instead, are what was trained. A training that raises
-            makes the trial fail, and the search goes on. Without it the runs of `target` are trained again as their
-            records say.
+        train: A training of your own, as `gpulab.train` describes it. The values of its options are those that the runs
+            of `target` had, or else their defaults. A training that raises makes the trial fail, and the search goes
+            on. Without this argument the runs of `target` are trained again as their records say.
         metric: The column of `target` to compare by.
-        margin: The largest difference of no importance, as for `verdict`.
+        margin: The largest difference without importance, as for `verdict`.
         alpha: The probability with which a change may be confirmed wrongly.
         trials: How many changes are tried at most.
-        workers: How many seeds train at the same time, each in a process of its own (above one, `train` travels
-            there by cloudpickle). It changes nothing but the time, if the setting says how many threads compute.
-        store: The folder in which runs are kept, those of `train` by its text and its options; by default
+        workers: How many seeds train at the same time. With more than one, each trains in a process of its own, where
+            `train` travels by cloudpickle. This changes nothing but the time, if the setting says how many threads
+            compute.
+        store: The folder in which runs are kept, those of `train` by its text and its options. By default
             `$GPULAB_STORE`, or the folder `runs`.
-        progress: Whether to show a bar.
+        progress: Whether to show a progress bar.
 
     Returns:
-        What was tried, and the answer.
+        The `Reproduction`, with the answer in `best` and `confirmed`, and all trials in `table`.
 
     Raises:
-        UsageError: For what makes no sense.
+        UsageError: For a target that is not of one setting, has fewer than 6 seeds or a diverged run, or does not say
+            how it was trained; for what cannot be searched; and for a store in object storage.
         GpulabError: When the setting cannot run here, or every trial failed.
 
     Examples:
@@ -172,6 +211,11 @@ def reproduce(
         >>> found = reproduce(old, space, "cpu:precision=bfloat16", train, store=where, progress=False)
         >>> found.best, found.confirmed
         ({'precision': 'float32'}, True)
+
+    References:
+        The statistics are those of `verdict`. Combinations that are too many to be listed are drawn by a sequence of
+        Halton's (1960, *On the efficiency of certain quasi-random sequences of points in evaluating multi-dimensional
+        integrals*, Numerische Mathematik 2:84).
     """
     check_count("trials", trials)
     check_count("workers", workers)

@@ -64,21 +64,26 @@ def seeds_needed(
     reference: Any = None,
     power: float | Sequence[float] = (0.8, 0.9),
 ) -> pd.DataFrame:
-    """How many seeds a paired comparison needs, for each level of a frame of runs.
+    """Plan a comparison: estimate how many seeds it needs, from runs of a few seeds, for each level of a factor.
 
-    For one comparison with normal differences, by t tests, and no fewer than the sign-flip test needs; skewness, two
-    humps and Holm's correction need more.
+    The estimate is for one paired comparison with normal differences, by t tests. `to_detect` is never below the fewest
+    seeds with which the sign-flip test of `verdict` can show anything. Skewed differences, some seeds that move far
+    more than the others, and several levels compared at once (Holm's correction) need more seeds than this says.
 
     Args:
-        frame, metric, factor, block, margin, alpha, reference: as for `verdict`.
-        power: one or several, each between alpha and 1.
+        frame, metric, factor, block, margin, alpha, reference: As for `verdict`.
+        power: The probability with which the comparison is to succeed, between alpha and 1. One or several.
 
     Returns:
-        A row per level and power: `sd` of the paired differences, `to_detect` a difference as large as the margin,
-        `to_exclude` one where there is none, and `seeds`, the larger; infinite where 100,000 are not enough.
+        A data frame with a row for each level and power. Its columns are the factor; `sd`, the standard deviation of
+        the paired differences; `margin` as it was asked for; `power`; `to_detect`, how many seeds show a difference as
+        large as the margin; `to_exclude`, how many show equivalence where there is no difference; and `seeds`, the
+        larger of the two. A number is infinite where 100,000 seeds are not enough, and NaN for a level with fewer than
+        two pairs.
 
     Raises:
-        UsageError: for a power out of range, a reference without a spread, and for what `verdict` refuses.
+        UsageError: For a power out of range, for a margin in standard deviations where fewer than two seeds finished
+            under the reference or all gave the same, and for what `verdict` refuses.
 
     Examples:
         >>> losses = [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]
@@ -86,6 +91,11 @@ def seeds_needed(
         >>> cuda = cpu.assign(setting="cuda", final_loss=losses[::-1])
         >>> seeds_needed(pd.concat([cpu, cuda]), margin=0.3, power=0.8)[["to_detect", "to_exclude"]].iloc[0].tolist()
         [13.0, 13.0]
+
+    References:
+        Schuirmann 1987, *A comparison of the two one-sided tests procedure and the power approach for assessing the
+        equivalence of average bioavailability* (Journal of Pharmacokinetics and Biopharmaceutics 15:657), for the test
+        of equivalence.
     """
     check_alpha(alpha)
     powers = [float(value) for value in np.atleast_1d(power)]

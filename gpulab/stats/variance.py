@@ -15,7 +15,22 @@ from gpulab.stats.pairs import check_runs
 
 @dataclass(frozen=True, eq=False)
 class VarianceComponents(Report):
-    """The variance of a metric split by source; `print` says it in lines."""
+    """How much of a metric's variance comes from which source; `print` says it in lines.
+
+    `variance_components` returns it.
+
+    Attributes:
+        metric: The name of the metric.
+        table: A data frame with a row for each source: `source`, `variance`, `sd` (its square root) and `share` (of the
+            sum of all variances).
+        notes: Sentences on what could not be separated, and what was left out.
+
+    Examples:
+        >>> table = pd.DataFrame({"source": ["seed"], "variance": [4.0], "sd": [2.0], "share": [1.0]})
+        >>> print(VarianceComponents("loss", table, ()))
+        Variance of loss:
+          seed                     sd  2.00e+00   100.000% of the variance
+    """
 
     metric: str
     table: pd.DataFrame  # a row per source: `source`, `variance`, `sd`, `share`
@@ -30,19 +45,25 @@ class VarianceComponents(Report):
 def variance_components(
     frame: pd.DataFrame, metric: str = "final_loss", factor: str = "setting", block: str = "seed"
 ) -> VarianceComponents:
-    """Split the variance of a metric into seed, setting, their interaction and rerun.
+    """Split the variance of a metric into the parts of seed, setting, their interaction and reruns.
 
-    Random-effects analysis of variance in closed form, of the unweighted means of cells, on the seeds that finished
-    under every setting. Reruns may be of some cells only; without any, interaction and rerun are one component.
-    Estimates below zero are shown as zero.
+    This is an analysis of variance with random effects, in closed form. It uses the seeds that finished under every
+    setting. Each cell, a seed under a setting, counts with the mean of its runs. Only some cells need to have been run
+    again; where none was, the interaction of seed and setting and the effect of a rerun are one component. An estimate
+    below zero is shown as zero.
 
     Args:
-        frame: a row per run, as from `gpulab.runs`.
-        metric: a column of numbers or of booleans.
-        factor, block: the columns of the two sources.
+        frame: A data frame with a row for each run, as from `gpulab.runs`.
+        metric: The column to analyse, of numbers or booleans.
+        factor: The column of the first source, usually the setting.
+        block: The column of the second source, usually the seed.
+
+    Returns:
+        The `VarianceComponents`, whose `table` has a row for each source.
 
     Raises:
-        UsageError: for fewer than two levels or fewer than two complete seeds, and for what `verdict` refuses.
+        UsageError: For fewer than two levels, for fewer than two seeds that finished under all of them, and for what
+            `verdict` refuses.
 
     Examples:
         >>> import pandas as pd
@@ -52,7 +73,7 @@ def variance_components(
         100.0
 
     References:
-        Searle, Casella and McCulloch 1992, Variance Components, ch. 4.
+        Searle, Casella, McCulloch 1992, *Variance components*, ch. 4.
     """
     runs = check_runs(frame, metric, factor, block)
     cells = runs[runs.status == "finished"].groupby([factor, block], observed=True)[metric].agg(["mean", "var", "size"])

@@ -34,29 +34,72 @@ SURE = 10  # seeds, from which on the number that would settle it is more than a
 
 @dataclass(frozen=True, eq=False)
 class Verdict(Report):
-    """Levels of a factor compared with a reference level on the same seeds.
+    """What `verdict` returns: each level of a factor, such as a setting, compared with a reference on the same seeds.
 
-    `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both.
+    `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both, and `verdict.save(file)`
+    writes both to an HTML page.
 
-    `table` has a row per other level, which stands in a column named as the factor. P values have a twin, `…_holm`,
-    after Holm's correction:
+    Attributes:
+        metric: The name of the metric that was compared.
+        factor: The name of the column whose levels were compared.
+        block: The name of the column of what they were compared on, usually `seed`.
+        reference: The level that the others were compared with.
+        margin: The largest difference without importance, as it was asked for.
+        alpha: The level of significance.
+        table: A data frame with a row for each other level; its columns are below.
+        pairs: A data frame with a row for each level and seed that both have. `difference` is the level's metric minus
+            the reference's, and NaN where one of the two diverged.
+        reruns: The same for the reference run again, as a control: what chance alone changes.
+        runs: The rows of the frame that were compared.
+        unfinished: The rows that were left out because they neither finished nor diverged.
+        between_seeds: The standard deviation of the metric over seeds under the reference.
+        damaged: How many runs could not be read where the frame comes from.
 
-    - `decision`, `seeds` (pairs that both finished), `left_out` (seeds that only one has), `seeds_needed` to settle it.
-    - `difference` (mean of level minus reference), `sd_of_differences`, `largest_difference`.
-    - `low`, `high`: the interval of the difference at `confidence`: 1 − alpha, and with several tests 1 − alpha over
-      those that Holm does not reject. It holds zero exactly where `p_different_holm` > alpha; NaN below six seeds.
-    - `equivalent_low`, `equivalent_high`: the interval of the test of equivalence, at `equivalent_confidence` (1 − 2
-      alpha, and as above). It lies within the margin exactly where `p_equivalent_holm` <= alpha.
-    - `p_different`, `p_equivalent`; `margin` in the metric's units, NaN where seeds do not differ under the
-      reference, and `margin_relative` to the pairs' mean under it; `same_bits` (pairs of identical weights).
-    - `smallest_shown`: the difference that so many pairs show with a power of 0.8 at alpha, corrected as the interval.
-    - `jumped` (seeds that moved three times as far as any other, and by half a standard deviation between seeds: see
-      `stats.tests.jumped`), `jump` and `rest` (the mean difference of these and of the others), `p_rest` (that the
-      others' is zero; only where the two have different signs).
-    - `moved` (seeds moved by more than the margin), `moved_at_most` (the share that could be, a one-sided 95 % limit
-      by Clopper and Pearson).
-    - `diverged`, `reference_diverged`, `one_diverged` (of the shared seeds), `diverged_apart_at_most` (the same limit
-      for one of the two alone), `p_diverged` (sign test, McNemar's).
+    The table has these columns, after the one of the level. Of each `p_…` but `p_rest` there is a twin, `p_…_holm`,
+    after Holm's correction for several tests.
+
+    - `decision`: `different`, `different but negligible`, `equivalent` or `inconclusive`; see `verdict`.
+    - `seeds`: How many pairs finished under both levels.
+    - `difference`: The level's metric minus the reference's, the mean over these seeds.
+    - `low`, `high`: The ends of the confidence interval of the difference. It holds zero exactly where
+      `p_different_holm` > alpha. They are NaN where so few seeds could show nothing: below six at alpha = 0.05.
+    - `confidence`: The level of that interval. It is 1 − alpha, and with several tests 1 − alpha / k, where k is the
+      number of tests that Holm's correction does not reject.
+    - `p_different`: The p value of the test that the mean difference is zero; NaN for fewer than two pairs, and where
+      all pairs have the same bits.
+    - `p_equivalent`: The p value of the test that the mean difference is outside ± the margin; NaN likewise, and where
+      the margin is.
+    - `equivalent_low`, `equivalent_high`: The ends of the interval that belongs to the test of equivalence. It lies
+      within ± the margin exactly where `p_equivalent_holm` <= alpha.
+    - `equivalent_confidence`: The level of that interval, 1 − 2 alpha / k, where k is counted among the tests of
+      equivalence.
+    - `margin`: The margin in the metric's units; NaN where it was asked for in standard deviations and the seeds do not
+      differ under the reference.
+    - `margin_relative`: The margin as a multiple of the pairs' mean under the reference.
+    - `smallest_shown`: The smallest difference that so many pairs show with a probability of 0.8, at alpha / k.
+    - `sd_of_differences`, `largest_difference`: The standard deviation of the differences, and the largest absolute
+      one.
+    - `jumped`: How many seeds moved much further than the others: at least three times as far as any that did not, and
+      half a standard deviation between seeds (see `gpulab.stats.tests.jumped`).
+    - `jump`, `rest`: The mean difference of the seeds that jumped, and of the others; NaN where none jumped.
+    - `p_rest`: Where these two have different signs, the p value of the test that the others' mean is zero.
+    - `same_bits`: How many pairs ended with identical weights.
+    - `moved`: How many seeds moved by more than the margin.
+    - `moved_at_most`: The share of all seeds that could move by more, at the upper end of a one-sided 95 % interval.
+    - `diverged`, `reference_diverged`, `one_diverged`: How many of the shared seeds diverged under the level, under the
+      reference, and under one of the two only.
+    - `diverged_apart_at_most`: The share of all seeds that could diverge under one only, likewise at 95 %.
+    - `p_diverged`: The p value of the test that both diverge equally often.
+    - `left_out`: How many runs have no partner of the same seed.
+    - `seeds_needed`: Where the decision is inconclusive, about how many seeds in all would settle it.
+
+    Examples:
+        >>> import pandas as pd
+        >>> losses = [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]
+        >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": losses})
+        >>> found = verdict(pd.concat([cpu, cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.1)]))
+        >>> found.table[["decision", "seeds", "difference"]].round(3).values.tolist()
+        [['different', 6, 0.1]]
     """
 
     metric: str
@@ -75,29 +118,36 @@ class Verdict(Report):
 
     @property
     def decisions(self) -> dict[Any, str]:
-        """The decision of each level."""
+        """A dictionary with the decision of each level."""
         return dict(zip(self.table[self.factor], self.table.decision, strict=True))
 
     @property
     def decision(self) -> str:
-        """The decision of the whole: the first in `DECISIONS` that some level has; without any, `inconclusive`."""
+        """The decision of the whole, which is the first in this order that some level has.
+
+        The order is `different`, `different but negligible`, `inconclusive`, `equivalent`. Without any level it is
+        `inconclusive`.
+        """
         return min(self.decisions.values(), key=DECISIONS.index, default="inconclusive")
 
     @property
     def largest(self) -> float:
-        """The largest change that another level made to a seed; NaN without a pair, 0 without a level."""
+        """The largest change that another level made to a seed, in the metric's units.
+
+        It is NaN where no pair finished, and 0 without another level.
+        """
         return float(self.table.largest_difference.max()) if len(self.table) else 0.0
 
     @property
     def ratio(self) -> float:
-        """The largest change as a multiple of the spread between seeds; NaN when either is unknown."""
+        """The largest change as a multiple of the standard deviation between seeds; NaN when either is unknown."""
         return self.largest / self.between_seeds if self.between_seeds else math.nan
 
     def __str__(self) -> str:
         return _in_words(self)
 
     def words(self) -> Markup:
-        """Sentences and table."""
+        """The sentences and the main columns of the table, as HTML."""
         if not len(self.table):
             return super().words()
         columns = [self.factor, "decision", "seeds", "difference", "low", "high", "p_different_holm"]
@@ -105,7 +155,7 @@ class Verdict(Report):
         return super().words() + html_table(self.table[columns], small=True)
 
     def picture(self) -> Picture | None:
-        """Every run and every difference; nothing where there is nothing to compare."""
+        """The figure of every run and every difference; None where there is nothing to compare."""
         return self.plot() if len(self.table) else None
 
 
@@ -118,30 +168,43 @@ def verdict(
     alpha: float = 0.05,
     reference: Any = None,
 ) -> Verdict:
-    """Say of each level of a factor whether it differs from the reference, is equivalent, or neither.
+    """Decide for each level of a factor, such as a setting, whether it changes a metric, by runs on the same seeds.
 
-    Decisions: `different`, `equivalent`, `different but negligible` (both), `inconclusive`. The metric is compared
-    where both runs of a pair finished, and how often the levels diverge on all pairs: a difference there makes the
-    decision `different`, and while more than a tenth of the seeds could diverge under one level only (95 % limit), it
-    is not `equivalent`. One pair or none is `inconclusive`.
+    Each level is compared with a reference, seed by seed. It gets one of four decisions:
+
+    - `different`: The mean difference over seeds is not zero.
+    - `equivalent`: The mean difference is shown to be within ± the margin.
+    - `different but negligible`: Both.
+    - `inconclusive`: Neither is shown. So it is with one shared seed or none.
+
+    The metric is compared on the seeds that finished under both levels, and how often the levels diverge on all that
+    both have. A difference in how often they diverge makes the decision `different`. Where seeds diverged under one of
+    the two levels only, and by a one-sided 95 % limit more than a tenth of all seeds could, the level is not called
+    `equivalent`. Levels that end with the same bits in every weight from every seed are `equivalent` without a test.
 
     Args:
-        frame: a row per run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows with `rerun` above 0 are
-            a control; without that column, all are first runs. Rows whose `status` (or `State`, of Weights & Biases)
-            is neither `finished` nor `diverged` are left out, which is said; without it, a run without a number
-            diverged.
-        metric: a column of numbers, or of booleans (then the tests are McNemar's and `discordance_p`). Where no
-            column is called so, this and the next two find one that ends so, such as `metrics.loss` for `loss`.
-        factor: the column whose levels are compared.
-        block: the column of what they are compared on.
-        margin: the largest difference without importance, in the metric's units, or in standard deviations between
-            seeds under the reference, such as "0.25sd", the usual one. For yes and no a share, usually 0.1.
-        alpha: the level of significance, between 0 and 0.5.
-        reference: a level; by default "cpu", where there is none the first in the frame.
+        frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows
+            with `rerun` above 0 are a control; without that column all are first runs. The column `status` (or `State`,
+            of Weights & Biases) says how a run ended: one that is neither `finished` nor `diverged` is left out, and
+            the verdict says so. Without that column, a run whose metric is no finite number counts as diverged.
+        metric: A column of numbers, or of booleans. Where no column has this name, the one that ends in it is taken,
+            such as `metrics.loss` for `loss`; so it is for the next two arguments.
+        factor: The column whose levels are compared.
+        block: The column of what they are compared on, usually the seed.
+        margin: The largest difference without importance, in the metric's units; or in standard deviations between
+            seeds under the reference, as a text such as `"0.25sd"`, the default. For booleans it is a share of the
+            seeds, by default 0.1.
+        alpha: The level of significance, between 0 and 0.5.
+        reference: The level that the others are compared with; by default `cpu`, or where there is none the first in
+            the frame.
+
+    Returns:
+        The `Verdict`, which prints as sentences; its `table` has all the numbers.
 
     Raises:
-        UsageError: for what is no table of runs, a margin or alpha out of range, an unknown reference, mixed protocols,
-            a finished run without a finite number, two first runs of one seed and level, and more than 1,000 levels.
+        UsageError: For what is no table of runs, a missing column, a margin or alpha out of range, an unknown
+            reference, runs that learned different things or for different times, a finished run without a finite
+            number, two first runs of one seed and level, and more than 1,000 levels.
 
     Examples:
         >>> import pandas as pd
@@ -150,6 +213,18 @@ def verdict(
         >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.1)
         >>> verdict(pd.concat([cpu, cuda])).decision
         'different'
+
+    References:
+        The difference is tested by sign flips (Fisher 1935, *The design of experiments*), and where differences are
+        skewed also by a t test that is corrected for it (Johnson 1978, *Modified t tests and confidence intervals for
+        asymmetrical populations*, Journal of the American Statistical Association 73:536). Equivalence is tested by two
+        one-sided tests (Schuirmann 1987, *A comparison of the two one-sided tests procedure and the power approach for
+        assessing the equivalence of average bioavailability*, Journal of Pharmacokinetics and Biopharmaceutics 15:657).
+        For booleans, and for how often runs diverge, the test is McNemar's (1947, *Note on the sampling error of the
+        difference between correlated proportions or percentages*, Psychometrika 12:153), and equivalence is tested by
+        an exact test that few seeds switch (Clopper, Pearson 1934, *The use of confidence or fiducial limits
+        illustrated in the case of the binomial*, Biometrika 26:404). Several tests are corrected by Holm 1979, *A
+        simple sequentially rejective multiple test procedure* (Scandinavian Journal of Statistics 6:65).
     """
     planning.check_alpha(alpha)
     if margin is not None:

@@ -27,21 +27,24 @@ SCRATCH = re.compile(r"\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.part")  # as `files.sc
 
 
 def check(store: str | Path | None = None, mend: bool = True, progress: bool = True) -> pd.DataFrame:
-    """Read and verify everything in a store, and mend it.
+    """Read and verify everything in a store of runs, and mend what is damaged.
 
-    Runs, checkpoints and packed files that are damaged are set aside, in the store's folder `.damaged`, so that the
-    next `experiment` or `train` does them again. What killed processes left half-written is removed, and so are
+    Runs, checkpoints and files of packed runs that are damaged are moved into the store's folder `.damaged`. The next
+    `experiment` or `train` then does these runs again. What killed processes left half-written is removed, and so are
     checkpoints of runs that are done. Nothing else is deleted.
 
     Args:
         store: A folder; by default `$GPULAB_STORE`, or the folder `runs`.
-        mend: Whether to do so, or to look only.
-        progress: Whether to show a bar.
+        mend: Whether to mend the store. False only looks, and changes nothing.
+        progress: Whether to show a progress bar.
 
     Returns:
-        A row for each trouble: `path`, `problem`, `remedy`, and `megabytes`. Its `attrs` say how many `runs` are whole.
+        A data frame with a row for each trouble, empty where all is well. Its columns are `path`, `problem`, `remedy`
+        (`set aside`, `removed` or `left as it is`: what is done, or with `mend=False` what would be) and `megabytes`.
+        Its `attrs["runs"]` says how many runs and packed files are whole.
 
     Raises:
+        UsageError: For a store in object storage, such as `s3://bucket/prefix`.
         DataError: Where there is no such folder.
         GpulabError: Where the store cannot be written.
 

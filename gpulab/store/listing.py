@@ -42,25 +42,43 @@ def default_store() -> Path:
 
 
 def runs(store: str | Path | None = None) -> pd.DataFrame:
-    """All runs in a store as one data frame, one row a run.
+    """List all runs in a store as a data frame with a row for each run.
 
-    Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached the device),
-    `decoder` (of JPEG frames), `flip` (the initial weight whose last bit was changed), `fast` (whether gradients may be
-    computed in fewer operations), `draws` (whose generator drew the initial weights), `covariance` (how the whitener
-    computes it), `truncation` (what PredNet's backpropagation is cut off from), `devices` (how many shared it),
-    `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second` (missing where other trainings shared the
-    GPU), `weights` (the SHA-256 of the trained weights, so that equal bits can be seen), `gradients` (by autograd or
-    written out; None where nobody noted it), `diverged_at`, `registered` (name and SHA-256 of the registration that the
-    run was made under), `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
-    `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how fast it moves),
-    `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can be compared),
-    `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped. Runs of a function have, after
-    these, `options` (all of them, as JSON) and a column for each option and each metric. A run that is there twice, as
-    a folder and packed, is listed once.
+    A damaged run is skipped, and a warning names it; `attrs["damaged"]` of the frame says how many there were. A run
+    that is there twice, as a folder and packed, is listed once.
 
     Args:
-        store: A folder, a file of packed runs, or `s3://bucket/prefix`, from which what is new is downloaded into the
-            user's cache; by default `$GPULAB_STORE`, or the folder `runs`.
+        store: A folder, a file of packed runs, or `s3://bucket/prefix` (also `gs://`, `az://`), from which what is new
+            is downloaded into the user's cache. By default `$GPULAB_STORE`, or the folder `runs`.
+
+    Returns:
+        A data frame with a row for each run, empty where there is no such store.
+
+        It has these columns:
+
+        - `experiment` (the network, or the function that trained), `profile`, `setting`, `device` (`cpu`, `cuda`, …),
+          `seed`, `rerun` (0 for the first run).
+        - `loader` (how frames reached the device), `decoder` (of JPEG frames), `flip` (the initial weight whose last
+          bit was changed), `fast` (whether gradients may be computed in fewer operations), `draws` (whose generator
+          drew the initial weights), `devices` (how many shared each batch), `covariance` (how the whitener computes
+          it), `truncation` (what PredNet's backpropagation through time is cut off from).
+        - `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`, `frames_per_second` (missing
+          where other trainings shared the GPU), `weights` (the SHA-256 of the trained weights: equal digests, equal
+          bits), `gradients` (whether by autograd or by formulas that are written out; None where nobody noted it),
+          `diverged_at` (the update).
+        - `registered`: Name and SHA-256 of the registration that the run was made under.
+        - `machine` (the chip that did the work), `cpu`, `gpu`, `torch` and `gpulab` (versions).
+        - `data`, `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how
+          fast it moves), `frames` (how many were trained on).
+        - `protocol`: A digest of model, data, length and learning rate. Runs with equal ones can be compared.
+        - `recorded` (whether the run was shipped with gpulab), `id`, `path`.
+
+        Runs of a training of your own have further columns: `options` (all of them, as JSON), one for each option, and
+        one for each number that it gave.
+
+    Raises:
+        UsageError: For a malformed address.
+        GpulabError: Where object storage cannot be reached, or its library is not installed.
 
     Examples:
         >>> runs("a-folder-that-is-not-there").empty
@@ -72,17 +90,25 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
 
 
 def recorded_runs(study: str | None = None) -> pd.DataFrame:
-    """The runs that are shipped with gpulab, as `runs`; each has the passport of its machine.
+    """List the runs that are shipped with gpulab, as a data frame.
+
+    They were recorded on several machines. Each has the passport of its machine in its record.
 
     Args:
-        study: Instead, the runs of a question of its own, such as `longer`: those in `data/studies/STUDY-*.parquet`.
+        study: In place of these, the runs of one question, such as `longer`: those in `data/studies/STUDY.parquet` and
+            `data/studies/STUDY-*.parquet`.
+
+    Returns:
+        A data frame with a row for each run and the columns of `gpulab.runs`; `recorded` is true.
 
     Raises:
-        UsageError: For a study that there is none of; the message names those that there are.
+        UsageError: For a study that does not exist; the message names those that do.
 
     Examples:
         >>> bool(recorded_runs().recorded.all())
         True
+        >>> sorted(set(recorded_runs("longer").experiment))
+        ['prednet']
     """
     if study is None:
         return _frame(entries(records.recorded_folder("runs")), recorded=True)
@@ -105,15 +131,24 @@ def metrics_of(run: Any) -> list[str]:
 
 
 def history(frame: pd.DataFrame) -> pd.DataFrame:
-    """The histories of the runs in a frame, one below the other, each row with the run's columns.
-
-    `frames_seen` counts the frames, or images, up to the end of the row's window.
+    """Read the losses along the way of the runs in a frame.
 
     Args:
-        frame: From `gpulab.runs`, or some rows of it.
+        frame: A data frame from `gpulab.runs`, or some of its rows.
+
+    Returns:
+        A data frame with a row for each window of each run, empty for an empty frame. Its columns are `window` (from
+        0), `step` (updates so far), `loss` (the mean over the window), `seconds` (since the beginning), `frames_seen`
+        (frames or images up to the end of the window), and of the run `id`, `experiment`, `profile`, `setting`,
+        `loader`, `seed`, `rerun`, `recorded` and `machine`.
 
     Raises:
-        DataError: Where the history of one is damaged; the message names it.
+        DataError: Where the history of a run is missing or damaged; the message names it.
+
+    Examples:
+        >>> some = recorded_runs().head(2)
+        >>> history(some).groupby("id").loss.last().size
+        2
     """
     import numpy as np
     import pandas as pd
@@ -142,15 +177,26 @@ def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], p
 
 
 def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
-    """Pack runs, without weights, into one file that others can read; returns how many.
+    """Pack runs, without their weights, into one file that can be shared.
 
     Args:
-        store: A folder, or another file of packed runs; or the rows of `gpulab.runs` that are to be packed.
-        file: Where to write; `gpulab.runs(file)` and `gpulab.store.history` read it.
+        store: A folder of runs, another file of packed runs, or `s3://bucket/prefix`; or the rows of `gpulab.runs` that
+            are to be packed.
+        file: The file to write. `gpulab.runs(file)` reads it. In a store it is found if its name ends in `.parquet`.
+
+    Returns:
+        How many runs were packed.
 
     Raises:
-        DataError: Where there are no runs.
+        DataError: Where there are no runs, or one is damaged.
         GpulabError: Where the file cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "some.parquet")
+        ...     pack(recorded_runs().head(2), file), len(runs(file))
+        (2, 2)
     """
     frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:

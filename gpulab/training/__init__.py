@@ -1,4 +1,4 @@
-"""One run, many runs, and where they are kept."""
+"""Training: a single run, runs from many seeds, and batches or networks that several devices share."""
 
 from gpulab._lazy import attach
 

@@ -22,31 +22,37 @@ EXAMPLES = 3  # on which it is tried whether a batch can be split
 
 
 class GradientAccumulation:
-    """Loss and gradient of a batch, in microbatches where the whole does not fit into memory.
+    """Compute loss and gradient of a batch in smaller parts, microbatches, where the whole does not fit into memory.
 
-    With `batch="auto"` the whole batch is tried; while it does not fit, half as many examples at a time, and the size
-    that fitted is remembered. The gradients are added up, each weighted by its microbatch's share, to that of the whole
-    batch but for rounding: the learning rate stays as it is. In float32 the parts are within 1e-6 of the exact
-    gradient; the whole of 20,000 examples may be further off. What a failed attempt has added to `.grad` is taken back.
+    Call it with a batch in place of `loss.backward()`. With `batch="auto"` it tries the whole batch, and while that
+    does not fit, half as many examples at a time. The size that fitted is remembered. The gradients of the parts are
+    added up, each weighted by its share of the examples. The sum is the gradient of the whole batch up to rounding, so
+    the learning rate stays as it is. In float32 the sum of the parts is within 1e-6 of the exact gradient; the gradient
+    of a whole batch of 20,000 examples may be further off. What an attempt that failed has added to `.grad` is taken
+    back.
 
-    Before a batch is split for the first time, that is tried on three of its examples. What does not come out the same
-    is refused by name: batch normalisation in training mode and a covariance over the batch, which see other batches;
-    dropout, which draws other masks; a mean over what a mask leaves of each example.
+    Before a batch is split for the first time, three of its examples are computed whole and in parts. Models for which
+    the two differ are refused by name. These are batch normalisation in training mode and a covariance over the batch,
+    which would see other batches; dropout, which would draw other masks; and a mean over what a mask leaves of each
+    example.
 
     Args:
-        model: a network; of one derived from `Trainable` its `training_loss` is taken.
-        loss: a function of outputs and targets, as for `gpulab.Step`; without it, what the model calls its loss.
-        batch: `"auto"`, or how many examples a microbatch has at most.
-        reduction: whether the loss is the `mean` over the examples or their `sum`; by default what it says itself
-            (`loss.reduction`), or the mean.
+        model: A network. Of one that derives from `Trainable`, `training_loss` is what is differentiated.
+        loss: A function of outputs and targets, as for `gpulab.Step`. Without it, what the model calls its loss.
+        batch: `"auto"`, or the most examples that a microbatch may have.
+        reduction: Whether the loss is the `mean` over the examples or their `sum`. By default what the loss itself says
+            (`loss.reduction`), or else the mean.
 
     Attributes:
-        batch: the size of microbatches that fitted; `"auto"` as long as every batch did.
+        batch: The size of microbatches that fitted; `"auto"` as long as every batch fitted whole.
+        model: The network.
+        loss: The loss function, or None.
+        reduction: `mean` or `sum`.
 
     Raises:
-        UsageError: for another reduction or size; when called, for what cannot be split, and for a batch whose tensors
-            have not all a row for each example.
-        GpulabError: when called, where a single example does not fit.
+        UsageError: For another reduction or size. When called, for a model or batch that cannot be split, and for a
+            batch whose tensors do not all have a row for each example.
+        GpulabError: When called, where a single example does not fit into memory.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -73,7 +79,11 @@ class GradientAccumulation:
         self._splits = False  # whether that has been tried
 
     def __call__(self, batch: Any) -> Tensor:
-        """Add the gradient of a batch's loss to `.grad`, and return the loss, ()."""
+        """Add the gradient of a batch's loss to `.grad` of the parameters, and return the loss, a tensor of shape ().
+
+        Args:
+            batch: (inputs, targets), or any nesting of tensors, each with a row for each example.
+        """
         batch = dict(batch) if isinstance(batch, Mapping) else batch  # such as a tokenizer's
         count = _count(batch)
         size = count if self.batch == "auto" else min(self.batch, count)

@@ -53,16 +53,19 @@ PARTS = ("training/parallel.py", "models/autoencoders.py", "data")  # of gpulab,
 
 @dataclass
 class Descent:
-    """What the workers did together.
+    """What the workers of `descend` did together.
 
     Attributes:
-        history: A row for each update, in the order of time: `worker`, `update` (of that worker), `seconds` since the
-            start, `loss` (of its batch, at the weights that it read), `staleness` (updates that others made between
-            its reading and its writing), `overwritten` (1 where the guard found that memory had changed before
-            backward used it; NaN without a guard).
-        summary: `mode`, `seed`, `workers`, `delay`, `updates`, `heldout_loss`, `seconds`, `updates_per_second`,
-            `staleness` (the mean), `weights` (how many there are), `lost` (updates of a single weight that another
-            worker's overwrote), `lost_share`, `overwritten_steps` (a share).
+        history: A data frame with a row for each update, in the order of time: `worker`, `update` (its number among
+            that worker's, from 0), `seconds` since the start, `loss` (of its batch, at the weights that the worker
+            read), `staleness` (how many updates others made between its reading and its writing), and `overwritten` (1
+            where the guard found that memory had changed before the backward pass used it, else 0; NaN without a
+            guard).
+        summary: A dictionary with `mode`, `seed`, `workers`, `delay` and `updates` as they were asked for;
+            `heldout_loss`, the mean squared error on the held-out images at the end; `seconds` and
+            `updates_per_second`; `staleness`, the mean; `weights`, how many there are; `lost`, how many changes of a
+            single weight another worker's has overwritten; `lost_share`, the share of all changes of a weight; and
+            `overwritten_steps`, the share of updates.
     """
 
     history: pd.DataFrame
@@ -82,26 +85,44 @@ def descend(
     guard: bool = False,
     processes: parallel.Processes | None = None,
 ) -> Descent:
-    """Train an autoencoder by gradient descent in several processes on one CPU.
+    """Train an autoencoder by gradient descent in several processes that share the weights, on one CPU.
 
-    All modes compute as many gradients, of the same batches, and subtract each with the same rate.
+    This shows what happens when workers do not wait for each other. In all modes the workers compute the same number of
+    gradients, of the same batches, and subtract each with the same learning rate.
 
     Args:
-        mode: `lock-free`; `bounded`, in which no worker is more than `delay` updates ahead of another; or
-            `synchronous`, in which all compute at the same weights, which then change by the sum.
-        seed: Draws the weights and the order of images.
-        workers: Processes, of one thread each.
-        updates: Of all workers together.
-        delay: For `bounded`, from 0; in `lock-free` there is none.
-        batch_size: Images for each gradient.
-        learning_rate: Of plain gradient descent.
+        mode: `lock-free`: every worker changes the shared weights when it is ready, and none waits (Hogwild).
+            `bounded`: the same, but no worker is more than `delay` updates ahead of another. `synchronous`: all workers
+            compute at the same weights, which then change by the sum of their gradients.
+        seed: What the initial weights and the order of images are drawn from.
+        workers: How many processes, of one thread each.
+        updates: How many updates all workers make together; a multiple of `workers`.
+        delay: For `bounded` alone: how many updates, from 0.
+        batch_size: How many images each gradient is of.
+        learning_rate: Of plain gradient descent, without momentum.
         hidden: The widths of the autoencoder's layers up to the code.
-        data: Images, as `gpulab.load` names them.
-        guard: Whether each step is under `gpulab.guard`, which tells of weights that changed before backward.
-        processes: As many as there are workers, under `cpu:threads=1`, to do it; by default they are started for it.
+        data: Images, by a name that `gpulab.load` knows.
+        guard: Whether each step is under `gpulab.guard`, which notes whether weights changed before the backward pass
+            used them.
+        processes: A `gpulab.training.parallel.Processes` of as many processes as `workers`, under `cpu:threads=1`, to
+            do it. By default they are started for it, which takes seconds.
+
+    Returns:
+        The `Descent`, with `history`, a row for each update, and `summary`.
 
     Raises:
-        UsageError: For what makes no sense, before a process starts.
+        UsageError: For arguments that make no sense, before a process starts.
+        GpulabError: Where a process fails.
+
+    Examples:
+        >>> descent = descend("bounded", delay=1, updates=40)  # starts two processes  # doctest: +SKIP
+        >>> len(descent.history), descent.summary["mode"]  # doctest: +SKIP
+        (40, 'bounded')
+
+    References:
+        Recht, Ré, Wright, Niu 2011, *Hogwild: a lock-free approach to parallelizing stochastic gradient descent* (arXiv
+        1106.5730); for `bounded`, Ho et al. 2013, *More effective distributed ML via a stale synchronous parallel
+        parameter server*.
     """
     import pandas as pd
 

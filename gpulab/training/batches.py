@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The noise of a gradient at one place.
+    """How noisy a gradient is at one place: what `noise_scale` returns.
 
     Attributes:
-        gradient: The squared length of the true gradient, |G|².
+        gradient: The squared length of the true gradient, |G|². The estimate is without bias, so noise can bring it
+            below zero.
         variance: The trace of the covariance of one example's gradient, tr Σ.
-        scale: Their quotient, the batch at which noise and gradient are as large.
     """
 
     gradient: float
@@ -46,28 +46,38 @@ class NoiseScale:
 
     @property
     def scale(self) -> float:
-        """Tr Σ / |G|², in examples; infinite where the gradient is lost in the noise."""
+        """The noise scale tr Σ / |G|², in examples per batch; infinite where the estimate of |G|² is not above zero."""
         return self.variance / self.gradient if self.gradient > 0 else float("inf")
 
 
 def noise_scale(model: Trainable, examples: Tensor, batch_size: int = 16) -> NoiseScale:
-    """The simple noise scale of a model's loss where its weights are now.
+    """Estimate the noise scale of a model's gradient at its present weights: how large a batch is worth its cost.
 
-    From the squared gradients of small batches, their mean g², and of all examples together, G²: an average over b of
-    n examples has the expectation |G|² + tr Σ / b, so both can be solved for without bias (appendix A.1 of the source).
+    This is the simple noise scale of the source. In a batch of that size the noise of the gradient is as large as the
+    gradient itself. Much smaller batches gain from more examples nearly in proportion, much larger ones hardly gain. A
+    gradient averaged over b examples has the squared length |G|² + tr Σ / b in expectation. It is measured for small
+    batches and for all examples together, and the two equations are solved for |G|² and tr Σ.
 
     Args:
-        model: Its `training_loss` is the mean over a batch. Gradients and weights are left as they are.
-        examples: (n, …), drawn independently, a multiple of `batch_size` and more than one.
-        batch_size: Of the small batches.
+        model: A network whose `training_loss` is the mean over a batch. Its gradients and weights are left as they are.
+        examples: A tensor (n, …) of examples that were drawn independently; n is a multiple of `batch_size`, at least
+            twice it.
+        batch_size: How many examples the small batches have.
+
+    Returns:
+        A `NoiseScale` with `gradient` (|G|²), `variance` (tr Σ) and `scale`, the quotient tr Σ / |G|², in examples.
 
     Raises:
-        UsageError: For a number of examples that does not give two batches or more.
+        UsageError: For a number of examples that does not give two or more full batches.
 
     Examples:
         >>> from gpulab.models import Autoencoder
         >>> noise_scale(Autoencoder((16,)), torch.rand(64, 1, 28, 28)).variance > 0
         True
+
+    References:
+        McCandlish, Kaplan, Amodei et al. 2018, *An empirical model of large-batch training* (arXiv 1812.06162),
+        appendix A.1.
     """
     count = len(examples) // batch_size if batch_size > 0 else 0
     if count < 2 or len(examples) % batch_size:
@@ -94,26 +104,38 @@ def steps_to_target(
     most: int = 2000,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """How many updates of Adam it takes to a loss, for each batch size at each learning rate.
+    """Count the updates that Adam needs to reach a loss, for each batch size at each learning rate.
 
-    The loss is that on held-out images, looked at after 1, 2, 3, … updates, ever more rarely (a twentieth more).
+    The loss is that on all held-out images. It is computed after updates 1, 2, 3 and so on, and from the fortieth on
+    ever more rarely: each time after a twentieth more updates.
 
     Args:
-        model: Each training starts from its weights; left as it is.
-        data: Images.
-        target: The mean squared error that ends a training.
-        batch_sizes: To compare.
-        learning_rates: Of which the best counts, for each batch size.
-        seed: Of the order of images.
-        most: Updates after which a training has failed.
-        progress: Whether to show a bar.
+        model: Each training starts from its weights; the model itself is left as it is.
+        data: Images, as `gpulab.load` gives them.
+        target: The held-out loss at which a training ends: the mean squared error, of pixels in [0, 1].
+        batch_sizes: The numbers of images per update to compare.
+        learning_rates: The learning rates to try for each batch size.
+        seed: What the order of images is drawn from.
+        most: The number of updates after which a training is given up.
+        progress: Whether to show a progress bar.
 
     Returns:
-        A row for each batch size and learning rate: `batch_size`, `learning_rate`, `steps` (NaN where the target was
-        not reached), `examples` (steps × batch size), `best` (whether no other rate takes fewer steps).
+        A data frame with a row for each batch size and learning rate. Its columns are `batch_size`, `learning_rate`,
+        `steps` (NaN where the target was not reached), `examples` (steps × batch size) and `best` (whether no other
+        learning rate took fewer steps at this batch size).
 
     Raises:
-        UsageError: For a sequence of frames.
+        UsageError: For a sequence of frames, whose examples are not independent.
+
+    Examples:
+        >>> from gpulab import load
+        >>> from gpulab.models import Autoencoder
+        >>> table = steps_to_target(Autoencoder((16,)), load("digits"), 0.15, [16], [3e-3, 1e-2], progress=False)
+        >>> table[["learning_rate", "best"]].values.tolist()
+        [[0.003, False], [0.01, True]]
+
+    References:
+        McCandlish, Kaplan, Amodei et al. 2018, *An empirical model of large-batch training* (arXiv 1812.06162).
     """
     import pandas as pd
 
@@ -151,11 +173,26 @@ def _steps(
 
 
 def fit_law(batch_sizes: Sequence[float], steps: Sequence[float]) -> tuple[float, float]:
-    """S_min and B_noise of S = S_min (1 + B_noise / B), by least squares of the logarithm of S.
+    """Fit how the number of steps to a loss falls with the batch size: S = S_min (1 + B_noise / B).
+
+    The fit is by least squares of the logarithm of S.
+
+    Args:
+        batch_sizes: B, three or more, in examples.
+        steps: S for each of them, all finite, such as the best `steps` of `steps_to_target`.
+
+    Returns:
+        S_min, the steps that even the largest batch needs, and B_noise, the batch size at which it takes twice as many.
+
+    Raises:
+        UsageError: For fewer than three pairs, unequal numbers of both, or steps that are not finite.
 
     Examples:
         >>> fit_law([1, 10, 100], [100 * (1 + 20 / size) for size in [1, 10, 100]])
         (100.0, 20.0)
+
+    References:
+        McCandlish, Kaplan, Amodei et al. 2018, *An empirical model of large-batch training* (arXiv 1812.06162).
     """
     from scipy.optimize import curve_fit
 

@@ -218,19 +218,24 @@ def slurm_script(
     devices: int = 1,
     workers: int = 1,
 ) -> str:
-    """A job array for Slurm's `sbatch`: each task does its share of an experiment, in a store that all tasks see.
+    """Write a job array for Slurm's `sbatch`, of which each task does its share of an experiment.
+
+    All tasks need to see the store in which the experiment keeps its runs.
 
     Args:
-        command: The command line of the experiment, without a share.
+        command: The words of the command line of the experiment, without `--share`.
         tasks: How many tasks the array has.
-        settings: Of the experiment: where one is of a GPU, every task asks for a GPU.
-        cpus: CPUs of each task; by default as many as the settings have threads, for each worker and device.
-        gpus: GPUs of each task; by default as many as a run has devices.
-        devices: That share a run.
-        workers: Runs at a time, which share the GPUs.
+        settings: The settings of the experiment. Where one is of a GPU, every task asks for GPUs.
+        cpus: CPUs of each task. By default the most threads that a setting names, or 1, for each worker and device.
+        gpus: Whole GPUs of each task. By default as many as `devices`.
+        devices: How many devices share a run.
+        workers: How many runs a task trains at the same time. They share the task's GPUs.
+
+    Returns:
+        The text of the script.
 
     Raises:
-        UsageError: For a part of a GPU, or a GPU where no setting is of one.
+        UsageError: For a part of a GPU, for `gpus` where no setting is of a GPU, and for a malformed setting.
 
     Examples:
         >>> print(slurm_script(["gpulab", "experiment", "prednet"], 4, ["cpu:threads=2"]))

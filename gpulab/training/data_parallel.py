@@ -253,15 +253,16 @@ def launched(plan: Plan, job: dict[str, Any], keeping: Keeping, progress: run.To
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, inputs: Tensor, devices: Iterable[str]) -> Tensor:
-    """What a model makes of inputs, a copy of it on each device, each given its share of the rows.
+    """Compute a model's outputs on several devices at once: each has a copy of the model and a share of the rows.
 
     Args:
-        model: Called in evaluation mode; itself left as it is.
-        inputs: (n, …); n need not divide.
-        devices: Such as `["cuda:0", "cuda:1"]`, or `["cpu", "cpu"]`.
+        model: The network. It is called in evaluation mode, without gradients, and returns one tensor with a row for
+            each input. The model itself is left as it is.
+        inputs: A tensor (n, …); n need not be a multiple of the number of devices.
+        devices: The devices' names, such as `["cuda:0", "cuda:1"]`, or `["cpu", "cpu"]`.
 
     Returns:
-        The outputs in the inputs' order, on the inputs' device.
+        The outputs (n, …) in the order of the inputs, on the inputs' device.
 
     Raises:
         UsageError: Without a device, or for a text instead of a list of them.

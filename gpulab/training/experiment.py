@@ -37,26 +37,41 @@ LEASE = 120.0  # seconds after which a lock that nobody refreshes is taken: netw
 
 @dataclass
 class Experiment:
-    """Train one model, or by a function of your own, under several settings from the same seeds.
+    """Train the same model under several settings from the same seeds, for a comparison by `gpulab.verdict`.
+
+    Each run is trained in a worker process, so that no setting leaks into another. All runs are kept in a store; those
+    that it has already are not trained again.
 
     Args:
         model: A training of your own, `train(seed, setting)` or `"my_training.py:train"`, as `gpulab.train` describes
             it; or `autoencoder`, `prednet` or `whitener`.
-        settings: The settings to compare.
-        seeds: How many, or the seeds themselves; without it the profile says, or 10.
-        profile: `smoke`, `quick` or `paper`, for gpulab's own networks.
-        store: The folder in which runs are kept, or `s3://bucket/prefix`.
+        settings: The settings to compare, as texts.
+        seeds: How many (from 0 on), or the seeds themselves. By default the profile says, and 10 for a training of your
+            own.
+        profile: For gpulab's own networks, how long to train and on what: `smoke`, `quick` or `paper`; for PredNet also
+            `motion`.
+        store: The folder in which runs are kept, or `s3://bucket/prefix`. By default `$GPULAB_STORE`, or the folder
+            `runs`.
         reruns: How often each seed and setting is run.
-        workers: How many processes train at the same time, which makes `seconds` say nothing. With one, as many
-            as 16 of gpulab's own networks share a CUDA GPU in it (see `gpulab.training.replicas`), each with the
-            result that it has alone; their records say `shared`.
-        options: Those of the function; or those of `gpulab.train` that JSON can carry, such as `frames` or `data`.
-        variants: Each adds options of its own: all of them are trained under every setting.
-        how: Arguments `resume`, `checkpoint_seconds`, `guard` and `registered` of `gpulab.train`. With a guard, or
-            without resuming, runs that are there are done again.
+        workers: How many processes train at the same time. With more than one, the `seconds` of a run say nothing. With
+            one, as many as 16 of gpulab's own networks share a CUDA GPU in it (see `gpulab.training.replicas`). Each
+            has the result that it has alone, and its record says `shared`.
+        options: Options of your training by name, with the values that all runs have. For gpulab's own networks,
+            arguments of `gpulab.train` that JSON can carry, such as `frames` or `data`. Weights are kept only with
+            `keep_weights=True` among these.
+        variants: Dictionaries of further options. Each of them is trained under every setting from every seed.
+        how: Arguments `resume`, `checkpoint_seconds`, `guard` and `registered` of `gpulab.train`, by name. With a
+            guard, or with `resume=False`, runs that are there are done again.
+
+    Attributes:
+        settings: The settings as a list of texts.
+        seeds: The seeds as a list of numbers.
+        variants: The variants as a list.
+        folder: Where the runs are kept: a `Path`, or the address of a store in object storage.
+        length: How many frames a run has in the progress bar, 1 for a training of your own; `unit` is what is counted.
 
     Raises:
-        UsageError: For what makes no sense, before any worker starts.
+        UsageError: For arguments that make no sense, before any worker starts.
 
     Examples:
         >>> import tempfile
@@ -100,7 +115,7 @@ class Experiment:
             raise UsageError(f"{asked}: an experiment needs one of each at least")
 
     def jobs(self) -> list[dict[str, Any]]:
-        """The arguments of each training, ordered by setting."""
+        """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
         kept = {"store": str(self.folder), **self.how}
         usual = {"keep_weights": False}  # for a verdict they are of no use, unless `options` ask for them
         return [
@@ -126,24 +141,32 @@ class Experiment:
         gpus: float | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> pd.DataFrame:
-        """Do what is not done yet and return this experiment's runs, as `gpulab.runs` does.
+        """Train the runs that the store does not have yet, and return all runs of this experiment.
 
-        An interrupted experiment goes on where it was. Runs that fail do not stop the others; they
-        are named in a `GpulabError` at the end. What another process does at the same time, on this machine or
-        another that has the store, is waited for and not done twice.
+        An interrupted experiment goes on where it was when it is called again. Runs that fail do not stop the others:
+        the error comes at the end and names them. Another process may do the same experiment at the same time, on this
+        machine or another that sees the store. No run is then done twice, and both wait until all are done.
 
         Args:
-            progress: Whether to show a bar.
-            engine: `local`, worker processes on this machine; or `ray`, on a cluster: see `gpulab.training.cluster`.
-            address: Of the Ray cluster, such as `auto` or `127.0.0.1:6379`; without it, `$RAY_ADDRESS`, or a cluster
-                of this machine alone, which ends with the experiment.
-            cpus: CPUs that the cluster keeps for each run: by default the setting's threads, or 1.
-            gpus: GPUs that it keeps for each, 1 or a fraction: by default 1, for settings of a GPU.
-            share: (k, n) does every n-th run from the k-th on, and leaves the others to others.
+            progress: Whether to show a progress bar.
+            engine: `local` for worker processes on this machine; `ray` for a Ray cluster, see
+                `gpulab.training.cluster`.
+            address: For `ray`: the cluster's address, such as `auto` or `127.0.0.1:6379`. By default `$RAY_ADDRESS`, or
+                else a cluster of this machine alone, which ends with the experiment.
+            cpus: For `ray`: how many CPUs the cluster keeps for each run. By default as many as the setting's threads,
+                or 1.
+            gpus: For `ray`: the GPU that it keeps for each run under a setting of a GPU: 1, the default, or a fraction
+                of one.
+            share: (k, n) does every n-th run from number k on, 0 ≤ k < n, and leaves the rest to other processes. Only
+                the runs of the share are returned.
+
+        Returns:
+            A data frame with a row for each run, ordered by setting and seed, with the columns of `gpulab.runs`.
 
         Raises:
-            UsageError: For what makes no sense, and runs that ask for more than a node of the cluster has.
-            GpulabError: Where runs failed.
+            UsageError: For arguments that make no sense, a run that asks for more than a node of the cluster has, and a
+                script that starts an experiment outside `if __name__ == "__main__"`.
+            GpulabError: Where runs failed, the store cannot be written, or the cluster does not answer.
         """
         if INSIDE in os.environ:
             raise UsageError(

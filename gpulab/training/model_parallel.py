@@ -25,19 +25,23 @@ from gpulab.training.plan import Plan
 
 
 def split(model: Trainable, devices: Sequence[str]) -> Trainable:
-    """Cut an autoencoder or a PredNet over devices, in place: as many layers in a row on each.
+    """Distribute the layers of an autoencoder or a PredNet over several devices, in place.
+
+    Each device gets about as many layers, in a row. One device computes at a time, and the others wait for it. So this
+    is for a network that does not fit on one device; it makes none faster.
 
     Args:
-        model: An `Autoencoder`, cut between linear layers; or a `PredNet`, cut between its layers, of which the upper
-            are the heavier in weights and the lower in what is kept for the backward pass.
-        devices: One or more, such as `["cuda:0", "cuda:1"]`; `["cpu", "cpu"]` tries it where there is no GPU. The
-            input goes to the first.
+        model: An `Autoencoder`, cut between its linear layers; or a `PredNet`, cut between its layers. The upper layers
+            of a PredNet are the heavier in weights, the lower ones in what is kept for the backward pass.
+        devices: One or more names, at most as many as there are layers, such as `["cuda:0", "cuda:1"]`.
+            `["cpu", "cpu"]` tries it without a GPU. Inputs go to the first.
 
     Returns:
-        The model. Each of its modules says in `part` on which of the devices, by number, it computes.
+        The same model. The attribute `part` of each of its modules is the number of the device on which it computes,
+        from 0.
 
     Raises:
-        UsageError: For another model, and for more devices than layers.
+        UsageError: For another model, for no device, and for more devices than layers.
 
     Examples:
         >>> import torch
@@ -97,17 +101,24 @@ def begin_split(plan: Plan, devices: Sequence[str]) -> tuple[Training, Plain]:
 
 
 def memory_per_part(model: Trainable, batch: Tensor, devices: int) -> list[dict[str, int]]:
-    """Bytes that a training step keeps on each of the devices that a model is split over.
+    """Count the bytes that a training step keeps on each of the devices that a model was split over.
 
     Args:
-        model: One that was `split`.
-        batch: As `training_loss` takes it.
-        devices: How many it was split over.
+        model: A model that was `split`.
+        batch: A batch as the model's `training_loss` takes it. The loss is computed once, to see what autograd saves.
+        devices: Over how many devices the model was split.
 
     Returns:
-        For each device `weights`, `optimizer` (the gradient and Adam's two moments) and `activations`: what autograd
-        saves for the backward pass, each piece of memory once, weights apart. What an operation between modules saves
-        counts for the module called last.
+        A list with a dictionary for each device, all in bytes. `weights` are the parameters. `optimizer` is the
+        gradient and Adam's two moments, three times the weights. `activations` is what autograd saves for the backward
+        pass, without the weights, each piece of memory counted once. What an operation between two modules saves counts
+        for the device of the module called before it.
+
+    Examples:
+        >>> import torch
+        >>> net = split(Autoencoder((16,)), ["cpu", "cpu"])
+        >>> [part["weights"] for part in memory_per_part(net, torch.rand(2, 1, 28, 28), 2)]
+        [50240, 53312]
     """
     parts: list[dict[str, int]] = [{"weights": 0, "optimizer": 0, "activations": 0} for _ in range(devices)]
     own: set[int] = set()

@@ -68,18 +68,21 @@ PROTOCOLS = {
 
 
 def profile(name: str) -> str:
-    """The profile to use: the environment variable `GPULAB_PROFILE` if it is set, else `name`.
+    """Choose the profile, which says how large experiments are: `GPULAB_PROFILE` if that is set, else `name`.
 
-    Notebooks ask here, so that the tests can run them small.
+    Notebooks call it, so that one environment variable makes all of them small for a test.
 
     Args:
-        name: `smoke` (seconds), `quick` (a laptop) or `paper` (as published).
+        name: `smoke` (seconds), `quick` (minutes on a laptop) or `paper` (as published).
+
+    Returns:
+        `smoke`, `quick` or `paper`. PredNet's further profile, `motion`, is for `gpulab.train` and `gpulab.Experiment`.
 
     Raises:
-        UsageError: For an unknown name.
+        UsageError: For another name, also in the environment variable.
 
     Examples:
-        >>> profile("quick") in PROFILES
+        >>> profile("quick") in ("smoke", "quick", "paper")
         True
     """
     chosen = os.environ.get("GPULAB_PROFILE") or name

@@ -49,67 +49,98 @@ def train(
     registered: str | Path | None = None,
     **factors: Any,
 ) -> Run:
-    """Train a copy of a network by the published protocol, and return the run.
+    """Train a copy of a network from one seed under one setting, and return the run.
 
-    PredNet: windows of 20 frames, one update each, the state carried from window to window; Adam with
-    learning rate 1e-3, beta 0.9 and 0.999, eps 1e-8; a batch of one. The autoencoder: one image per
-    update; the whitener: 50. The loss reported is the mean squared error per frame. `final_loss` is its mean over
-    the last fifth of the windows. A loss that is not finite ends the run as `diverged`.
+    gpulab's own networks, `"autoencoder"`, `"prednet"` and `"whitener"`, and modules that derive from `Trainable`, are
+    trained by gpulab's own loop. It goes through the data in windows of frames or images. PredNet has one update for
+    each window of 20 frames, a batch of one film, and carries its state from window to window. The autoencoder has one
+    update for each image, the whitener one for 50 images. The optimiser is Adam with learning rate 1e-3, beta 0.9 and
+    0.999, and eps 1e-8. The loss is noted for each window, as the mean squared error per frame or image. `final_loss`
+    is the mean over the last fifth of the windows. A loss that is not finite ends the run, whose status is then
+    `diverged`.
 
-    With a `store`, the run is kept there, an interrupted one resumes from its last checkpoint, and one that is
-    already there is returned without training (unless it was kept without the weights that `keep_weights` asks for).
+    A training of your own is a function `train(seed, setting)`, or the text `"my_training.py:train"`. Nothing of the
+    protocol above is used for it. It is called by the names of its parameters, which may stand in any order:
 
-    A training of your own is a function `train(seed, setting)`, or the text `"my_training.py:train"`, with parameters
-    in any order: the `seed`, from which torch's, NumPy's and Python's random numbers are drawn already; the `setting`,
-    if wanted, which is in force already (`setting.device`, `setting.dtype`); a `folder`, if wanted, which a killed run
-    leaves as it is, for checkpoints; and options with defaults, where one that names a file stands for its content
-    (other files that it opens are not noticed). It returns a number, or a dict of them, or yields
-    these as it goes: the mean of the last fifth counts. One called `loss` is the run's `final_loss`, too. What is not
-    finite, an `ArithmeticError` or a `LinAlgError` ends it as `diverged`. Nothing of the protocol above is used.
+    - `seed`: Torch's, NumPy's and Python's random numbers are drawn from it already.
+    - `setting`, if wanted: The `Setting` that is in force already, with `setting.device` and `setting.dtype`.
+    - `folder`, if wanted: A folder for its own checkpoints. With a `store`, the next attempt finds there what a killed
+      run has left.
+    - Every other parameter is an option and needs a default. Where the value of an option names a file, the file's
+      content is part of what identifies the run. A change in any other file that the function opens is not noticed.
+
+    The function returns a number, or a dictionary of numbers by name, or yields these as it goes. Of what it yields,
+    the mean of the last fifth counts. A number without a name, or one named `loss`, is the run's `final_loss`. A number
+    that is not finite, an `ArithmeticError` or a `LinAlgError` ends the run as `diverged`.
+
+    With a `store`, the finished run is kept there, and an interrupted one goes on from its last checkpoint. A run that
+    the store has already is returned without training, unless `keep_weights` asks for weights that were not kept.
 
     Args:
-        net: A training of your own; or `"autoencoder"`, `"prednet"`, `"whitener"`, or a module derived from
-            `Trainable`. The weights of a fresh network are drawn from `seed`; a network that holds loaded weights
-            starts from those. `net` itself is left as it was, so that the next training starts from the same place.
-        data: A name, or loaded data; the profile's where it is left out, as the next four are.
+        net: A name or module as above, or a training of your own. The weights of a fresh network are drawn from `seed`;
+            a network that holds loaded weights starts from those. A module is copied and itself left as it was.
+        data: What to learn from: a name that `gpulab.load` knows, or loaded data. By default the profile says.
         setting: Where and how to compute, such as `cuda:tf32=off`.
-        seed: Draws the initial weights and the order of images.
-        profile: How long and on what: `smoke`, `quick` or `paper`.
-        frames: How many frames or images to train on.
-        learning_rate: Adam's.
-        window: How many frames or images there are between two looks at the loss: of PredNet those of an update.
-        data_options: Options of `gpulab.load`.
-        model_options: Options of the model named, or of a training of your own, which takes them as keywords, too.
-        rerun: Numbers repetitions of the same run.
-        store: A folder in which runs are kept, or `s3://bucket/prefix`, which keeps no weights.
+        seed: What the initial weights and the order of images are drawn from.
+        profile: How long to train, on what, and with which sizes, where the other arguments do not say: `smoke`,
+            `quick` or `paper`; for PredNet also `motion`.
+        frames: How many frames or images to train on. By default the profile says.
+        learning_rate: Adam's. By default the profile says: 1e-3, and 3e-3 in `motion`.
+        window: How many frames or images a window has, from 2; for PredNet these give one update. By default the
+            profile says: 20, and 200 for the whitener.
+        data_options: Options of `gpulab.load`, by name, for data that are named.
+        model_options: Options of a network that is named, or of a training of your own. The latter can also be given as
+            keywords of this function.
+        rerun: The number of this repetition, from 0: the same run again, kept beside the first.
+        store: A folder in which runs are kept, or `s3://bucket/prefix` (also `gs://`, `az://`), which keeps no weights.
+            By default nothing is kept.
         resume: Whether to go on from a checkpoint, and to take a run that is there.
-        checkpoint_seconds: Time between checkpoints.
+        checkpoint_seconds: The time between two checkpoints.
         keep_weights: Whether the store keeps the trained weights.
-        guard: Whether a tensor that is overwritten between its saving and the backward pass ends the run with
-            `OverwrittenError`; see `gpulab.guard`. What is computed stays the same bits. A run that is in the
-            store already is trained again, for it may have been kept without a guard.
-        watch: Called with the model and the number of updates, before the first and after each window.
-        progress: True for a bar; or called with (frames done, loss).
-        command: Noted in the record; by default the command line that makes this run, where there is one.
-        registered: A file in which question, endpoint, margin, seeds and stopping were laid down; its name and digest
-            are noted in the record of a run that is made now (see `gpulab.store.records.registration`). One that the
-            store has already stays as it is.
-        **factors: What a device may do otherwise: `loader`, how frames reach it (see `gpulab.data.feed`); `flip`
-            changes the last bit of the initial weight of that number; `fast=False` has every gradient computed by
-            autograd, which PredNet otherwise does in fewer operations, equal up to rounding, unless a guard, a trace
-            or an emulation has to see each of them; `draws` says whose generator draws the
-            initial weights, the `cpu`'s or the `device`'s own, which gives other numbers from the same seed; `devices`,
-            how many share each batch, a process each (see `gpulab.training.parallel`): under `cpu` or `cuda` on this
-            machine, or those that torchrun has started, and the result is that of one up to rounding.
+        guard: Whether to train under `gpulab.guard`. The results are the same bits. A run that the store has already is
+            trained again, because it may have been made without a guard.
+        watch: A function that is called with the model and the number of updates, before the first update and after
+            each window. For gpulab's own loop in this process only.
+        progress: True for a progress bar, False for none; or a function that is called with what is done so far
+            (frames, or what your function has yielded) and the loss.
+        command: A command line to be noted in the run's record. By default it is the one that makes this run, where
+            there is one.
+        registered: A Markdown file that was written before the first run, with the headings Question, Endpoint, Margin,
+            Seeds and Stopping. Its name and SHA-256 are noted in the record of a run that is made now, not of one that
+            the store has already.
+        **factors: Options of your own training. Or, of gpulab's own loop, what a device may do in another way while
+            what is to be learned stays the same:
+
+            - `loader`: How frames reach the device: `window`, `copied`, `reused` or `imitated`; see `gpulab.data.feed`.
+            - `flip`: The number of the initial weight whose last bit is changed.
+            - `fast`: False has autograd compute every gradient. By default PredNet's gradient is computed in fewer
+              operations, equal up to rounding, unless a guard, a trace or an emulation has to see each of them.
+            - `draws`: Whose generator draws the initial weights: `cpu`, or `device`, which gives other numbers from the
+              same seed.
+            - `devices`: How many devices share each batch, with a process for each. The result is that of one device up
+              to rounding. This works under `cpu` or `cuda`, on this machine, or in processes that torchrun has started.
+
+    Returns:
+        The `Run`, with the trained model, its history and its record.
 
     Raises:
-        UsageError: For what makes no sense, before anything is trained.
-        GpulabError: For a setting that cannot run here, or a store that cannot be written.
+        UsageError: For arguments that make no sense, before anything is trained.
+        DataError: For a file of the data that is missing, damaged, or changed during the training.
+        GpulabError: For a setting that cannot run here, or a store that cannot be written. Also where a function of
+            your own raises, or gives something else than numbers.
+        OverwrittenError: With `guard`, where a tensor was overwritten between its saving and the backward pass.
 
     Examples:
         >>> run = train("autoencoder", profile="smoke", progress=False)
         >>> run.status, len(run.history)
         ('finished', 20)
+        >>> train(lambda seed, power=1: (seed + 1) ** -power, seed=1, power=2, progress=False).final_loss
+        0.25
+
+    References:
+        Lotter, Kreiman, Cox 2016, *Deep predictive coding networks* (arXiv 1605.08104), for PredNet; Pietrowski et al.
+        2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv 2109.01451), for its
+        protocol; Kingma, Ba 2014, *Adam: a method for stochastic optimization* (arXiv 1412.6980).
     """
     notes = {"command": command, **records.registration(registered)}
     how = {"use_checkpoints": resume, "checkpoint_seconds": checkpoint_seconds, "weights": keep_weights}

@@ -46,14 +46,27 @@ HISTORY_TYPES = ("int64", "int64", "float64", "float32")  # of `WindowNote`
 
 @dataclass
 class Run:
-    """What one training left.
+    """What one training left: the model, the losses along the way, and the record. `gpulab.train` returns it.
+
+    `print(run)` says it in one line.
 
     Attributes:
-        model: The trained network, on the CPU; None where a function of your own trained.
-        data: What it learned from; None likewise.
-        columns: The history, column by column.
-        record: Everything that is written to the store's `run.json`.
-        path: The run's folder, where it was kept.
+        model: The network on the CPU, as it was trained; with its initial weights where the run comes from a store that
+            kept none. None for a training of your own.
+        data: What the network learned from; None for a training of your own.
+        columns: The history as arrays by name: `window`, `step`, `loss`, `seconds`; see `history`.
+        record: Everything that a store writes into the run's `run.json`, as a dictionary: what was asked for, the
+            passport of the machine, the command, and the results.
+        path: The run's folder in the store; None where it was not kept.
+
+    Examples:
+        >>> from gpulab import train
+        >>> run = train("autoencoder", profile="smoke", progress=False)
+        >>> list(run.history)
+        ['window', 'step', 'loss', 'seconds']
+        >>> images, reconstructions = run.predict()
+        >>> reconstructions.shape
+        torch.Size([297, 1, 28, 28])
     """
 
     model: Any
@@ -64,9 +77,11 @@ class Run:
 
     @functools.cached_property
     def history(self) -> pd.DataFrame:
-        """A row for each window.
+        """A data frame with a row for each window.
 
-        `window`, `step` (updates so far), `loss` (mean squared error per frame, averaged over the window), `seconds`.
+        Its columns are `window` (from 0), `step` (updates so far), `loss` (the mean squared error per frame, averaged
+        over the window) and `seconds` (since the beginning). For a training of your own there is a row for each number
+        that it yielded, or a single one.
         """
         import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
 
@@ -74,17 +89,24 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`finished` or `diverged`."""
+        """How the training ended, `finished` or `diverged`."""
         return self.record["status"]
 
     @property
     def final_loss(self) -> float:
-        """The mean of the loss over the last fifth of the windows; NaN when diverged."""
+        """The mean of the loss over the last fifth of the windows; NaN when the run diverged.
+
+        For a training of your own it is what that gave under the name `final_loss` or `loss`, or without a name, else
+        NaN.
+        """
         return self._summary("final_loss")
 
     @property
     def heldout_loss(self) -> float:
-        """The mean squared error per held-out frame after training; NaN when diverged."""
+        """The mean squared error per held-out frame after training; NaN when the run diverged.
+
+        For a training of your own it is what that gave under this name, else NaN.
+        """
         return self._summary("heldout_loss")
 
     def _summary(self, name: str) -> float:
@@ -93,16 +115,24 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers that a function of your own gave; none when diverged."""
+        """The numbers that a training of your own gave, by name; empty when it diverged, and for gpulab's networks."""
         return self.record.get("metrics") or {}
 
     @torch.no_grad()
     def predict(self, data: Data | None = None) -> tuple[Tensor, Tensor]:
-        """What the trained model makes of the held-out part of the data, in float32.
+        """Compute what the trained model makes of the held-out part of the data, in float32 on the CPU.
+
+        Args:
+            data: Other data of the same frame size; by default those that the run learned from.
 
         Returns:
-            For a sequence both are (T, 1, C, H, W), in [0, 1]: the frames from the second on, and the prediction
-            of each made from the frames before it. For images both are (N, C, H, W): images, reconstructions.
+            Two tensors of numbers in [0, 1]. For a sequence both have the shape (T, 1, C, H, W) and are the frames from
+            the second on, and the prediction of each from the frames before it. For images both have the shape (N, C,
+            H, W) and are the images, and their reconstructions.
+
+        Raises:
+            UsageError: For a run of a training of your own, whose network gpulab does not have.
+            DataError: For data that cannot be read.
         """
         data = self.data if data is None else data
         if self.model is None or data is None:

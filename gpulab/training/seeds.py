@@ -32,32 +32,33 @@ def seed_runs(
     progress: bool = True,
     **changes: Any,
 ) -> pd.DataFrame:
-    """Train a network of your own from several seeds, under one setting.
+    """Train a network of your own from several seeds under one setting.
 
-    With a `store` it is an `Experiment`: what is there is not trained again. Without one nothing is kept, one worker
-    is this process, and the first seed that fails ends it.
+    Without a store nothing is kept, and the first seed that fails ends it. With one it is an `Experiment` of one
+    setting: runs that the store has already are not trained again.
 
     Args:
-        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or its `file.py:name`.
-        setting: What to train under.
-        seeds: How many, or the seeds themselves.
-        store: A folder in which runs are kept.
-        workers: How many seeds train at the same time.
-        progress: Whether to show a bar.
-        **changes: Options of `train`.
+        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or the text `"my_training.py:train"`.
+        setting: The setting to train under.
+        seeds: How many (from 0 on), or the seeds themselves.
+        store: A folder in which runs are kept, or `s3://bucket/prefix`. By default nothing is kept.
+        workers: How many seeds train at the same time, each in a process of its own. With one, and without a store,
+            they train in this process.
+        progress: Whether to show a progress bar.
+        **changes: Options of `train`, by name.
 
     Returns:
-        A row a run, as `verdict` and `reproduce` take it: `setting`, `seed`, `status` (`finished` or
-        `diverged`), `final_loss` (NaN when diverged), and a column for each other metric. With a store, the columns
-        of `gpulab.runs`.
+        A data frame with a row for each seed, as `gpulab.verdict` and `gpulab.reproduce` take it. It has the columns
+        `setting`, `seed`, `status` (`finished` or `diverged`), `final_loss` (NaN when diverged), and one for each other
+        number that the training gave. With a store it has the columns of `gpulab.runs`.
 
     Raises:
-        UsageError: For what makes no sense.
+        UsageError: For arguments that make no sense.
         GpulabError: When the setting cannot run here, or a training fails.
 
     Examples:
         >>> runs = seed_runs(lambda seed: 1.0 / seed, seeds=range(3), progress=False)
-        >>> runs.status.tolist()  # one over nothing
+        >>> runs.status.tolist()  # seed 0 divides by zero
         ['diverged', 'finished', 'finished']
     """
     import pandas as pd
