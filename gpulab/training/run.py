@@ -58,6 +58,7 @@ class Run:
         record: Everything that a store writes into the run's `run.json`, as a dictionary: what was asked for, the
             passport of the machine, the command, and the results.
         path: The run's folder in the store; None where it was not kept.
+        trained: Whether `model` has the trained weights.
 
     Examples:
         >>> from gpulab import train
@@ -74,6 +75,7 @@ class Run:
     columns: History
     record: dict[str, Any]
     path: Path | None = None
+    trained: bool = True
 
     @functools.cached_property
     def history(self) -> pd.DataFrame:
@@ -131,12 +133,15 @@ class Run:
             H, W) and are the images, and their reconstructions.
 
         Raises:
-            UsageError: For a run of a training of your own, whose network gpulab does not have.
+            UsageError: For a run of a training of your own, whose network gpulab does not have, and for one whose
+                weights the store did not keep.
             DataError: For data that cannot be read.
         """
         data = self.data if data is None else data
         if self.model is None or data is None:
             raise UsageError(f"{self.record['experiment']} trained a network that gpulab does not know")
+        if not self.trained:
+            raise UsageError(f"the store kept no weights of {self.path}: train it again with keep_weights=True")
         model = copy.deepcopy(self.model).float().eval()
         length = self.record["configuration"]["window"]
         pieces = [w.frames if w.restart else w.frames[1:] for w in data.heldout(length)]
@@ -249,7 +254,7 @@ def with_model(plan: Plan, stored: StoredRun) -> Run:
     folder, record, columns, weights = stored
     if weights is not None:
         plan.model.to(dtype=plan.setting.dtype).load_state_dict(weights)
-    return Run(plan.model, plan.data, columns, record, folder)
+    return Run(plan.model, plan.data, columns, record, folder, trained=weights is not None)
 
 
 def history_columns(rows: Sequence[Any]) -> History:

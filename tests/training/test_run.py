@@ -326,6 +326,15 @@ def test_the_record_says_what_was_run_and_on_what(tmp_path):
     assert record["id"] == run.path.name
 
 
+def test_a_network_whose_weights_were_not_kept_predicts_nothing(tmp_path):
+    options = {"store": tmp_path, "frames": 20}
+    trained(**options, keep_weights=False)
+    with pytest.raises(gl.UsageError, match=r"kept no weights .* train it again with keep_weights=True"):
+        trained(**options, keep_weights=False).predict()
+    expected = trained(**options).predict()
+    assert torch.equal(trained(**options, keep_weights=False).predict()[1], expected[1]), "kept now, and loaded"
+
+
 @BOTH
 def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
     options = {**TINY[model], **USUAL, "seed": 1, "frames": 20, "rerun": 1}
