@@ -152,7 +152,7 @@ class Setting:
 
     A setting is mostly written as text, `device:option=value,option=value`, such as `cuda:1:tf32=off`. `Setting.parse`
     reads it and checks every option; `str(setting)` writes it. An option that is None leaves the flag as the process
-    has it. The constructor checks the device alone. `gpulab.setting` computes under a setting.
+    has it. `gpulab.setting` computes under a setting.
 
     Attributes:
         device: `cpu`, `cuda` (NVIDIA, or AMD with ROCm), `mps` (Apple) or `xpu` (Intel); `cuda:1` is the second GPU.
@@ -172,7 +172,7 @@ class Setting:
             `model.py:12+loss.py:3`.
 
     Raises:
-        UsageError: For a device that is none of these.
+        UsageError: For a device that is none of these, and an option's value that is none.
 
     Examples:
         >>> Setting.parse("cuda:1:deterministic=on,tf32=off")
@@ -203,6 +203,8 @@ class Setting:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(f"device {self.device!r}: Setting.parse({str(self.device)!r}) reads a text with options")
+        for name, text in self._options():
+            OPTIONS[name].parse(name, text)
 
     @classmethod
     def parse(cls, text: str | Setting | AbstractContextManager[Setting]) -> Setting:
@@ -255,9 +257,16 @@ class Setting:
         return cls(f"{kind}:{int(index)}" if index else kind, **values)
 
     def __str__(self) -> str:
-        values = ((name, getattr(self, name)) for name in OPTIONS)
-        options = [f"{name}={'on' if v is True else 'off' if v is False else v}" for name, v in values if v is not None]
+        options = [f"{name}={text}" for name, text in self._options()]
         return f"{self.device}:{','.join(options)}" if options else self.device
+
+    def _options(self) -> Iterator[tuple[str, str]]:
+        """The options that are given, each as its text."""
+        words = {True: "on", False: "off"}
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if value is not None:
+                yield name, words[value] if isinstance(value, bool) else str(value)
 
     def __repr__(self) -> str:
         return f"Setting({str(self)!r})"
