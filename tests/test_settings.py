@@ -189,7 +189,7 @@ def test_a_setting_that_is_not_in_force_names_the_cure():
     assert gl.Experiment(train, "cpu", 1).settings == ["cpu"]
     with pytest.raises(gl.UsageError, match=re.escape("Setting.parse('cpu:threads=1')")):
         gl.Setting("cpu:threads=1")
-    with pytest.raises(UsageError, match="threads='-1' must be a number"):
+    with pytest.raises(gl.UsageError, match="threads='-1' must be a number"):
         gl.Setting("cpu", threads=-1)
 
 
