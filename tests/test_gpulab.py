@@ -33,7 +33,12 @@ def packages():
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)
 def test_every_public_name_is_there_and_documented(package):
     for name in package.__all__:
-        assert inspect.getdoc(getattr(package, name)) or name.isupper(), name
+        public = getattr(package, name)
+        assert inspect.getdoc(public) or name.isupper(), name
+        if inspect.isfunction(public) and package is not companion:
+            parts = ["Args:"] if inspect.signature(public).parameters else []
+            missing = [part for part in (*parts, ">>>") if part not in public.__doc__]
+            assert not missing, f"{name}: the docstring has no {' and no '.join(missing)}"
     assert set(package.__all__) <= set(dir(package)) | set(getattr(package, "NAMES", ()))
 
 
