@@ -28,10 +28,10 @@ run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
 
 TESTS := GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --max-worker-restart=0 -rs
 
-test: check ## style, types, and the tests for every day: under ten minutes
+test: check ## style, types, and the tests for every day: five minutes
 	$(TESTS) -m "not slow"
 
-test-all: $(DEVELOPED) ## all the other tests: browser, all notebooks, site, slides, attack, clusters: ten minutes
+test-all: $(DEVELOPED) ## all the other tests: browser, all notebooks, site, slides, attack, clusters: seven minutes
 	$(TESTS) -m slow
 
 check: $(DEVELOPED) ## style, format and types, without the tests

@@ -8,10 +8,10 @@ import gpulab as gl
 PAGE = Path(__file__).with_name("public_names.md")
 MADE = ("Experiment", "Step", "GradientAccumulation", "Autoencoder", "LinearAutoencoder", "PredNet", "Whitener")
 HEAD = "# Public names\n\n" + (
-    "What these names are, and what their parameters are called, stays from 1.0 on. A name that has to go is kept for "
-    "a year, in which it warns and says what takes its place; a parameter likewise. New parameters come behind the "
-    "others, with a default. Everything else may change: modules that are not named here, what is printed, "
-    "`notebooks/companion`, `benchmarks`. Written by `python docs/names.py`, and compared by a test.\n"
+    "From 1.0 on, these names stay, and so do the names of their parameters. One that has to go is kept for a year, in "
+    "which it warns and says what takes its place. New parameters come after the others, with a default. Everything "
+    "else may change: modules that are not named here, what is printed, `notebooks/companion`, `benchmarks`.\n\n"
+    "`python docs/names.py` writes this page, and a test compares it with the code.\n"
 )
 
 

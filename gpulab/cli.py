@@ -136,17 +136,17 @@ def experiment(
         int,
         option("processes that train at the same time; with 1, up to 16 small networks share a CUDA GPU in one", min=1),
     ] = 1,
-    metric: Annotated[str | None, option("of the verdict", "final_loss, or the first")] = None,
+    metric: Annotated[str | None, option("what the verdict compares", "final_loss, or the first")] = None,
     store: Store = None,
     picture: Picture = None,
     engine: Annotated[str, option("local, ray (a cluster), or slurm, which prints a job array")] = "local",
     address: Annotated[str | None, option("of the Ray cluster", "$RAY_ADDRESS or a local")] = None,
     cpus: Annotated[float | None, option("of each run on a cluster", "its threads, or 1")] = None,
     gpus: Annotated[float | None, option("of each run on a cluster, such as 0.25", "1")] = None,
-    tasks: Annotated[int, option("of the job array", min=1)] = 16,
+    tasks: Annotated[int, option("how many the job array has", min=1)] = 16,
     share: Annotated[str | None, option("K/N does every N-th run from the K-th on, for one task")] = None,
 ) -> None:
-    """Train seeds × settings in worker processes, here or on a cluster. What is done already is skipped."""
+    """Train every seed under every setting, here or on a cluster, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.store import listing as stores
     from gpulab.training.experiment import Experiment
@@ -253,14 +253,14 @@ def verdict(
     file: Annotated[Path, argument("a .csv, .tsv or .parquet, a store, or packed runs")],
     metric: Annotated[str, option("the column that is compared: numbers, or true and false")] = "final_loss",
     factor: Annotated[str, option("the column whose levels are compared")] = "setting",
-    block: Annotated[str, option("the column of what they are compared on")] = "seed",
-    reference: Annotated[str | None, option("a level", "cpu, or else the first")] = None,
+    block: Annotated[str, option("the column that says which rows are pairs")] = "seed",
+    reference: Annotated[str | None, option("what others are compared with", "cpu, or else the first")] = None,
     margin: Annotated[str | None, option(MARGIN, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
     where: Where = None,
     picture: Picture = None,
 ) -> None:
-    """Say whether the levels of a factor differ, from a table of runs made anywhere: a row per run.
+    """Say whether the levels of a factor differ, such as two settings: from any table with a row for each run.
 
     Exports of Weights & Biases and MLflow are read as they are: `--metric loss` finds `metrics.loss`, `--block seed`
     finds `params.seed`. A run that finished with NaN or infinity diverged, which is counted. One that crashed, failed,
@@ -398,7 +398,7 @@ def audit(
     ] = False,
     html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
 ) -> None:
-    """Compare two traces, or a step under two settings: what differs, by how much, why. Exit status 1 if wrong."""
+    """Compare two traces, or a step under two settings: what differs, how far, why. Exit status 1 if it is wrong."""
     for text in setting or ():
         prepared(text)
     from gpulab.diagnostics import audits, steps
@@ -425,7 +425,7 @@ def guard_script(
     reads: Annotated[str, option("any: every later read of shared memory; backward: what autograd saved")] = "any",
     stop: Annotated[bool, option("end the script at the first finding", flag="--stop")] = False,
     json: Annotated[
-        Path | None, option("write the findings to this file, a line of JSON each", callback=writable)
+        Path | None, option("write each finding to this file, as a line of JSON", callback=writable)
     ] = None,
 ) -> None:
     """Run a script and tell which tensors were overwritten before they were used. Exit status 1 if one was."""

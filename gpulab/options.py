@@ -46,32 +46,32 @@ def prepared(setting: str) -> str:
 
 STEP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
-MARGIN = "largest difference of no importance, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
+MARGIN = "largest difference that would not matter, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
 STORE = "folder in which runs are kept, s3://…, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
-PROFILE = "smoke (seconds), quick (a laptop) or paper (as published), for prednet also motion; not of a function"
-REGISTERED = "a file that lays down question, endpoint, margin, seeds, stopping; its digest is kept with each run"
+PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
+REGISTERED = "file that lays down question, endpoint, margin, seeds, stopping; its digest is kept with each run"
 
-Training = Annotated[str, argument("file.py:name, a training of your own; autoencoder, prednet, whitener")]
+Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
 Profile = Annotated[str, option(PROFILE)]
 Store = Annotated[Path | None, option(STORE, USUAL_STORE)]
 StoreArgument = Annotated[Path | None, argument(STORE, USUAL_STORE)]
 StoreOption = Annotated[Path | None, option("the same, as an option", False, "--store")]
 Picture = Annotated[Path | None, option("draw every run and difference into this PNG file", callback=writable)]
-Where = Annotated[list[str] | None, option("only these: column=value; several times")]
+Where = Annotated[list[str] | None, option("only runs with column=value; several times")]
 
 
 # --- the options of a run --------------------------------------------------------------------------------
 
 
 def how_to_train(
-    fresh: Annotated[bool, option("ignore a checkpoint or an earlier run", flag="--fresh")] = False,
+    fresh: Annotated[bool, option("train again, whatever run or checkpoint is there", flag="--fresh")] = False,
     checkpoint_seconds: Annotated[
-        float | None, option("time between checkpoints, of gpulab's own networks", "10", min=0)
+        float | None, option("time between checkpoints of gpulab's own networks", "10", min=0)
     ] = None,
     guard: Annotated[
-        bool, option("end with an error if something is overwritten before backward uses it", flag="--guard")
+        bool, option("end with an error if a tensor is overwritten before backward uses it", flag="--guard")
     ] = False,
     registered: Annotated[Path | None, option(REGISTERED)] = None,
 ) -> dict[str, Any]:

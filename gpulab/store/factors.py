@@ -61,7 +61,7 @@ class Option:
 DATA_NAMES = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR; or jpeg: and one of these"
 OPTIONS: dict[str, Option] = {
     "data": Option(DATA_NAMES, default="the profile's"),
-    "frames": Option("how many to train on", kind=int, default="the profile's"),
+    "frames": Option("how many frames, or images, to train on", kind=int, default="the profile's"),
     "window": Option("frames, or images, between two looks at the loss", kind=int, default="the profile's"),
     "size": Option(
         "height×width of the frames, such as 48x64",
@@ -75,11 +75,11 @@ OPTIONS: dict[str, Option] = {
         parse=lambda text: whole_numbers(text, name="--channels"),
         show=lambda channels: ",".join(map(str, channels)),
     ),
-    "speed": Option("of the motion in walk and moving-digits", float, "data"),
-    "grey": Option("read a video or a folder with one channel", bool, "data"),
+    "speed": Option("how fast walk and moving-digits move", float, "data"),
+    "grey": Option("read a video or a folder in grey, as one channel", bool, "data"),
     "learning_rate": Option("Adam's", kind=float, default="0.001"),
     "loader": Option(
-        "how frames reach the device: window, or one by one through a buffer: copied, reused, imitated",
+        "how frames reach the device: window (at once); or one by one through a buffer, copied, reused or imitated",
         usual="window",
         factor=True,
         choices=("window", "copied", "reused", "imitated"),
@@ -87,11 +87,11 @@ OPTIONS: dict[str, Option] = {
     "decoder": Option(
         "who decodes jpeg:NAME: pillow, torchvision, av or nvjpeg", default="pillow", of="data", factor=True
     ),
-    "quality": Option("of the frames of jpeg:NAME, 1 to 100", int, "data", default="75"),
+    "quality": Option("JPEG's, for jpeg:NAME, 1 to 100", int, "data", default="75"),
     "subsampling": Option("of the colours of jpeg:NAME: 4:4:4, 4:2:2 or 4:2:0", of="data"),
-    "flip": Option("number of the initial weight whose last bit is changed", int, factor=True),
+    "flip": Option("which initial weight, by its number, has its last bit changed", int, factor=True),
     "fast": Option(
-        "whether gradients are computed in fewer operations, equal up to rounding, where that can be done",
+        "compute gradients in fewer operations where that can be done, equal up to rounding",
         kind=bool,
         usual=True,
         factor=True,

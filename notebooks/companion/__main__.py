@@ -27,7 +27,7 @@ def execute(
     output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path("build"),
     notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
     store: Annotated[Path | None, option("folder in which runs are kept", "OUTPUT/runs")] = None,
-    jobs: Annotated[int | None, option("notebooks at a time", "2 where cores and memory allow", min=1)] = None,
+    jobs: Annotated[int | None, option("how many notebooks at a time", "2 where cores and memory allow", min=1)] = None,
     in_place: Annotated[bool, option("execute the notebooks themselves, to commit them", flag="--in-place")] = False,
 ) -> None:
     """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
@@ -66,11 +66,11 @@ def copies(
 def explore(
     port: Annotated[int, option("0 for any that is free", min=0, max=65535)] = 8866,
     host: Annotated[str, option("the address to listen on; others can reach 0.0.0.0")] = "127.0.0.1",
-    token: Annotated[str | None, option("what lets in", "a new one each time")] = None,
-    pages: Annotated[int | None, option("open at the same time", "what the free memory holds", min=1)] = None,
+    token: Annotated[str | None, option("the token that lets visitors in", "a new one each time")] = None,
+    pages: Annotated[int | None, option("how many may be open", "what the free memory holds", min=1)] = None,
     no_open: Annotated[bool, option("leave the browser alone", flag="--no-open")] = False,
 ) -> None:
-    """Serve pages without code, to be explored in a browser: bits, a saddle, trainings, verdicts, audits."""
+    """Serve pages without code to a browser: bits of numbers, a saddle, trainings, verdicts, audits."""
     with extra("notebooks"):
         from companion.explore import serve
     serve(host, port, token, pages, not no_open, lambda address: say(f"{address}\nCtrl-C ends it."))
