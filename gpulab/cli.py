@@ -161,7 +161,7 @@ def experiment(
         return
     k, n = whole_numbers(share, "/", 2, "--share") if share else (0, 1)
     frame = exp.run(engine=engine, address=address, cpus=cpus, gpus=gpus, share=(k, n))
-    say_runs(frame)
+    say_runs(frame, f", kept in {exp.folder}")
     if share:
         say(f"share {share} is done; without --share, --fresh and --guard the same command compares all runs")
         return
@@ -300,7 +300,8 @@ def runs(
     if csv:
         say_csv(frame)
     elif frame.empty:
-        say(f"no runs in {folder}")
+        below = sorted({str(record.parents[1]) for record in Path(folder).glob("*/*/run.json")})
+        say(f"no runs in {folder}{'; there are some in ' * bool(below)}{', '.join(below)}")
     else:
         say_runs(frame)
 

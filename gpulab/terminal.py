@@ -51,7 +51,7 @@ def say_csv(frame: pd.DataFrame) -> None:
     say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
 
 
-def say_runs(frame: pd.DataFrame) -> None:
+def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
     from gpulab.store import listing as stores
     from gpulab.store.factors import FACTORS
@@ -59,7 +59,7 @@ def say_runs(frame: pd.DataFrame) -> None:
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
     columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
-    say_rows(f"{len(frame)} runs", frame, [*columns, *(of_functions or ["heldout_loss"]), "seconds", "machine"])
+    say_rows(f"{len(frame)} runs{where}", frame, [*columns, *(of_functions or ["heldout_loss"]), "seconds", "machine"])
 
 
 def say_rows(title: str, frame: pd.DataFrame, columns: list[str]) -> None:

@@ -102,6 +102,7 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
     assert gl.runs(tmp_path / "other").weights.tolist() == [run.weights]
     listed = output("runs")
     assert output("runs", "--store", "runs") == listed
+    assert output("runs", ".") == "no runs in .; there are some in other, runs\n"
     assert "1 runs" in listed
     assert "cpu:threads=1" in listed
     frame = pd.read_csv(io.StringIO(output("runs", "runs", "--csv")), float_precision="round_trip")
