@@ -12,7 +12,8 @@ import torch
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
-from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
+from gpulab.plots.curvature import landscape_slice
+from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits
 from gpulab.report import PAGE_DPI, Picture, image
 from gpulab.saddles.landscapes import Landscape
 
