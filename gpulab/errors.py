@@ -31,10 +31,10 @@ class GpulabError(Exception):
         message: What could not be done, for the user to read.
 
     Examples:
-        >>> import gpulab
+        >>> import gpulab as gl
         >>> try:
-        ...     gpulab.load("frames:no-such-folder")
-        ... except gpulab.GpulabError as error:
+        ...     gl.load("frames:no-such-folder")
+        ... except gl.GpulabError as error:
         ...     print(f"{type(error).__name__}: {error}")
         DataError: no-such-folder: no such folder
     """
@@ -56,8 +56,8 @@ class UsageError(GpulabError, ValueError):
         message: Which value was wrong, and what was expected.
 
     Examples:
-        >>> from gpulab import Setting
-        >>> Setting.parse("cpu:threads=0")
+        >>> import gpulab as gl
+        >>> gl.Setting.parse("cpu:threads=0")
         Traceback (most recent call last):
         gpulab.errors.UsageError: setting 'cpu:threads=0': threads='0' must be a number from 1 to 9999
     """
@@ -84,7 +84,8 @@ class DataError(GpulabError):
         message: Which file or folder, and what is wrong with it. Line breaks become spaces: the message is one line.
 
     Examples:
-        >>> print(DataError("film.mp4: holds\nno video"))
+        >>> import gpulab as gl
+        >>> print(gl.DataError("film.mp4: holds\nno video"))
         film.mp4: holds no video
     """
 
@@ -103,20 +104,19 @@ class OverwrittenError(GpulabError):
         finding: What the guard found.
 
     Attributes:
-        finding: Which tensor it was, where it was saved or made, and what has overwritten it. This is a
-            `gpulab.diagnostics.Overwritten` where `backward` was about to use a tensor that autograd had saved. With
-            `guard(reads="any")` it may also describe the read of a tensor in memory that is shared with NumPy or
-            another library, or the use of pinned memory during an unfinished copy.
+        finding: Which tensor it was, where it was saved or made, and what has overwritten it, as a
+            `gpulab.diagnostics.Overwritten`.
 
     Examples:
-        >>> import torch, gpulab
+        >>> import torch
+        >>> import gpulab as gl
         >>> x, scale = torch.ones(3, requires_grad=True), torch.ones(3)
         >>> try:
-        ...     with gpulab.guard():
+        ...     with gl.guard():
         ...         loss = (x * scale).sum()
         ...         scale.numpy()[:] = 2  # autograd does not see it
         ...         loss.backward()
-        ... except gpulab.OverwrittenError as error:
+        ... except gl.OverwrittenError as error:
         ...     print(error.finding.function, error.finding.shape)
         mul (3,)
     """
@@ -133,9 +133,11 @@ class OverwrittenWarning(UserWarning):
     are in `findings` of the `Guard`.
 
     Examples:
-        >>> import warnings, torch, gpulab
+        >>> import warnings
+        >>> import torch
+        >>> import gpulab as gl
         >>> x, scale = torch.ones(3, requires_grad=True), torch.ones(3)
-        >>> with warnings.catch_warnings(record=True, action="always") as caught, gpulab.guard(on="warn"):
+        >>> with warnings.catch_warnings(record=True, action="always") as caught, gl.guard(on="warn"):
         ...     loss = (x * scale).sum()
         ...     scale.numpy()[:] = 2
         ...     loss.backward()

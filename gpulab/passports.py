@@ -95,7 +95,8 @@ def passport() -> Passport:
           Keras, TensorFlow and Chainer where they are installed.
 
     Examples:
-        >>> here = passport()
+        >>> import gpulab as gl
+        >>> here = gl.passport()
         >>> sorted(here)
         ['cpu', 'format', 'gpus', 'memory_bytes', 'software']
         >>> here["cpu"]["logical_cores"] >= 1

@@ -175,11 +175,12 @@ class Setting:
         UsageError: For a device that is none of these, and an option's value that is none.
 
     Examples:
-        >>> Setting.parse("cuda:1:deterministic=on,tf32=off")
+        >>> import gpulab as gl
+        >>> gl.Setting.parse("cuda:1:deterministic=on,tf32=off")
         Setting('cuda:1:tf32=off,deterministic=on')
-        >>> Setting.parse("cpu:threads=1").threads
+        >>> gl.Setting.parse("cpu:threads=1").threads
         1
-        >>> str(Setting("cpu", precision="float64"))
+        >>> str(gl.Setting("cpu", precision="float64"))
         'cpu:precision=float64'
     """
 
@@ -423,7 +424,8 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
 
     Examples:
         >>> import torch
-        >>> with setting("cpu:precision=float64"):
+        >>> import gpulab as gl
+        >>> with gl.setting("cpu:precision=float64"):
         ...     torch.zeros(1).dtype
         torch.float64
         >>> torch.zeros(1).dtype
@@ -448,7 +450,8 @@ def available_settings(device: str = "auto") -> list[str]:
         GpulabError: Where this machine has no such device.
 
     Examples:
-        >>> available_settings("cpu")[:2]
+        >>> import gpulab as gl
+        >>> gl.available_settings("cpu")[:2]
         ['cpu', 'cpu:threads=1']
     """
     if device not in ("auto", *DEVICES):
@@ -485,7 +488,8 @@ def working_threads(work: Callable[[], object], share: float = 0.2) -> int:
         The number of threads that worked, 0 where the run was too short to be measured.
 
     Examples:
-        >>> working_threads(lambda: sum(range(20_000_000))) >= 1
+        >>> import gpulab as gl
+        >>> gl.working_threads(lambda: sum(range(20_000_000))) >= 1
         True
     """
     import psutil

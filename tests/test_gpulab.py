@@ -1,3 +1,6 @@
+import ast
+import builtins
+import doctest
 import graphlib
 import inspect
 from pathlib import Path
@@ -40,6 +43,30 @@ def test_every_public_name_is_there_and_documented(package):
             missing = [part for part in (*parts, ">>>") if part not in public.__doc__]
             assert not missing, f"{name}: the docstring has no {' and no '.join(missing)}"
     assert set(package.__all__) <= set(dir(package)) | set(getattr(package, "NAMES", ()))
+
+
+def names_from_nowhere(docstring):
+    """What an example uses and does not say where it is from: a reader who copies it gets a NameError."""
+    examples = doctest.DocTestParser().get_examples(inspect.cleandoc(docstring))
+    nodes = list(ast.walk(ast.parse("".join(example.source for example in examples))))
+    bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    bound |= {(name.asname or name.name).partition(".")[0] for node in imports for name in node.names}
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return {name.id for name in names} - bound - set(dir(builtins))
+
+
+@pytest.mark.parametrize("package", [gl, *(getattr(gl, name) for name in gl.PACKAGES)], ids=lambda each: each.__name__)
+def test_an_example_can_be_copied_as_it_stands(package):
+    for name in package.__all__:
+        public = getattr(package, name)
+        methods = [value for key, value in vars(public).items() if key[0] != "_"] if inspect.isclass(public) else []
+        for documented in (public, *methods):
+            docstring = getattr(documented, "__doc__", None) or ""
+            if "+SKIP" not in docstring:
+                assert names_from_nowhere(docstring) == set(), f"{name}: {docstring}"
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)

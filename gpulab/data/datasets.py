@@ -90,7 +90,8 @@ def load(
         GpulabError: Where a library that reads the data is not installed, or the JPEG decoder cannot run here.
 
     Examples:
-        >>> data = load("walk", frames=100, size=(24, 32))
+        >>> import gpulab as gl
+        >>> data = gl.load("walk", frames=100, size=(24, 32))
         >>> data
         walk: 100 frames of 3×24×32 to train on, 20 held out
         >>> next(data.windows(10)).frames.shape

@@ -43,7 +43,9 @@ def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> 
         GpulabError: Where Pillow is not installed.
 
     Examples:
-        >>> encode_jpeg(np.zeros((3, 16, 16), np.uint8))[:2]  # how every JPEG file begins
+        >>> import numpy as np
+        >>> import gpulab as gl
+        >>> gl.data.encode_jpeg(np.zeros((3, 16, 16), np.uint8))[:2]  # how every JPEG file begins
         b'\xff\xd8'
 
     References:
@@ -82,7 +84,9 @@ def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
         DataError: For a damaged file, or one of more than 2²⁷ pixels.
 
     Examples:
-        >>> decode_jpeg(encode_jpeg(np.full((3, 8, 8), 200, np.uint8))).mean().item()
+        >>> import numpy as np
+        >>> import gpulab as gl
+        >>> gl.data.decode_jpeg(gl.data.encode_jpeg(np.full((3, 8, 8), 200, np.uint8))).mean().item()
         200.0
 
     References:
@@ -110,7 +114,8 @@ def available_decoders() -> tuple[str, ...]:
         GpulabError: Where Pillow, which encodes the picture, is not installed.
 
     Examples:
-        >>> "pillow" in available_decoders()
+        >>> import gpulab as gl
+        >>> "pillow" in gl.data.available_decoders()
         True
     """
     probe, names = encode_jpeg(np.full((3, 16, 16), 128, np.uint8)), []
@@ -138,7 +143,9 @@ def compare_decoders(frames: Bytes, quality: int = 75, subsampling: str = "4:2:0
         GpulabError: Where Pillow is not installed.
 
     Examples:
-        >>> compare_decoders(np.zeros((1, 3, 16, 16), np.uint8)).largest.tolist()[:3]
+        >>> import numpy as np
+        >>> import gpulab as gl
+        >>> gl.data.compare_decoders(np.zeros((1, 3, 16, 16), np.uint8)).largest.tolist()[:3]
         [0, 0, 0]
     """
     import pandas as pd

@@ -54,8 +54,10 @@ def memory_watch(device: Setting | str = "cpu") -> Iterator[MemoryWatch]:
         GpulabError: For a device that this machine lacks.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> kept, model = [], torch.nn.Linear(100, 100)
-        >>> with memory_watch() as watch:
+        >>> with gl.device.memory_watch() as watch:
         ...     for _ in range(6):
         ...         kept.append(model(torch.ones(5, 100)))
         ...         watch.step()
@@ -92,8 +94,10 @@ class MemoryWatch(Report):
             worst first. It takes more than three steps to see one.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> weight = torch.ones(1000, requires_grad=True)
-        >>> with memory_watch() as watch:
+        >>> with gl.device.memory_watch() as watch:
         ...     for _ in range(5):
         ...         (2 * weight).sum().backward()
         ...         watch.step()

@@ -58,7 +58,8 @@ def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000
         GpulabError: For a setting that cannot run here.
 
     Examples:
-        >>> fused_operations(("cpu",), count=1000).setting.unique().tolist()
+        >>> import gpulab as gl
+        >>> gl.device.fused_operations(("cpu",), count=1000).setting.unique().tolist()
         ['cpu']
 
     References:
@@ -111,7 +112,8 @@ def repeatability(settings: Sequence[str] = ("cpu",), times: int = 20) -> pd.Dat
         GpulabError: For a setting that cannot run here.
 
     Examples:
-        >>> repeatability(("cpu:threads=1",), times=3).results.tolist()
+        >>> import gpulab as gl
+        >>> gl.device.repeatability(("cpu:threads=1",), times=3).results.tolist()
         [1, 1, 1, 1]
     """
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +167,8 @@ def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
         GpulabError: For a setting that cannot run here, or where Pillow or torchvision is not installed.
 
     Examples:
-        >>> table = byte_round_trip().set_index(["way", "format"])
+        >>> import gpulab as gl
+        >>> table = gl.device.byte_round_trip().set_index(["way", "format"])
         >>> table.loc[("x / 255", "float32"), ["returned", "cut"]].tolist()
         [256, 256]
     """

@@ -47,9 +47,11 @@ class Placement(Report):
         roofline: The ceilings, as `gpulab.roofline` measures them.
 
     Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
         >>> counts = {"operations": 3, "flop": {"float32": 10**9}, "moved": 10**8, "seconds": 0.01, "spread": 0.02}
         >>> floors = {"memory": 0.004, "arithmetic": 0.005, "launches": 0.001}
-        >>> found = Placement("cpu", **counts, at_least=floors, unknown=(), roofline=pd.DataFrame())
+        >>> found = gl.device.Placement("cpu", **counts, at_least=floors, unknown=(), roofline=pd.DataFrame())
         >>> found.intensity, found.gflops, found.bound, found.reached
         (10.0, 100.0, 'arithmetic', 0.5)
     """
@@ -148,6 +150,9 @@ def place(
         GpulabError: For a setting that cannot run here.
 
     Examples:
+        >>> import pandas as pd
+        >>> import torch
+        >>> import gpulab as gl
         >>> ceilings = pd.DataFrame(  # as of gpulab.roofline("cpu"), which takes seconds
         ...     {
         ...         "operation": ["copy", "matrix product 1024, float32", "launch"],
@@ -160,7 +165,7 @@ def place(
         ...     }
         ... )
         >>> weight = torch.ones(8, 4, requires_grad=True)
-        >>> found = place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), ceilings)
+        >>> found = gl.device.place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), ceilings)
         >>> found.flop, found.bound
         ({'float32': 256}, 'launches')
 

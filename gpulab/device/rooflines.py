@@ -62,10 +62,11 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
         GpulabError: For a setting that cannot run here.
 
     Examples:
-        >>> frame = roofline("cuda", progress=False)  # doctest: +SKIP
+        >>> import gpulab as gl
+        >>> frame = gl.roofline("cuda", progress=False)  # doctest: +SKIP
         >>> frame[frame.kind == "memory"].gigabytes_per_second.max()  # of an H200  # doctest: +SKIP
         4328.1
-        >>> list(recorded_rooflines())[:6]  # the same columns
+        >>> list(gl.device.recorded_rooflines())[:6]  # the same columns
         ['operation', 'kind', 'flop', 'bytes', 'seconds', 'spread']
 
     References:
@@ -101,7 +102,8 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
         be above 1, where a layer fits into a cache.
 
     Examples:
-        >>> bounds(recorded_rooflines()).bound.value_counts().to_dict()
+        >>> import gpulab as gl
+        >>> gl.device.bounds(gl.device.recorded_rooflines()).bound.value_counts().to_dict()
         {'arithmetic': 4, 'memory': 2}
 
     References:
@@ -127,7 +129,8 @@ def recorded_rooflines() -> pd.DataFrame:
         there are copies between host and GPU (the kind `transfer`), and a launch that is waited for.
 
     Examples:
-        >>> frame = recorded_rooflines()
+        >>> import gpulab as gl
+        >>> frame = gl.device.recorded_rooflines()
         >>> sorted(set(frame.kind))
         ['launch', 'matrix', 'memory', 'network', 'precision', 'transfer']
     """

@@ -273,8 +273,8 @@ def audit(
 
     Examples:
         >>> import torch
-        >>> from gpulab.diagnostics.steps import Step
-        >>> audit(Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", "cpu:threads=1", progress=False).kind
+        >>> import gpulab as gl
+        >>> gl.audit(gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", "cpu:threads=1", progress=False).kind
         'rounding'
 
     References:

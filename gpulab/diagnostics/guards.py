@@ -110,10 +110,13 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
         GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
 
     Examples:
+        >>> import warnings
         >>> import numpy as np
+        >>> import torch
+        >>> import gpulab as gl
         >>> buffer = np.ones(3, np.float32)
         >>> x = torch.ones(3, requires_grad=True)
-        >>> with warnings.catch_warnings(action="ignore"), guard(on="warn") as report:
+        >>> with warnings.catch_warnings(action="ignore"), gl.guard(on="warn") as report:
         ...     loss = (x * torch.from_numpy(buffer)).sum()
         ...     buffer[:] = 2  # the next frame arrives before backward
         ...     loss.backward()

@@ -53,8 +53,11 @@ class Step:
         UsageError: When the step is done, where batch, model and loss do not fit.
 
     Examples:
-        >>> step = Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
-        >>> step(Setting.parse("cpu")).shape
+        >>> import torch
+        >>> from torch import nn
+        >>> import gpulab as gl
+        >>> step = gl.Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
+        >>> step(gl.Setting.parse("cpu")).shape
         torch.Size([])
     """
 

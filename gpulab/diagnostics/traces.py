@@ -152,7 +152,9 @@ def record(
         D. S. Parker 1997, Monte Carlo arithmetic: exploiting randomness in floating-point arithmetic, UCLA CSD-970002.
 
     Examples:
-        >>> record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
         trace of 2 operations under cpu:threads=1
     """
     from gpulab.progress import Progress

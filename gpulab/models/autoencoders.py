@@ -73,8 +73,10 @@ class Autoencoder(_Images):
         UsageError: For no widths at all, for a width below 1, and for a batch size that is no whole number from 1.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> images = torch.rand(5, 1, 28, 28)
-        >>> Autoencoder()(images).shape
+        >>> gl.models.Autoencoder()(images).shape
         torch.Size([5, 1, 28, 28])
 
     References:
@@ -156,7 +158,9 @@ class LinearAutoencoder(nn.Module):
         UsageError: For a width that is no whole number from 1.
 
     Examples:
-        >>> LinearAutoencoder(features=5, hidden=2)(torch.rand(7, 5)).shape
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.models.LinearAutoencoder(features=5, hidden=2)(torch.rand(7, 5)).shape
         torch.Size([7, 5])
 
     References:
@@ -228,8 +232,10 @@ class Whitener(_Images):
         UsageError: For an unknown `covariance`, for widths below 1, and for a batch that is not larger than the code.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> images = torch.rand(100, 1, 28, 28)
-        >>> net = Whitener()
+        >>> net = gl.models.Whitener()
         >>> net(images).shape, net.whitened(images).std(0, correction=0).mean().item() > 0.7
         (torch.Size([100, 1, 28, 28]), True)
 

@@ -32,6 +32,7 @@ class Trainable(nn.Module):
             training then starts from the loaded weights.
 
     Examples:
+        >>> import torch
         >>> import gpulab as gl
         >>> class Grey(gl.models.Trainable):  # one number, which learns how bright the images are
         ...     def __init__(self):
@@ -139,10 +140,12 @@ def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
         UsageError: Where there is no such weight or bit, or the weight is not float32.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> layer = torch.nn.Linear(1, 1)
         >>> with torch.no_grad():
         ...     _ = layer.weight.fill_(1.0)
-        >>> flip_bit(layer).weight.item()
+        >>> gl.models.flip_bit(layer).weight.item()
         1.0000001192092896
 
     References:

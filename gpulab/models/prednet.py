@@ -76,7 +76,9 @@ class PredNet(Trainable):
             below 1 or none at all, and for an unknown kernel size, truncation or batch size.
 
     Examples:
-        >>> net = PredNet(channels=(3, 4, 8), size=(12, 16))
+        >>> import torch
+        >>> import gpulab as gl
+        >>> net = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16))
         >>> predictions, state = net(torch.rand(5, 1, 3, 12, 16))
         >>> predictions.shape
         torch.Size([5, 1, 3, 12, 16])

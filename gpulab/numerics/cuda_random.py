@@ -87,7 +87,8 @@ def cuda_uniform(seed: int, shape: Sequence[int], card: str | int = "T4") -> Ten
             larger draw.
 
     Examples:
-        >>> t4, h100 = cuda_uniform(0, (60_000,), "T4"), cuda_uniform(0, (60_000,), "H100")
+        >>> import gpulab as gl
+        >>> t4, h100 = gl.numerics.cuda_uniform(0, (60_000,), "T4"), gl.numerics.cuda_uniform(0, (60_000,), "H100")
         >>> bool((t4[:40_960] == h100[:40_960]).all()), bool((t4 == h100).all())
         (True, False)
 
@@ -142,7 +143,8 @@ def same_draws(card: str | int, other: str | int, numbers: int) -> int:
         UsageError: For an unknown model, a number of threads that is no multiple of 256, and `numbers` below 0.
 
     Examples:
-        >>> same_draws("T4", "H100", 60_000), same_draws("H100", "H200", 60_000)
+        >>> import gpulab as gl
+        >>> gl.numerics.same_draws("T4", "H100", 60_000), gl.numerics.same_draws("H100", "H200", 60_000)
         (40960, 60000)
 
     References:

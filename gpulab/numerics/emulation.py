@@ -65,8 +65,10 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
             asked for and a convolution runs over three dimensions.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> x = torch.tensor([[1.0, 1 / 3]])
-        >>> with emulate("tf32"):
+        >>> with gl.emulate("tf32"):
         ...     (x @ x.T).item()
         1.1110568046569824
 

@@ -66,7 +66,9 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         UsageError: For an unknown format or mode, and for numbers that are not float32.
 
     Examples:
-        >>> round_to(torch.tensor([1 / 3]), "tf32").item()
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.numerics.round_to(torch.tensor([1 / 3]), "tf32").item()
         0.333251953125
 
     References:
@@ -133,7 +135,9 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
         UsageError: For tensors of different types, and for another type.
 
     Examples:
-        >>> ulp_distance(torch.tensor(1.0), torch.tensor(1.0000001))
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.numerics.ulp_distance(torch.tensor(1.0), torch.tensor(1.0000001))
         tensor(1)
 
     References:

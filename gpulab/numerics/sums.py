@@ -36,7 +36,8 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
         equal numbers.
 
     Examples:
-        >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
+        >>> import gpulab as gl
+        >>> gl.numerics.first_bit(1.0, 1.0 + 2.0**-23), gl.numerics.first_bit(1.0, 1.5), gl.numerics.first_bit(1.0, 1.0)
         (23, 1, None)
     """
     ulps = int(ulp_distance(*(torch.as_tensor(x, dtype=torch.float32).reshape(()) for x in (a, b))))
@@ -58,7 +59,8 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
         UsageError: For an unknown format or mode.
 
     Examples:
-        >>> format_bits(-0.1, "float16")
+        >>> import gpulab as gl
+        >>> gl.numerics.format_bits(-0.1, "float16")
         ('1', '01011', '1001100110')
     """
     rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
@@ -90,7 +92,9 @@ def summation(x: Tensor) -> pd.DataFrame:
         UsageError: For numbers of another type or shape, and for none.
 
     Examples:
-        >>> summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.numerics.summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
         0.0
 
     References:
@@ -128,7 +132,9 @@ def shuffled_sums(x: Tensor, count: int = 1000, seed: int = 0) -> Tensor:
         UsageError: For numbers of another type or shape, for none, and for a `count` that is no whole number from 1.
 
     Examples:
-        >>> len(shuffled_sums(torch.ones(10), 5).unique())
+        >>> import torch
+        >>> import gpulab as gl
+        >>> len(gl.numerics.shuffled_sums(torch.ones(10), 5).unique())
         1
     """
     check_count("count", count)
@@ -168,8 +174,10 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         UsageError: For numbers of another type.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> a = torch.tensor(1 + 2.0**-12)
-        >>> fma(a, a, torch.tensor(-1.0)).item(), (a * a - 1).item()
+        >>> gl.numerics.fma(a, a, torch.tensor(-1.0)).item(), (a * a - 1).item()
         (0.0004883408546447754, 0.00048828125)
 
     References:
@@ -209,7 +217,8 @@ def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), siz
         UsageError: For an unknown name, and for a size that is no whole number from 1.
 
     Examples:
-        >>> errors = product_errors(("float32", "tf32"), size=64).error
+        >>> import gpulab as gl
+        >>> errors = gl.numerics.product_errors(("float32", "tf32"), size=64).error
         >>> bool(errors[1] > 100 * errors[0])
         True
     """

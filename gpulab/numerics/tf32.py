@@ -58,10 +58,11 @@ def float32_products() -> Iterator[None]:
     gradients of what is computed inside are computed later, as the setting says.
 
     Examples:
-        >>> from gpulab import setting
+        >>> import torch
+        >>> import gpulab as gl
         >>> x = torch.tensor([[1.0, 1 / 3]])
-        >>> with setting("cpu:emulate=tf32"):
-        ...     with float32_products():
+        >>> with gl.setting("cpu:emulate=tf32"):
+        ...     with gl.float32_products():
         ...         inside = (x @ x.T).item()
         ...     inside, (x @ x.T).item()
         (1.1111111640930176, 1.1110568046569824)

@@ -40,7 +40,8 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
         UsageError: For an unknown format.
 
     Examples:
-        >>> bits(0.1, ["float32", "bfloat16"]).alt
+        >>> import gpulab as gl
+        >>> gl.plots.bits(0.1, ["float32", "bfloat16"]).alt
         'Bits of 0.1: sign, exponent and fraction in float32, bfloat16. 0.1 in float32, and rounded to shorter formats.'
     """
     names = SHOWN_FORMATS if formats is None else tuple(formats)
@@ -79,6 +80,7 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
         A `gpulab.plots.Picture`: a histogram of the random orders, with the named ones marked.
 
     Examples:
+        >>> import torch
         >>> import gpulab as gl
         >>> x = torch.rand(100, generator=torch.Generator().manual_seed(0))
         >>> picture = gl.plots.sums(gl.numerics.shuffled_sums(x, 50), gl.numerics.summation(x))

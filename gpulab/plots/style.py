@@ -101,7 +101,8 @@ def colour(setting: str) -> str:
         device, so that two of them may look alike.
 
     Examples:
-        >>> colour("cpu"), colour("cuda:tf32=off")
+        >>> import gpulab as gl
+        >>> gl.plots.colour("cpu"), gl.plots.colour("cuda:tf32=off")
         ('#0072B2', '#D55E00')
     """
     others = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU

@@ -64,6 +64,7 @@ class CriticalPoint:
         loss_function: The loss, a function of outputs and targets.
 
     Examples:
+        >>> import torch
         >>> import gpulab as gl
         >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
         >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
@@ -182,10 +183,11 @@ def find_critical_point(
         DataError: For weights or a loss that are not finite.
 
     Examples:
-        >>> import gpulab
+        >>> import torch
+        >>> import gpulab as gl
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> net = gpulab.models.LinearAutoencoder(features=4, hidden=2)
-        >>> point = find_critical_point(net, torch.nn.functional.mse_loss, (data, data), progress=False)
+        >>> net = gl.models.LinearAutoencoder(features=4, hidden=2)
+        >>> point = gl.saddles.find_critical_point(net, torch.nn.functional.mse_loss, (data, data), progress=False)
         >>> point.found, point.squared_gradient_norm <= 1e-20
         (True, True)
 

@@ -105,8 +105,9 @@ def curvature_along(
         GpulabError: For a setting that cannot run here.
 
     Examples:
+        >>> import gpulab as gl
         >>> small = {"profile": "smoke", "frames": 40, "seeds": 1, "snapshots": 2, "steps": 5}
-        >>> frame = curvature_along("autoencoder", **small, progress=False)
+        >>> frame = gl.saddles.curvature_along("autoencoder", **small, progress=False)
         >>> frame.step.tolist(), bool((frame.largest > 0).all())
         ([0, 40], True)
 
@@ -144,7 +145,8 @@ def recorded_curvature() -> pd.DataFrame:
         A data frame as `gpulab.saddles.curvature_along` returns it, in which `recorded` is True.
 
     Examples:
-        >>> bool(recorded_curvature().recorded.all())
+        >>> import gpulab as gl
+        >>> bool(gl.saddles.recorded_curvature().recorded.all())
         True
     """
     return read_curvature(recorded_folder("saddles") / "curvature").assign(recorded=True)

@@ -60,9 +60,10 @@ def trajectory(
         GpulabError: For a setting that cannot run here.
 
     Examples:
-        >>> import gpulab
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
-        >>> path = trajectory(saddle, "cpu:precision=float64", perturbation=0.01)
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
+        >>> path = gl.saddles.trajectory(saddle, "cpu:precision=float64", perturbation=0.01)
         >>> bool(path.loss.iloc[-1] < path.loss.iloc[0])
         True
     """

@@ -85,7 +85,9 @@ def lanczos(
         DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
-        >>> pairs = lanczos(torch.diag(torch.tensor([3.0, -1.0, 2.0, -1.0])), k=2)
+        >>> import torch
+        >>> import gpulab as gl
+        >>> pairs = gl.saddles.lanczos(torch.diag(torch.tensor([3.0, -1.0, 2.0, -1.0])), k=2)
         >>> [round(value, 4) for value in pairs.values.tolist()], pairs.converged
         ([-1.0, -1.0], True)
 

@@ -78,6 +78,7 @@ class Escape:
             separates the weights from the next numbers of their format. Below 1, rounding holds most weights.
 
     Examples:
+        >>> import torch
         >>> import gpulab as gl
         >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
         >>> gone = gl.saddles.escape(saddle.model, saddle, "cpu", perturbation=1e-3, progress=False)
@@ -192,11 +193,12 @@ def escape(
         GpulabError: For a setting that cannot run here.
 
     Examples:
-        >>> import gpulab
+        >>> import torch
+        >>> import gpulab as gl
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
         >>> float64 = "cpu:precision=float64"
-        >>> escape = gpulab.saddles.escape(saddle.model, saddle, float64, perturbation=1e-6, progress=False)
+        >>> escape = gl.saddles.escape(saddle.model, saddle, float64, perturbation=1e-6, progress=False)
         >>> escape.left, abs(escape.steps - escape.expected) <= 2
         (True, True)
 
@@ -280,6 +282,7 @@ class EscapeTable(Report):
             `batch_size`, `seed`.
 
     Examples:
+        >>> import torch
         >>> import gpulab as gl
         >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
         >>> print(gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False))
@@ -353,11 +356,12 @@ def escape_table(
         GpulabError: For a setting that cannot run here.
 
     Examples:
-        >>> import gpulab
+        >>> import torch
+        >>> import gpulab as gl
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
         >>> float64 = ["cpu:precision=float64"]
-        >>> escapes = gpulab.saddles.escape_table(saddle, float64, perturbations=[1e-3, 1e-6, 1e-9], progress=False)
+        >>> escapes = gl.saddles.escape_table(saddle, float64, perturbations=[1e-3, 1e-6, 1e-9], progress=False)
         >>> 0.95 < escapes.slope()[0] < 1.05
         True
     """
@@ -401,7 +405,8 @@ def recorded_escapes() -> pd.DataFrame:
         A data frame as the `table` of `gpulab.saddles.EscapeTable`, in which `recorded` is True.
 
     Examples:
-        >>> bool(recorded_escapes().recorded.all())
+        >>> import gpulab as gl
+        >>> bool(gl.saddles.recorded_escapes().recorded.all())
         True
     """
     import pandas as pd

@@ -54,6 +54,7 @@ class Hessian:
         at_once: How many vectors of `H @ V` go through together.
 
     Examples:
+        >>> import torch
         >>> import gpulab as gl
         >>> weights = torch.nn.Linear(2, 1, bias=False).double()
         >>> H = gl.hessian(weights, lambda: weights.weight.pow(2).sum())
@@ -184,9 +185,11 @@ def hessian(
         DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> layer = torch.nn.Linear(3, 1, bias=False).double()
         >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
-        >>> H = hessian(layer, torch.nn.functional.mse_loss, (x, y))
+        >>> H = gl.hessian(layer, torch.nn.functional.mse_loss, (x, y))
         >>> torch.allclose(H @ torch.ones(3, dtype=torch.float64), 2 / 50 * x.T @ x.sum(1))
         True
 

@@ -47,8 +47,11 @@ class Landscape:
         curvatures: The two eigenvalues.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> layer = torch.nn.Linear(2, 1, bias=False).double()
-        >>> around = landscape(layer, lambda: layer.weight[0, 0] ** 2 - layer.weight[0, 1] ** 2, progress=False)
+        >>> loss = lambda: layer.weight[0, 0] ** 2 - layer.weight[0, 1] ** 2
+        >>> around = gl.saddles.landscape(layer, loss, progress=False)
         >>> [round(curvature, 6) for curvature in around.curvatures]
         [-2.0, 2.0]
     """
@@ -148,9 +151,12 @@ def landscape(
         DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 
     Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> import gpulab as gl
         >>> layer = torch.nn.Linear(3, 1, bias=False).double()
         >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
-        >>> around = landscape(layer, torch.nn.functional.mse_loss, (x, y), progress=False)
+        >>> around = gl.saddles.landscape(layer, torch.nn.functional.mse_loss, (x, y), progress=False)
         >>> line = around.slice(90, extent=1.0, places=3)
         >>> bool(np.allclose(line.loss, line.quadratic))  # the loss of a linear layer is quadratic
         True
@@ -183,6 +189,7 @@ class Surface(Report):
         size: How many eigenvalues there are.
 
     Examples:
+        >>> import torch
         >>> import gpulab as gl
         >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
         >>> print(gl.saddles.surface(saddle, places=2))
@@ -220,9 +227,10 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
             for a minimum or a maximum, which has no such plane.
 
     Examples:
-        >>> import gpulab
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
-        >>> around = surface(saddle, extent=0.1, places=1)
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
+        >>> around = gl.saddles.surface(saddle, extent=0.1, places=1)
         >>> bool(around.losses[1, 0] < around.loss < around.losses[0, 1])
         True
 

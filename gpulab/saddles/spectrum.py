@@ -57,7 +57,9 @@ class SpectralDensity:
             kept.
 
     Examples:
-        >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+        >>> import torch
+        >>> import gpulab as gl
+        >>> spectrum = gl.saddles.spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
         >>> spectrum.size, spectrum.nodes.shape
         (50, (10, 20))
     """
@@ -131,7 +133,9 @@ def spectral_density(
         DataError: For an operator that is not symmetric (two probes or more show it), or whose products are not finite.
 
     Examples:
-        >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+        >>> import torch
+        >>> import gpulab as gl
+        >>> spectrum = gl.saddles.spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
         >>> round(float(spectrum.mass_below(0.0)), 1)
         0.3
 
@@ -206,7 +210,9 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
         DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
-        >>> trace(torch.diag(torch.arange(8.0)), probes=8)
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.saddles.trace(torch.diag(torch.arange(8.0)), probes=8)
         28 ± 0
 
     References:
@@ -298,7 +304,9 @@ def index(
         DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
-        >>> index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.saddles.index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
         2 of 4 eigenvalues are negative, 1 within 1.4e-06 of zero
 
     References:
@@ -367,9 +375,11 @@ def most_negative(
         DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
-        >>> most_negative(torch.diag(torch.tensor([3.0, -1.0, 2.0]))).found
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.saddles.most_negative(torch.diag(torch.tensor([3.0, -1.0, 2.0]))).found
         True
-        >>> most_negative(torch.eye(3)).found
+        >>> gl.saddles.most_negative(torch.eye(3)).found
         False
     """
     pairs = lanczos(H, 1, tolerance=tolerance, max_products=max_products, seed=seed, progress=progress)

@@ -55,7 +55,9 @@ class LinearAutoencoderSaddle:
             network computes.
 
     Examples:
-        >>> saddle = linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1, 2])
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1, 2])
         >>> saddle.index, bool(torch.allclose(saddle.eigenvalues, torch.linalg.eigvalsh(saddle.hessian().dense())))
         (2, True)
 
@@ -83,7 +85,9 @@ class LinearAutoencoderSaddle:
             The saddle with mixed units.
 
         Examples:
-            >>> saddle = linear_autoencoder_saddle(torch.randn(20, 4), [0, 2])
+            >>> import torch
+            >>> import gpulab as gl
+            >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.randn(20, 4), [0, 2])
             >>> x = torch.randn(3, 4, dtype=torch.float64)
             >>> torch.allclose(saddle.model(x), saddle.mixed(seed=1).model(x))
             True
@@ -229,8 +233,11 @@ def linear_autoencoder_saddle(
         DataError: For data that are no finite matrix.
 
     Examples:
+        >>> import math
+        >>> import torch
+        >>> import gpulab as gl
         >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))  # second moments 9, 4 and 1
-        >>> saddle = linear_autoencoder_saddle(data, [1])  # the middle one; (9 + 1) / 3 are lost
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])  # the middle one; (9 + 1) / 3 are lost
         >>> saddle
         Critical point of a linear autoencoder, components held: 1; loss 3.33333, index 1, least curvature -1.894
 

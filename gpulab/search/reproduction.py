@@ -91,12 +91,12 @@ class Reproduction(Report):
 
     Examples:
         >>> import tempfile
-        >>> from gpulab import seed_runs
+        >>> import gpulab as gl
         >>> def train(seed, setting, shift=0.0):  # with one thread the loss is larger by 1
         ...     return 0.1 * seed + shift + (setting.threads == 1)
-        >>> old = seed_runs(train, "cpu", seeds=8, progress=False)
+        >>> old = gl.seed_runs(train, "cpu", seeds=8, progress=False)
         >>> with tempfile.TemporaryDirectory() as store:
-        ...     found = reproduce(old, {"shift": [-1.0, 1.0]}, "cpu:threads=1", train, store=store, progress=False)
+        ...     found = gl.reproduce(old, {"shift": [-1.0, 1.0]}, "cpu:threads=1", train, store=store, progress=False)
         >>> print(found.best, found.confirmed, found.smaller_left)
         {'shift': -1.0} True 0
     """
@@ -196,6 +196,7 @@ def reproduce(
 
     Examples:
         >>> import tempfile, torch
+        >>> import gpulab as gl
         >>> def train(seed, setting, learning_rate=0.002):
         ...     x = torch.linspace(-1, 1, 64, dtype=setting.dtype)[:, None]
         ...     net = torch.nn.Linear(1, 1)
@@ -204,11 +205,10 @@ def reproduce(
         ...         loss = (net(x) - x).square().mean()
         ...         optimizer.zero_grad(); loss.backward(); optimizer.step()
         ...         yield loss.item()
-        >>> from gpulab import seed_runs
-        >>> old = seed_runs(train, "cpu", seeds=12, progress=False)
+        >>> old = gl.seed_runs(train, "cpu", seeds=12, progress=False)
         >>> space = {"learning_rate": [0.001, 0.004], "precision": ["float32"]}
         >>> where = tempfile.mkdtemp()
-        >>> found = reproduce(old, space, "cpu:precision=bfloat16", train, store=where, progress=False)
+        >>> found = gl.reproduce(old, space, "cpu:precision=bfloat16", train, store=where, progress=False)
         >>> found.best, found.confirmed
         ({'precision': 'float32'}, True)
 

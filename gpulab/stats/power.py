@@ -86,10 +86,13 @@ def seeds_needed(
             under the reference or all gave the same, and for what `verdict` refuses.
 
     Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
         >>> losses = [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]
         >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": losses})
         >>> cuda = cpu.assign(setting="cuda", final_loss=losses[::-1])
-        >>> seeds_needed(pd.concat([cpu, cuda]), margin=0.3, power=0.8)[["to_detect", "to_exclude"]].iloc[0].tolist()
+        >>> needed = gl.stats.seeds_needed(pd.concat([cpu, cuda]), margin=0.3, power=0.8)
+        >>> needed[["to_detect", "to_exclude"]].iloc[0].tolist()
         [13.0, 13.0]
 
     References:

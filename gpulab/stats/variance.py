@@ -26,8 +26,10 @@ class VarianceComponents(Report):
         notes: Sentences on what could not be separated, and what was left out.
 
     Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
         >>> table = pd.DataFrame({"source": ["seed"], "variance": [4.0], "sd": [2.0], "share": [1.0]})
-        >>> print(VarianceComponents("loss", table, ()))
+        >>> print(gl.stats.VarianceComponents("loss", table, ()))
         Variance of loss:
           seed                     sd  2.00e+00   100.000% of the variance
     """
@@ -67,9 +69,10 @@ def variance_components(
 
     Examples:
         >>> import pandas as pd
+        >>> import gpulab as gl
         >>> rows = [(seed, setting, 10.0 * seed) for seed in range(3) for setting in ("cpu", "cuda")]
         >>> frame = pd.DataFrame(rows, columns=["seed", "setting", "final_loss"])
-        >>> variance_components(frame).table.set_index("source").variance["seed"].item()
+        >>> gl.stats.variance_components(frame).table.set_index("source").variance["seed"].item()
         100.0
 
     References:

@@ -95,9 +95,10 @@ class Verdict(Report):
 
     Examples:
         >>> import pandas as pd
+        >>> import gpulab as gl
         >>> losses = [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]
         >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": losses})
-        >>> found = verdict(pd.concat([cpu, cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.1)]))
+        >>> found = gl.verdict(pd.concat([cpu, cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.1)]))
         >>> found.table[["decision", "seeds", "difference"]].round(3).values.tolist()
         [['different', 6, 0.1]]
     """
@@ -208,10 +209,11 @@ def verdict(
 
     Examples:
         >>> import pandas as pd
+        >>> import gpulab as gl
         >>> losses = [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]
         >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": losses})
         >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.1)
-        >>> verdict(pd.concat([cpu, cuda])).decision
+        >>> gl.verdict(pd.concat([cpu, cuda])).decision
         'different'
 
     References:

@@ -50,7 +50,8 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
 
     Examples:
         >>> import tempfile
-        >>> check(tempfile.mkdtemp(), progress=False).empty
+        >>> import gpulab as gl
+        >>> gl.store.check(tempfile.mkdtemp(), progress=False).empty
         True
     """
     import pandas as pd

@@ -81,7 +81,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         GpulabError: Where object storage cannot be reached, or its library is not installed.
 
     Examples:
-        >>> runs("a-folder-that-is-not-there").empty
+        >>> import gpulab as gl
+        >>> gl.runs("a-folder-that-is-not-there").empty
         True
     """
     store = default_store() if store is None else store
@@ -105,9 +106,10 @@ def recorded_runs(study: str | None = None) -> pd.DataFrame:
         UsageError: For a study that does not exist; the message names those that do.
 
     Examples:
-        >>> bool(recorded_runs().recorded.all())
+        >>> import gpulab as gl
+        >>> bool(gl.recorded_runs().recorded.all())
         True
-        >>> sorted(set(recorded_runs("longer").experiment))
+        >>> sorted(set(gl.recorded_runs("longer").experiment))
         ['prednet']
     """
     if study is None:
@@ -146,8 +148,9 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
         DataError: Where the history of a run is missing or damaged; the message names it.
 
     Examples:
-        >>> some = recorded_runs().head(2)
-        >>> history(some).groupby("id").loss.last().size
+        >>> import gpulab as gl
+        >>> some = gl.recorded_runs().head(2)
+        >>> gl.store.history(some).groupby("id").loss.last().size
         2
     """
     import numpy as np
@@ -193,9 +196,11 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
 
     Examples:
         >>> import tempfile
+        >>> from pathlib import Path
+        >>> import gpulab as gl
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder, "some.parquet")
-        ...     pack(recorded_runs().head(2), file), len(runs(file))
+        ...     gl.store.pack(gl.recorded_runs().head(2), file), len(gl.runs(file))
         (2, 2)
     """
     frame = runs(store) if isinstance(store, str | Path) else store

@@ -55,8 +55,11 @@ class GradientAccumulation:
         GpulabError: When called, where a single example does not fit into memory.
 
     Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import gpulab as gl
         >>> model = nn.Linear(3, 1)
-        >>> backward = GradientAccumulation(model, nn.functional.mse_loss, batch=2)
+        >>> backward = gl.training.GradientAccumulation(model, nn.functional.mse_loss, batch=2)
         >>> inputs, targets = torch.rand(5, 3), torch.rand(5, 1)
         >>> loss = backward((inputs, targets))  # adds to .grad, as loss.backward() does
         >>> torch.allclose(loss, nn.functional.mse_loss(model(inputs), targets)), model.weight.grad.shape

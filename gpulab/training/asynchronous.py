@@ -115,7 +115,8 @@ def descend(
         GpulabError: Where a process fails.
 
     Examples:
-        >>> descent = descend("bounded", delay=1, updates=40)  # starts two processes  # doctest: +SKIP
+        >>> import gpulab as gl
+        >>> descent = gl.training.descend("bounded", delay=1, updates=40)  # starts two processes  # doctest: +SKIP
         >>> len(descent.history), descent.summary["mode"]  # doctest: +SKIP
         (40, 'bounded')
 

@@ -71,8 +71,9 @@ def noise_scale(model: Trainable, examples: Tensor, batch_size: int = 16) -> Noi
         UsageError: For a number of examples that does not give two or more full batches.
 
     Examples:
-        >>> from gpulab.models import Autoencoder
-        >>> noise_scale(Autoencoder((16,)), torch.rand(64, 1, 28, 28)).variance > 0
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.training.noise_scale(gl.models.Autoencoder((16,)), torch.rand(64, 1, 28, 28)).variance > 0
         True
 
     References:
@@ -128,9 +129,9 @@ def steps_to_target(
         UsageError: For a sequence of frames, whose examples are not independent.
 
     Examples:
-        >>> from gpulab import load
-        >>> from gpulab.models import Autoencoder
-        >>> table = steps_to_target(Autoencoder((16,)), load("digits"), 0.15, [16], [3e-3, 1e-2], progress=False)
+        >>> import gpulab as gl
+        >>> net, rates = gl.models.Autoencoder((16,)), [3e-3, 1e-2]
+        >>> table = gl.training.steps_to_target(net, gl.load("digits"), 0.15, [16], rates, progress=False)
         >>> table[["learning_rate", "best"]].values.tolist()
         [[0.003, False], [0.01, True]]
 
@@ -188,7 +189,8 @@ def fit_law(batch_sizes: Sequence[float], steps: Sequence[float]) -> tuple[float
         UsageError: For fewer than three pairs, unequal numbers of both, or steps that are not finite.
 
     Examples:
-        >>> fit_law([1, 10, 100], [100 * (1 + 20 / size) for size in [1, 10, 100]])
+        >>> import gpulab as gl
+        >>> gl.training.fit_law([1, 10, 100], [100 * (1 + 20 / size) for size in [1, 10, 100]])
         (100.0, 20.0)
 
     References:

@@ -238,7 +238,8 @@ def slurm_script(
         UsageError: For a part of a GPU, for `gpus` where no setting is of a GPU, and for a malformed setting.
 
     Examples:
-        >>> print(slurm_script(["gpulab", "experiment", "prednet"], 4, ["cpu:threads=2"]))
+        >>> import gpulab as gl
+        >>> print(gl.training.slurm_script(["gpulab", "experiment", "prednet"], 4, ["cpu:threads=2"]))
         #!/bin/bash
         #SBATCH --job-name=gpulab
         #SBATCH --array=0-3

@@ -268,8 +268,10 @@ def predict(model: torch.nn.Module, inputs: Tensor, devices: Iterable[str]) -> T
         UsageError: Without a device, or for a text instead of a list of them.
 
     Examples:
+        >>> import torch
+        >>> import gpulab as gl
         >>> model, inputs = torch.nn.Linear(3, 2), torch.rand(5, 3)
-        >>> torch.allclose(predict(model, inputs, ["cpu", "cpu"]), model(inputs))
+        >>> torch.allclose(gl.training.predict(model, inputs, ["cpu", "cpu"]), model(inputs))
         True
     """
     places = list(devices)

@@ -75,8 +75,9 @@ class Experiment:
 
     Examples:
         >>> import tempfile
+        >>> import gpulab as gl
         >>> settings = ["cpu", "cpu:threads=1"]
-        >>> exp = Experiment("autoencoder", settings, seeds=1, profile="smoke", store=tempfile.mkdtemp())
+        >>> exp = gl.Experiment("autoencoder", settings, seeds=1, profile="smoke", store=tempfile.mkdtemp())
         >>> exp.run(progress=False)[["setting", "seed", "status"]].values.tolist()
         [['cpu', 0, 'finished'], ['cpu:threads=1', 0, 'finished']]
     """

@@ -45,9 +45,10 @@ def split(model: Trainable, devices: Sequence[str]) -> Trainable:
 
     Examples:
         >>> import torch
-        >>> net, images = Autoencoder((16,)), torch.rand(2, 1, 28, 28)
+        >>> import gpulab as gl
+        >>> net, images = gl.models.Autoencoder((16,)), torch.rand(2, 1, 28, 28)
         >>> before = net(images)
-        >>> bool((split(net, ["cpu", "cpu"])(images) == before).all()), [layer.part for layer in net.layers]
+        >>> bool((gl.training.split(net, ["cpu", "cpu"])(images) == before).all()), [layer.part for layer in net.layers]
         (True, [0, 0, 1, 1])
     """
     groups = _groups(model)
@@ -116,8 +117,9 @@ def memory_per_part(model: Trainable, batch: Tensor, devices: int) -> list[dict[
 
     Examples:
         >>> import torch
-        >>> net = split(Autoencoder((16,)), ["cpu", "cpu"])
-        >>> [part["weights"] for part in memory_per_part(net, torch.rand(2, 1, 28, 28), 2)]
+        >>> import gpulab as gl
+        >>> net = gl.training.split(gl.models.Autoencoder((16,)), ["cpu", "cpu"])
+        >>> [part["weights"] for part in gl.training.memory_per_part(net, torch.rand(2, 1, 28, 28), 2)]
         [50240, 53312]
     """
     parts: list[dict[str, int]] = [{"weights": 0, "optimizer": 0, "activations": 0} for _ in range(devices)]

@@ -82,7 +82,8 @@ def profile(name: str) -> str:
         UsageError: For another name, also in the environment variable.
 
     Examples:
-        >>> profile("quick") in ("smoke", "quick", "paper")
+        >>> import gpulab as gl
+        >>> gl.profile("quick") in ("smoke", "quick", "paper")
         True
     """
     chosen = os.environ.get("GPULAB_PROFILE") or name

@@ -131,10 +131,11 @@ def train(
         OverwrittenError: With `guard`, where a tensor was overwritten between its saving and the backward pass.
 
     Examples:
-        >>> run = train("autoencoder", profile="smoke", progress=False)
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", progress=False)
         >>> run.status, len(run.history)
         ('finished', 20)
-        >>> train(lambda seed, power=1: (seed + 1) ** -power, seed=1, power=2, progress=False).final_loss
+        >>> gl.train(lambda seed, power=1: (seed + 1) ** -power, seed=1, power=2, progress=False).final_loss
         0.25
 
     References:

@@ -61,8 +61,8 @@ class Run:
         trained: Whether `model` has the trained weights.
 
     Examples:
-        >>> from gpulab import train
-        >>> run = train("autoencoder", profile="smoke", progress=False)
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", progress=False)
         >>> list(run.history)
         ['window', 'step', 'loss', 'seconds']
         >>> images, reconstructions = run.predict()

@@ -57,7 +57,8 @@ def seed_runs(
         GpulabError: When the setting cannot run here, or a training fails.
 
     Examples:
-        >>> runs = seed_runs(lambda seed: 1.0 / seed, seeds=range(3), progress=False)
+        >>> import gpulab as gl
+        >>> runs = gl.seed_runs(lambda seed: 1.0 / seed, seeds=range(3), progress=False)
         >>> runs.status.tolist()  # seed 0 divides by zero
         ['diverged', 'finished', 'finished']
     """
