@@ -22,6 +22,7 @@ from gpulab.report import Picture
 FILE = Path(__file__).with_name("answer.svg")
 IN_PAPERS = FILE.parent / "paper" / "answer.png"  # journals' tools take no SVG
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
+COLUMNS = 1.03, 1.32, 1.64  # of words at the right, in widths of the axes
 PORT = {"paper": "160×120", "quick": "64×48"}
 
 
@@ -94,11 +95,16 @@ def verdicts():
     return "; ".join(said)
 
 
-def devices():
-    """What the verdicts are on a CPU against a GPU, both with own memory, for the front page."""
+def device_table():
+    """A CPU against a GPU, both with own memory, a row for each metric of the port's long trainings."""
     runs = companion.title_runs().query("experiment == 'prednet' and gradients == 'written out'")
     runs = runs[(runs.profile == "paper") & ~runs.setting.str.endswith("again")]
-    table = companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
+    return companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
+
+
+def devices():
+    """What the verdicts are on a CPU against a GPU, for the front page."""
+    table = device_table()
     every, learned = table.loc["final loss of all seeds"], table.loc["final loss of the seeds that learned"]
     stuck = table.loc["share of seeds that did not learn"]
     return (
@@ -130,13 +136,14 @@ def picture():
         axes.plot(joined.to_numpy().ravel(), up_down, color=tint, lw=0.5, alpha=0.35, zorder=1)
         for memory, part in some.groupby("memory"):
             points(axes, part.times, [heights[memory]] * len(part), tint, hollow=True, s=16)
-            axes.annotate(memory.partition(" ")[0], (1.03, heights[memory]), **text)
-            axes.annotate(f"{(part.times < 1).sum()} of {len(part)}", (1.26, heights[memory]), **text)
+            axes.annotate(memory.partition(" ")[0], (COLUMNS[0], heights[memory]), **text)
+            axes.annotate(f"{(part.times < 1).sum()} of {len(part)}", (COLUMNS[1], heights[memory]), **text)
         worse = f"{(losses[SHARED_MEMORY] > losses[OWN_MEMORY]).sum()} of {len(losses)}"
-        axes.annotate(worse, (1.5, place), **text)
+        axes.annotate(worse, (COLUMNS[2], place), **text)
     axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
     axes.annotate("as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center")
-    for words, x in (("memory", 1.03), ("better\nthan that", 1.26), ("pairs in which\nshared is worse", 1.5)):
+    heads = "memory", "better\nthan that", "pairs in which\nshared is worse"
+    for words, x in zip(heads, COLUMNS, strict=True):
         axes.annotate(words, (x, -0.8), **text)
     ported = next(place for place, code in zip(places, names.values(), strict=True) if code != "authors")
     for words, place in (("The authors' code", places[0]), ("Our port", ported)):

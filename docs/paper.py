@@ -5,10 +5,8 @@ import re
 from pathlib import Path
 
 import answer
-import pandas as pd
 
 import companion
-import gpulab as gl
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
@@ -26,23 +24,18 @@ def minutes(profile):
 def numbers():
     """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
     pairs = answer.counted(answer.pairs())
-    title = companion.title_runs()
-    both = pd.concat([title, companion.atlas()]).query("experiment == 'prednet' and profile == 'paper'")
-    both = both[(both.gradients == "written out") & (both.truncation == "loss") & (both.setting == "cuda:tf32=off")]
-    both = both[both.seed.isin(both[~both.id.isin(title.id)].seed)]
-    (card,) = gl.verdict(both, factor="gpu", reference="NVIDIA H200").table.itertuples()
-    kept = companion.atlas(), companion.published_runs(), title, companion.longer_runs()
-    poles = companion.cartpole_runs().groupby("memory")["time upright (steps)"].mean()
+    kept = companion.atlas(), companion.published_runs(), companion.title_runs(), companion.longer_runs()
+    poles = companion.cartpole_runs().pivot_table(index="seed", columns="memory", values="time upright (steps)")
+    shorter = poles["shared memory"] / poles["own memory"]
+    means = poles.mean()
     return {
         "notebooks": len([*(ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")]),
         "sessions": len([*(ROOT / "docs" / "seminar").glob("session*.md")]),
         "runs": sum(map(len, kept)),
         **{name: f"{worse} of {count}" for name, (worse, count, _) in pairs.items()},
-        "verdicts": answer.verdicts(),
-        "devices": answer.devices(),
-        "card_seeds": card.seeds,
-        "cards": card.decision,
-        "cartpole": f"{poles['shared memory'] / poles['own memory']:.1%}".replace("%", " %"),
+        "device_decision": answer.device_table().loc["final loss of all seeds", "decision"],
+        "cartpole": share(means["shared memory"] / means["own memory"]),
+        "cartpole_range": f"{share(shorter.min(), 0)} to {share(shorter.max(), 0)}",
         "cartpole_seeds": companion.cartpole_runs().seed.nunique(),
         **replication(),
         "smoke": minutes("smoke"),
@@ -59,36 +52,119 @@ def compared(condition, reference):
 
 
 def replication():
-    """What is said of the authors' code: a table of its comparisons, the first gradients, and the round trip."""
+    """What is said of the authors' code: its comparisons, the first gradients, and the round trip."""
     runs = companion.published_runs()
     table = companion.published_table(runs)
-    rows = []
-    for _, pair in table.groupby(["family", "film", "size", "condition", "reference"], sort=False):
-        loss = pair[pair.endpoint == "final loss"].iloc[0]
-        share = pair[pair.endpoint != "final loss"].iloc[0]
-        rows.append(
-            f"| {compared(loss.condition, loss.reference)} | {loss.film}, {loss['size'].replace('x', '×')} | "
-            f"{loss.worse} of {loss.seeds} | {loss.ratio:.2f} | {loss.decision} | "
-            f"{share.beat} for {share.beat_reference} | {share.decision} |"
-        )
-    heads = "compared | film | higher loss in | times as high | loss is | beat repeating | share is"
-    widths = [22, 12, 12, 9, 13, 11, 13]  # of the columns on a page, against each other
+    full, half = (table[table["size"] == size] for size in ("160x120", "80x56"))
     first = companion.recorded_windows().query("window == 0 and not of.str.contains('trip')")
     shared = ["cpu reused", "cuda shared"]
     of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
     unlike = of.isin(shared) != against.isin(shared)
     trips = companion.round_trips(runs)
+    memory = table.condition.str.endswith("shared memory") & table.reference.str.endswith("own memory")
     return {
-        "comparisons": "\n".join([f"| {heads} |", f"|{'|'.join('-' * width for width in widths)}|", *rows]),
-        "authors_tested": table[
-            (table.condition.str.endswith("shared memory")) & table.reference.str.endswith("own memory")
-        ]
-        .query("endpoint == 'final loss'")
-        .seeds.sum(),
+        "comparisons": comparisons(table),
+        "statistics": statistics(table, runs),
+        "counts": counts(full, half, runs),
+        "authors_tested": table[memory & (table.endpoint == "final loss")].seeds.sum(),
+        **devices_apart(half, runs),
         "alike": f"{first[~unlike].gradient_difference.max():.1e}",
-        "unlike": f"{first[unlike].gradient_difference.min():.1%}".replace("%", " %"),
+        "unlike": share(first[unlike].gradient_difference.min()),
         "same_losses": f"{first[unlike].same_losses.sum()} of {first[unlike].losses.sum()}",
         "trips": f"{trips.same_bits.sum():,} of {trips.windows.sum():,}",
+        "gpu_minutes": f"{runs[runs.device == 'cuda'].seconds.mean() / 60:.0f}",
+        "cpu_minutes": f"{runs[runs.device == 'cpu'].seconds.mean() / 60:.0f}",
+        "cpu_hours": f"{runs[runs.device == 'cpu'].seconds.sum() / 3600:.0f}",
+    }
+
+
+def share(number, digits=1):
+    """A share in per cent, as it stands in a text."""
+    return f"{number:.{digits}%}".replace("%", " %").replace("-", "−")
+
+
+def rows_of(table):
+    """What is compared, on which film, and the rows of its two endpoints: the final loss and the share."""
+    for _, pair in table.groupby(["family", "film", "size", "condition", "reference"], sort=False):
+        loss, beats = pair[pair.endpoint == "final loss"].iloc[0], pair[pair.endpoint != "final loss"].iloc[0]
+        yield compared(loss.condition, loss.reference), f"{loss.film}, {loss['size'].replace('x', '×')}", loss, beats
+
+
+def in_markdown(heads, widths, rows):
+    """A table whose columns have these widths on a page, against each other."""
+    lines = [heads, "|".join("-" * width for width in widths), *map(" | ".join, rows)]
+    return "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
+
+
+def comparisons(table):
+    """A row for each comparison: how many seeds end higher, by how much, and what is decided."""
+    rows = [
+        [
+            *(what, film, f"{loss.worse} of {loss.seeds}", f"{loss.ratio:.2f}", loss.decision),
+            *(f"{beats.beat} for {beats.beat_reference}", beats.decision),
+        ]
+        for what, film, loss, beats in rows_of(table)
+    ]
+    heads = "compared | film | higher loss in | times as high | loss is | beat repeating | share is"
+    return in_markdown(heads, [22, 12, 12, 9, 13, 11, 13], rows)
+
+
+def statistics(table, runs):
+    """A row for each comparison: difference and margin of the loss in per cent, and the p values."""
+    rows = []
+    for what, film, loss, beats in rows_of(table):
+        here = (runs.film == loss.film) & (runs["size"] == loss["size"]) & (runs.condition == loss.reference)
+        mean = runs[here].final_loss.mean()
+        interval = f"{share(loss.difference / mean)} [{share(loss.low / mean)}, {share(loss.high / mean)}]"
+        numbers = [f"{p:.1g}".replace("1e+00", "1") for p in (loss.p_holm, loss.p_equivalent, beats.p_holm)]
+        rows.append([what, film, interval, f"±{share(loss.margin / mean)}", *numbers])
+    heads = "compared | film | difference of the loss | margin | p, different | p, equivalent | p, share"
+    return in_markdown(heads, [22, 12, 24, 8, 11, 11, 9], rows)
+
+
+def counts(full, half, runs):
+    """A row for each size and device: pairs that differ in memory alone, and whether a test was laid down."""
+    on_gpu = full[(full.endpoint == "final loss")]
+    on_cpu = half[(half.endpoint == "final loss") & (half.condition == "CPU, shared memory")]
+    on_cpu = on_cpu[on_cpu.reference == "CPU, own memory"]
+    losses = losses_by_condition(runs)
+    worse = losses["GPU, shared memory"] > losses["GPU, own memory"]
+    rows = [
+        ["GPU, 160×120, three films", "imitated", "yes", f"{on_gpu.worse.sum()} of {on_gpu.seeds.sum()}"],
+        ["CPU, 80×56, walk", "as published", "yes", f"{on_cpu.worse.sum()} of {on_cpu.seeds.sum()}"],
+        ["GPU, 80×56, walk", "imitated", "no", f"{worse.sum()} of {len(worse)}"],
+    ]
+    return in_markdown("where | shared memory | test laid down | higher loss in", [28, 16, 16, 16], rows)
+
+
+def losses_by_condition(runs):
+    """The final loss at half the size, a row for each seed and a column for each condition."""
+    return runs[runs["size"] == "80x56"].pivot_table(index="seed", columns="condition", values="final_loss")
+
+
+def devices_apart(half, runs):
+    """What a CPU and a GPU have in common at half the size, and what the line does there."""
+    losses = losses_by_condition(runs)
+    own = losses["CPU, own memory"] / losses["GPU, own memory"] - 1
+    direct = losses["CPU, shared memory"] / losses["GPU, own memory"]
+    close = own.drop(own.abs().idxmax()).abs()
+    rows = half[half.endpoint == "final loss"].set_index(["condition", "reference"])
+    device = rows.loc[("CPU, own memory", "GPU, own memory")]
+    line = rows.loc[("CPU, shared memory", "CPU, own memory")]
+    intervals = {
+        name: " to ".join(share(end / losses[reference].mean(), 0) for end in (row.low, row.high))
+        for name, row, reference in (
+            ("device_interval", device, "GPU, own memory"),
+            ("line_interval", line, "CPU, own memory"),
+        )
+    }
+    return {
+        "close": f"{len(close)} of {len(own)}",
+        "within": share(close.max()),
+        "outlier": share(-own.min(), 0),
+        "direct": f"{(direct > 1).sum()} of {len(direct)}",
+        "direct_ratio": f"{direct.median():.2f}",
+        **intervals,
     }
 
 
