@@ -89,7 +89,8 @@ class Computed:
     def against(self, other: Computed) -> dict[str, Any]:
         """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
         mine, theirs = (
-            torch.cat([of[name].reshape(-1) for name in other.gradient]) for of in (self.gradient, other.gradient)
+            torch.cat([gradient[name].reshape(-1) for name in other.gradient])
+            for gradient in (self.gradient, other.gradient)
         )
         return {
             "same_losses": int((self.losses == other.losses).sum()),

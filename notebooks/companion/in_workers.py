@@ -55,7 +55,7 @@ def times(seed: int, setting: gl.Setting, task: str = "{}", updates: int = 10) -
         if not isinstance(engine, DataParallel):
             return {"update": seconds, "compute": seconds, "wait": 0.0, "communicate": 0.0}
         engine.timed, engine.times = True, dict.fromkeys(engine.times, 0.0)
-        whole = timed(ready)
+        seconds_with_barrier = timed(ready)
         wait, communicate = (engine.times[name] / updates for name in ("wait", "communicate"))
-        compute = whole - wait - communicate  # the optimizer's step, too
+        compute = seconds_with_barrier - wait - communicate  # the optimizer's step, too
         return {"update": seconds, "compute": compute, "wait": wait, "communicate": communicate}

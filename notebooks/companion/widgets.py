@@ -100,15 +100,15 @@ class BitExplorer(Explorer):
             meaning.value = f'<span style="{_style(name)}" title="{digits}">{name}</span> {words}'
         name, mode = self.format.value, self.rounding.value
         rounded = round_to(torch.tensor([self.x]), name, mode).item()
-        apart = abs(rounded - self.x)
-        off = f", off by {apart:.2g}" if math.isfinite(apart) else ""
-        parts = zip(PARTS, format_bits(self.x, name, mode), strict=True)
-        shown = " ".join(f'<code style="{_style(part)}">{digits}</code>' for part, digits in parts)
+        distance = abs(rounded - self.x)
+        off = f", off by {distance:.2g}" if math.isfinite(distance) else ""
+        float_fields = zip(PARTS, format_bits(self.x, name, mode), strict=True)
+        shown = " ".join(f'<code style="{_style(field)}">{digits}</code>' for field, digits in float_fields)
         self.answer.value = f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{off}<br>{shown}"
 
 
-def _style(part: str) -> str:
-    return f"background: {PARTS[part][0]}; color: white; padding: 0 4px; border-radius: 3px"
+def _style(field: str) -> str:
+    return f"background: {PARTS[field][0]}; color: white; padding: 0 4px; border-radius: 3px"
 
 
 def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
