@@ -113,9 +113,9 @@ def first_window(
     name = net if isinstance(net, str) else f"{type(net).__name__.lower()}, trained"
     rows = []
     for setting in settings:
-        right = copied.gradient(setting)
-        rounding = right.against(exact)["gradient_difference"]
-        differences = reused.gradient(setting).against(right)
+        copied_window = copied.gradient(setting)
+        rounding = copied_window.against(exact)["gradient_difference"]
+        differences = reused.gradient(setting).against(copied_window)
         rows.append({"network": name, "setting": setting, **differences, "rounding": rounding})
     return pd.DataFrame(rows)
 
@@ -139,12 +139,12 @@ def window_finding(row: Any) -> str:
 
 def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> CheckedSentences:
     """What `first_window` and `anomaly_table` allow one to say, and what they do not."""
-    wrong = "Where wrapping shares memory, the published loop computes a wrong gradient and never says so."
+    wrong_gradient = "Where wrapping shares memory, the published loop computes a wrong gradient and never says so."
     return finding(
         {
             "The first window": [window_finding(row) for row in window.itertuples()],
             "What is learned, with shared memory against own memory": table,
-            "So": [wrong] if (window.gradient_difference > FAR * window.rounding).any() else [],
+            "So": [wrong_gradient] if (window.gradient_difference > FAR * window.rounding).any() else [],
         }
     )
 
@@ -365,8 +365,8 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
     if len(x) < FEWEST or min(np.ptp(x), np.ptp(y)) == 0:
         raise gl.UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
     rho = float(spearmanr(x, y).statistic)
-    most = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
-    z = math.atanh(max(-most, min(rho, most)))
+    largest_rho = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
+    z = math.atanh(max(-largest_rho, min(rho, largest_rho)))
     reach = norm.ppf(1 - ALPHA / 2) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
     return rho, math.tanh(z - reach), math.tanh(z + reach)
 
@@ -450,7 +450,7 @@ def published_page(
     `longer_runs` by loader, and `anomaly_table`.
     """
     first_windows = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].copy()
-    handover_words = {f"{device} {loader}": f"{how} ({loader})" for (device, loader), how in HANDED.items()}
+    handover_words = {f"{device} {loader}": f"{memory} ({loader})" for (device, loader), memory in HANDED.items()}
     condition, reference = (cells.str.partition(",")[0] for cells in (first_windows.of, first_windows.against))
     first_windows["ways"] = condition.map(handover_words) + " against " + reference.map(handover_words)
     shared = ["cpu reused", "cuda shared"]  # with memory that all frames share
@@ -481,8 +481,12 @@ def published_page(
         films = rows.groupby(["condition", "reference", "film"], sort=False)
         numbers += [f"{family}: {_film_words(pair.set_index('endpoint'))}" for _, pair in films]
     share, loss = (longer.set_index("metric").loc[metric] for metric in (BEAT, ALL))
-    same, window_count = trips.same_bits.sum(), trips.windows.sum()
-    bits = "the same bits" if same == window_count else f"the same bits in {same:,} of {window_count:,} only"
+    same_bit_windows, window_count = trips.same_bits.sum(), trips.windows.sum()
+    bits = (
+        "the same bits"
+        if same_bit_windows == window_count
+        else f"the same bits in {same_bit_windows:,} of {window_count:,} only"
+    )
     sections["Our own port to PyTorch, which keeps the one array"] = port
     sections["Does longer training close the gap? Our own port, ten times as long"] = [
         f"After 50,000 frames the mean loss with {SHARED_MEMORY} is {1 + loss.relative:.2f} times as high, and higher "

@@ -201,9 +201,12 @@ def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> st
     if len(too_few_seeds):
         seeds = ", ".join(f"{row.machine} ({row.seeds})" for row in too_few_seeds.itertuples())
         text += f". Fewer than {FEWEST} seeds, not pooled: {seeds}"
-    (before, after), (reference, setting) = rows[["reference_diverged", "diverged"]].sum(), key[4:]
-    if before or after:
-        text += f". Diverged, and in no effect: {before} under {reference}, {after} under {setting}"
+    reference_diverged, setting_diverged = rows[["reference_diverged", "diverged"]].sum()
+    reference, setting = key[4:]
+    if reference_diverged or setting_diverged:
+        text += (
+            f". Diverged, and in no effect: {reference_diverged} under {reference}, {setting_diverged} under {setting}"
+        )
     return f"{text}."
 
 
@@ -223,8 +226,8 @@ def _forest(verdict: AtlasVerdict) -> Picture:
             axes.plot(in_percent([row.low, row.high]), [y, y], color=tint, lw=1.4, zorder=2)
             face = tint if row.pooled else "white"
             axes.plot(in_percent([row.effect]), [y], marker="o", ms=4.5, mfc=face, mec=tint, color=tint, zorder=3)
-            same = "same bits" if row.error == 0 and row.effect == 0 else percent(row.effect, row.low, row.high)
-            axes.annotate(f"  {row.seeds} seeds, {same}", (1, y), fontsize=7, **BESIDE)
+            effect_words = "same bits" if row.error == 0 and row.effect == 0 else percent(row.effect, row.low, row.high)
+            axes.annotate(f"  {row.seeds} seeds, {effect_words}", (1, y), fontsize=7, **BESIDE)
             ticks.append(y)
             names.append(row.machine)
         if group in pooled:

@@ -38,15 +38,17 @@ from gpulab.training.run import Run
 
 @exercise("00-1", "a number of seeds")
 def _fewest_seeds(answer: Any) -> str:
-    right, at_five_percent = (
+    at_one_percent, at_five_percent = (
         next(n for n in range(1, 50) if sign_flip_p([1.0] * n) <= alpha) for alpha in (0.01, 0.05)
     )
     mistakes = {
-        right - 1: "half a chance is missing: all of them may agree upwards, or downwards",
+        at_one_percent - 1: "half a chance is missing: all of them may agree upwards, or downwards",
         at_five_percent: "the fewest for 5 %, and 1 % is asked for",
     }
-    near(answer, right, mistakes, rel=1e-6)
-    return f"by luck alone {right} seeds agree with a probability of {sign_flip_p([1.0] * right):.3g}."
+    near(answer, at_one_percent, mistakes, rel=1e-6)
+    return (
+        f"by luck alone {at_one_percent} seeds agree with a probability of {sign_flip_p([1.0] * at_one_percent):.3g}."
+    )
 
 
 @exercise("00-2", "(calm, busy), two tables of runs from two stores")
@@ -59,10 +61,11 @@ def _under_load(answer: Any) -> str:
         paired_runs.seed.nunique() >= 3,
         f"{paired_runs.seed.nunique()} seeds are in both, under the same setting: take three",
     )
-    same = int((paired_runs.weights_x == paired_runs.weights_y).sum())
+    same_bits = int((paired_runs.weights_x == paired_runs.weights_y).sum())
     slower = paired_runs.seconds_y.sum() / paired_runs.seconds_x.sum()
     return (
-        f"{same} of {len(paired_runs)} trainings have the same bits; under load they took {slower:.2g} times as long."
+        f"{same_bits} of {len(paired_runs)} trainings have the same bits; under load they took {slower:.2g} times as "
+        "long."
     )
 
 
@@ -74,8 +77,8 @@ def _reruns(answer: Any) -> str:
     need(seeds >= 3, f"{seeds} seeds: take three at least")
     reruns = frame.groupby(["setting", "seed"])
     need((reruns["rerun"].nunique() >= 2).all(), "some seed was run once only: ask for reruns=2")
-    differ = reruns.weights.nunique() > 1
-    unrepeatable = ", ".join(map(setting_in_text, sorted(set(differ[differ].reset_index().setting))))
+    bits_differ = reruns.weights.nunique() > 1
+    unrepeatable = ", ".join(map(setting_in_text, sorted(set(bits_differ[bits_differ].reset_index().setting))))
     outcome = f"other bits under {unrepeatable}" if unrepeatable else "the same bits"
     return f"{settings} settings were run twice, and the second time gave {outcome}. Nobody has a complete list."
 
@@ -123,20 +126,20 @@ def _ceilings(answer: Any) -> str:
 
 @exercise("01-3", "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, of the autoencoder's layer")
 def _per_joule(answer: Any) -> str:
-    work = {}
+    gflop_per_joule = {}
     for device, row in fields(answer, "cpu", "cuda").items():
         rate, watts = (number(fields(row, "gflops", "watts")[name]) for name in ("gflops", "watts"))
         need(1 <= watts <= 2000, f"{device}: {watts:g} is no power in watts")
-        work[device] = rate / watts
+        gflop_per_joule[device] = rate / watts
     frame = recorded_rooflines()
     layer = frame[frame.operation.str.startswith("autoencoder") & (frame.setting == "cuda:tf32=off")].gflops.max()
     rate = number(answer["cuda"]["gflops"])
     need(rate < 10 * layer, f"{rate:g} Gflop/s is near the GPU's peak, and this layer was recorded at {layer:.3g}")
-    best = "CPU" if work["cpu"] > work["cuda"] else "GPU"
+    best = "CPU" if gflop_per_joule["cpu"] > gflop_per_joule["cuda"] else "GPU"
     return (
-        f"by these numbers the {best} does more with a joule: {work['cpu']:.2g} Gflop on the CPU, "
-        f"{work['cuda']:.2g} on the GPU. Whether the watts are those of this layer cannot be seen from here: a data "
-        "sheet's are of full load."
+        f"by these numbers the {best} does more with a joule: {gflop_per_joule['cpu']:.2g} Gflop on the CPU, "
+        f"{gflop_per_joule['cuda']:.2g} on the GPU. Whether the watts are those of this layer cannot be seen from "
+        "here: a data sheet's are of full load."
     )
 
 
@@ -149,16 +152,16 @@ def _exact_orders(answer: Any) -> str:
         return int((shuffled_sums(x) == float(np.float32(math.fsum(x.tolist())))).sum())
 
     x = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    before, right = hits(x), hits(x * 1e4 - 5e3)
+    unshifted_hits, shifted_hits = hits(x), hits(x * 1e4 - 5e3)
     mistakes = {
-        before: "those of x itself, and x * 1e4 - 5e3 is asked for",
-        1000 - right: "those that miss the exact sum",
+        unshifted_hits: "those of x itself, and x * 1e4 - 5e3 is asked for",
+        1000 - shifted_hits: "those that miss the exact sum",
         0: "was the exact sum left in float64? Round it to float32 before you compare",
     }
-    near(answer, right, mistakes, rel=1e-6)
+    near(answer, shifted_hits, mistakes, rel=1e-6)
     return (
-        f"{right} of 1000 orders hit the exact sum, and with x itself {before} did. On the way the sums are far larger "
-        "than what is left at the end, and its last digits are lost."
+        f"{shifted_hits} of 1000 orders hit the exact sum, and with x itself {unshifted_hits} did. On the way "
+        "the sums are far larger than what is left at the end, and its last digits are lost."
     )
 
 
@@ -286,10 +289,10 @@ def _leaving(answer: Any) -> str:
         plateau_verdict.runs[metric].min() >= 1,
         "some left before the first frame: a number of frames, or of updates, is due",
     )
-    lost = int(plateau_verdict.table.diverged.sum() + plateau_verdict.table.left_out.sum())
+    not_counted = int(plateau_verdict.table.diverged.sum() + plateau_verdict.table.left_out.sum())
     return (
-        f"{decisions(plateau_verdict)}. Not counted: {lost} seeds that never left, or were run under one setting "
-        "alone. What another threshold would say, or single seeds, is open."
+        f"{decisions(plateau_verdict)}. Not counted: {not_counted} seeds that never left, or were run under one "
+        "setting alone. What another threshold would say, or single seeds, is open."
     )
 
 

@@ -38,12 +38,13 @@ def _pushed(answer: Any) -> str:
         "the table lacks float32 or float64: take two settings of one kind of CPU",
     )
     outcomes = {(True, True): "both", (True, False): "float64", (False, True): "float32", (False, False): "neither"}
-    right = outcomes[bool(frame[in_float64].left.all()), bool(frame[in_float32].left.all())]
+    who_left = outcomes[bool(frame[in_float64].left.all()), bool(frame[in_float32].left.all())]
     moved = frame[in_float32].moved.mean()
     choice(who, "float32", "float64", "both", "neither")
-    need(who == right, f"in this table {right} left. The first step moved {moved:.0%} of the weights in float32")
+    need(who == who_left, f"in this table {who_left} left. The first step moved {moved:.0%} of the weights in float32")
     return (
-        f"{right} left. In float32 the first step moved {moved:.0%} of the weights; for the others it is rounded away."
+        f"{who_left} left. In float32 the first step moved {moved:.0%} of the weights; for the others it is rounded "
+        "away."
     )
 
 
@@ -78,11 +79,11 @@ def _small_weights(answer: Any) -> str:
     need((frame.step_ratio > 1).any(), f"step_ratio is {frame.step_ratio.max():.2g}: steps are still rounded away")
     frame = frame[frame.step_ratio > 1]
     need(frame.left.any(), "steps are long enough, and nobody left: push it, by perturbations=[…], or wait longer")
-    off = float((frame.steps / frame.expected).median())
-    need(0.5 < off < 2, f"it left after {off:.2g} times the steps that the law expects")
+    times_expected = float((frame.steps / frame.expected).median())
+    need(0.5 < times_expected < 2, f"it left after {times_expected:.2g} times the steps that the law expects")
     return (
-        f"float32 leaves after {off:.2f} times the steps that the law expects. Would a trained network pass there? "
-        "Compare its weights with those of your saddle."
+        f"float32 leaves after {times_expected:.2f} times the steps that the law expects. Would a trained network "
+        "pass there? Compare its weights with those of your saddle."
     )
 
 
@@ -196,15 +197,15 @@ def _schedule(answer: Any) -> str:
 @exercise("09-1", "a number of updates")
 def _updates_to_nan(answer: Any) -> str:
     runs = recorded("whitener", "quick", covariance="one-pass", setting="cuda:tf32=on")
-    lost = runs[runs.status == "diverged"]
+    diverged_runs = runs[runs.status == "diverged"]
     mistakes = {
-        float(lost.diverged_at.mean()): "the mean, which a few late ones draw up: take the median",
-        len(lost): "how many became NaN, and after how many updates is asked for",
-        float(lost.diverged_at.max()): "the last one to fail, and not the median",
+        float(diverged_runs.diverged_at.mean()): "the mean, which a few late ones draw up: take the median",
+        len(diverged_runs): "how many became NaN, and after how many updates is asked for",
+        float(diverged_runs.diverged_at.max()): "the last one to fail, and not the median",
     }
-    near(answer, float(lost.diverged_at.median()), mistakes, rel=1e-6)
-    middle, last = lost.diverged_at.median(), lost.diverged_at.max()
-    return f"half of {len(lost)} are NaN after {middle:g} updates, the last after {last:g}."
+    near(answer, float(diverged_runs.diverged_at.median()), mistakes, rel=1e-6)
+    middle, last = diverged_runs.diverged_at.median(), diverged_runs.diverged_at.max()
+    return f"half of {len(diverged_runs)} are NaN after {middle:g} updates, the last after {last:g}."
 
 
 @exercise("09-2", "a table of runs, one-pass and centred, under two arithmetics, on six seeds at least")
@@ -220,9 +221,12 @@ def _centred(answer: Any) -> str:
     )
     seeds = runs.groupby(["setting", "covariance"]).seed.nunique()
     need(seeds.min() >= 6, f"{seeds.min()} seeds in one of the cells: take six at least")
-    lost = (runs.status == "diverged").groupby(runs.covariance).sum()
-    need(lost["one-pass"], "no run in one pass became NaN: train longer, for the control must fail")
-    return f"NaN: {lost['one-pass']} runs in one pass, {lost['centred']} centred. Why, the proof must say."
+    diverged_counts = (runs.status == "diverged").groupby(runs.covariance).sum()
+    need(diverged_counts["one-pass"], "no run in one pass became NaN: train longer, for the control must fail")
+    return (
+        f"NaN: {diverged_counts['one-pass']} runs in one pass, {diverged_counts['centred']} centred. Why, the proof "
+        "must say."
+    )
 
 
 @exercise("09-3", "the covariance (24, 24) of the exercise's codes, from sums alone, under gl.emulate('tf32')")
@@ -233,13 +237,17 @@ def _shifted(answer: Any) -> str:
     need(answer.shape == exact.shape, f"its shape is {tuple(answer.shape)}")
     covariance = answer.detach().cpu().double()
     need(covariance.isfinite().all(), "it is not finite")
-    off, of_49 = (float((matrix - exact).norm() / exact.norm()) for matrix in (covariance, covariance * 49 / 50))
-    need(of_49 > 1e-3, "divided by 49: here it is by 50, as in the notebook")
-    need(off < 0.5, f"off by {off:.2g} times its size: that is one pass. Subtract a number near the mean beforehand")
-    need(off < 0.005, f"off by {off:.1%}: what you subtracted is not quite the mean. Take its product away, too")
-    need(off > 1e-5, f"off by {off:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')")
+    error, error_by_49 = (
+        float((matrix - exact).norm() / exact.norm()) for matrix in (covariance, covariance * 49 / 50)
+    )
+    need(error_by_49 > 1e-3, "divided by 49: here it is by 50, as in the notebook")
+    need(
+        error < 0.5, f"off by {error:.2g} times its size: that is one pass. Subtract a number near the mean beforehand"
+    )
+    need(error < 0.005, f"off by {error:.1%}: what you subtracted is not quite the mean. Take its product away, too")
+    need(error > 1e-5, f"off by {error:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')")
     return (
-        f"off by {off:.1e} only. A matrix does not show that it was made from sums alone, nor that the product is "
+        f"off by {error:.1e} only. A matrix does not show that it was made from sums alone, nor that the product is "
         "innocent: an audit of the step does."
     )
 
@@ -274,9 +282,9 @@ def _own_runs(answer: Any) -> str:
     need(paired_runs.seed.nunique() >= 3, f"{paired_runs.seed.nunique()} seeds: take three at least")
     spread = recorded_runs.final_loss.std()
     largest_difference = (paired_runs.final_loss_x - paired_runs.final_loss_y).abs().max()
-    same = int((paired_runs.weights_x == paired_runs.weights_y).sum())
+    same_bits = int((paired_runs.weights_x == paired_runs.weights_y).sum())
     return (
-        f"{same} of {len(paired_runs)} have the same bits as the recorded ones. Their losses are at most "
+        f"{same_bits} of {len(paired_runs)} have the same bits as the recorded ones. Their losses are at most "
         f"{largest_difference / spread:.1e} of the standard deviation between seeds apart."
     )
 
@@ -316,15 +324,20 @@ def _two_buffers(answer: Any) -> str:
 
 @exercise("11-2", "(wrong, mended): the reports of two guards with reads='any', the one that finds something first")
 def _found_and_mended(answer: Any) -> str:
-    wrong, mended = pair(answer)
-    for report in (wrong, mended):
+    faulty_report, mended_report = pair(answer)
+    for report in (faulty_report, mended_report):
         need(isinstance(report, Guard), f"{shown(report)} is no report: `with gl.guard(…) as report:` gives it")
         need(report.reads == "any", "this guard looked at gradients alone: reads='any' is asked for")
-    need(len(wrong), "the first guard found nothing. Was the array filled again, and were the tensors read after that?")
-    causes = {finding.cause for finding in wrong.findings}
+    need(
+        len(faulty_report),
+        "the first guard found nothing. Was the array filled again, and were the tensors read after that?",
+    )
+    causes = {finding.cause for finding in faulty_report.findings}
     need("together" in causes, f"the first guard found {', '.join(sorted(causes))}: read the three in one operation")
-    need(not mended.findings, "the second guard found something, too: is there another line that keeps the array?")
-    return f"found: {wrong.findings[0].explanation}. After one line was changed nothing is found."
+    need(
+        not mended_report.findings, "the second guard found something, too: is there another line that keeps the array?"
+    )
+    return f"found: {faulty_report.findings[0].explanation}. After one line was changed nothing is found."
 
 
 @exercise("11-3", "{'library': …, 'shares': True or False, 'evidence': a line of code that shows it}")
@@ -336,5 +349,5 @@ def _library(answer: Any) -> str:
             isinstance(entry[name], str) and entry[name].strip(), f"{name} {shown(entry[name])}: a few words are needed"
         )
     need(len(entry["evidence"]) > 10, f"evidence {shown(entry['evidence'])}: a line of code, with what it printed")
-    how = "whoever keeps it has to copy" if entry["shares"] else "it may be kept, as long as that stays so"
-    return f"{entry['library']}: {how}. Would another release do the same? A test of yours can ask."
+    advice = "whoever keeps it has to copy" if entry["shares"] else "it may be kept, as long as that stays so"
+    return f"{entry['library']}: {advice}. Would another release do the same? A test of yours can ask."

@@ -149,13 +149,13 @@ class TrainingExplorer(Explorer):
 
     def _train(self) -> None:
         """Train the network under both settings in turns, a window at a time, and draw it now and then."""
-        drawn, running, bits = time.monotonic(), [], set()
+        drawn_at, running, bits = time.monotonic(), [], set()
         net, seed = self.net.value, self.seed.value
         try:
             for dropdown, rows in zip(self.settings, self.losses, strict=True):
                 plan, _ = plan_with_command(net, None, dropdown.value, seed, "smoke", 0, frames=FRAMES[net])
-                note = functools.partial(lambda rows, frames_seen, loss: rows.append((frames_seen, loss)), rows)
-                running.append((plan, carry_out(plan, {}, Keeping(), Engines, progress=note)))
+                note_loss = functools.partial(lambda rows, frames_seen, loss: rows.append((frames_seen, loss)), rows)
+                running.append((plan, carry_out(plan, {}, Keeping(), Engines, progress=note_loss)))
             while running:
                 for plan, turns in [*running]:
                     if self.stopping.is_set():
@@ -166,9 +166,9 @@ class TrainingExplorer(Explorer):
                         except StopIteration as end:
                             bits.add(end.value.record["summary"]["weights"])
                             running.remove((plan, turns))
-                if time.monotonic() - drawn > DRAW_SECONDS:
+                if time.monotonic() - drawn_at > DRAW_SECONDS:
                     self.draw()
-                    drawn = time.monotonic()
+                    drawn_at = time.monotonic()
         except GpulabError as error:
             self.said.value = Markup.escape(error)
             return
@@ -400,12 +400,14 @@ def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, f
     for tint, look, words, rows in zip(tints, looks, setting_names, losses, strict=True):
         loss_axes.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=words, **look)
     distances = [(frames_seen, abs(a - b)) for (frames_seen, a), (_, b) in zip(*losses, strict=False)]
-    frames_seen, apart = np.reshape(distances, (-1, 2)).T
-    difference_axes.plot(frames_seen, np.where(apart > 0, apart, np.nan), color=INK, lw=1.3, marker=".", ms=4)
+    frames_seen, differences = np.reshape(distances, (-1, 2)).T
+    difference_axes.plot(
+        frames_seen, np.where(differences > 0, differences, np.nan), color=INK, lw=1.3, marker=".", ms=4
+    )
     difference_axes.set(yscale="log", ylim=(1e-10, 1))
     difference_axes.set_yticks([10.0**n for n in range(-10, 1, 2)], map(style.power_of_ten, range(-10, 1, 2)))
     difference_axes.minorticks_off()
-    if len(apart):
+    if len(differences):
         style.loss_scale(loss_axes)
     else:
         loss_axes.set_yticks([])
@@ -416,8 +418,8 @@ def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, f
     loss_axes.set_ylabel("loss (mean squared error)", fontsize=9)
     difference_axes.set_ylabel("difference of the losses", fontsize=9)
     headline = "Nothing is trained yet"
-    if len(apart):
-        latest = f"are {apart[-1]:.1e} apart" if apart[-1] else "have the same bits"
+    if len(differences):
+        latest = f"are {differences[-1]:.1e} apart" if differences[-1] else "have the same bits"
         headline = f"After {frames_seen[-1]:,.0f} of {total:,} the losses {latest}"
     alt = f"The losses of two trainings ({'; '.join(setting_names)}), and their difference. {headline}."
     return style.finished(figure, headline, alt, loss_axes.get_legend_handles_labels()[0])

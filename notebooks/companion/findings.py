@@ -39,8 +39,8 @@ class CheckedSentences(Report):
     def __str__(self) -> str:
         lines = []
         for heading, sentences in self.sentences():
-            below = f" {sentences[0]}" if len(sentences) == 1 else "".join(f"\n  {line}" for line in sentences)
-            lines.append(f"{heading}:{below}")
+            sentence_lines = f" {sentences[0]}" if len(sentences) == 1 else "".join(f"\n  {line}" for line in sentences)
+            lines.append(f"{heading}:{sentence_lines}")
         return "\n".join(lines)
 
     def words(self) -> Markup:
@@ -100,8 +100,8 @@ def in_words(result: Part) -> list[str]:
 
 def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The rows of a table for each decision, from the same bits to different."""
-    same = (table.same_bits == table.seeds) & (table.seeds > 0)
-    decisions = table.decision.mask(same, SAME)
+    same_bits = (table.same_bits == table.seeds) & (table.seeds > 0)
+    decisions = table.decision.mask(same_bits, SAME)
     for decision in (SAME, *reversed(DECISIONS)):
         if (decisions == decision).any():
             yield decision, table[decisions == decision]
@@ -186,15 +186,15 @@ def _level_words(row: pd.Series, judged: Verdict, level_names: Mapping[Any, str]
             f"{_seeds_needed_words(judged.table[judged.table[judged.factor] == row[judged.factor]])}."
         )
     mean = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
-    size = f"off by {row.difference:+.2g} from that"
+    change_words = f"off by {row.difference:+.2g} from that"
     if mean > 0 and row.difference > 0:
-        size = f"{1 + row.difference / mean:.3g} times as high as"
+        change_words = f"{1 + row.difference / mean:.3g} times as high as"
     elif mean > 0:
-        size = f"{1 + row.difference / mean:.3g} times that"
+        change_words = f"{1 + row.difference / mean:.3g} times that"
     lower = f"lower in {(differences < 0).sum()} of {row.seeds} {block}s"
     counted = higher if row.difference > 0 else lower
     return (
-        f"{preposition.title()} {level} the {_metric_words(judged)} is {size} {preposition} {reference_name}, "
+        f"{preposition.title()} {level} the {_metric_words(judged)} is {change_words} {preposition} {reference_name}, "
         f"and {counted}."
     )
 
@@ -209,11 +209,11 @@ def _metric_words(judged: Verdict) -> str:
 
 def _seeds_needed_words(rows: pd.DataFrame) -> str:
     """How many seeds would decide, as far as that is known."""
-    most = rows.seeds_needed.max()
-    if not np.isfinite(most):
+    most_seeds = rows.seeds_needed.max()
+    if not np.isfinite(most_seeds):
         return ""
-    enough = " be enough to show that nothing matters" if most < FEWEST else ""
-    return f"; about {most:.0f} would{enough}"
+    enough = " be enough to show that nothing matters" if most_seeds < FEWEST else ""
+    return f"; about {most_seeds:.0f} would{enough}"
 
 
 def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:

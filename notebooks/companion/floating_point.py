@@ -305,10 +305,12 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
         levels = factor.base | {"setting": "cpu:precision=float64"}, factor.base, factor.change
         exact, base, change = (steps_under(json.dumps(options, sort_keys=True)) for options in levels)
         truth, a, b = (step["gradient"] for step in (exact, base, change))
-        moved, size = (b - a).norm(dim=1) / a.norm(dim=1), truth.norm(dim=1)
-        most_moved_seed = int(moved.argmax())
-        step_moved = float(moved[most_moved_seed])
-        step_error, base_error = (float(((side - truth).norm(dim=1) / size)[most_moved_seed]) for side in (b, a))
+        relative_changes, exact_norm = (b - a).norm(dim=1) / a.norm(dim=1), truth.norm(dim=1)
+        most_moved_seed = int(relative_changes.argmax())
+        step_moved = float(relative_changes[most_moved_seed])
+        step_error, base_error = (
+            float(((gradient - truth).norm(dim=1) / exact_norm)[most_moved_seed]) for gradient in (b, a)
+        )
         pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
         differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
         emulated = gl.Setting.parse(factor.change["setting"]).emulated
@@ -324,15 +326,15 @@ def trained_levels(
     chosen: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
 ) -> pd.DataFrame:
     """The runs of all levels, in this process where settings and workers allow it: every flag is restored after one."""
-    levels = [side for factor in chosen for side in (factor.base, factor.change)]
+    levels = [level_options for factor in chosen for level_options in (factor.base, factor.change)]
     names: list[str] = []
-    for side in {level(side): side for side in levels}.values():
-        variant = {name: value for name, value in side.items() if name != "setting"}
-        exp = gl.Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
-        if exp.workers > 1 or gl.Setting.parse(side["setting"]).isa:
+    for level_options in {level(level_options): level_options for level_options in levels}.values():
+        variant = {name: value for name, value in level_options.items() if name != "setting"}
+        exp = gl.Experiment(net, [level_options["setting"]], seeds, profile, variants=[variant], **options)
+        if exp.workers > 1 or gl.Setting.parse(level_options["setting"]).isa:
             names += exp.run(progress).id.tolist()
         else:
-            bar = Progress(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
+            bar = Progress(exp.jobs(), desc=level(level_options), unit="run", leave=False, disable=not progress)
             names += [gl.train(**job, progress=False).record["id"] for job in bar]
     runs = stores.runs(exp.folder)
     return runs[runs.id.isin(names)]

@@ -102,9 +102,11 @@ def spectrograms(kept: Mapping[str, Sequence[Tensor]]) -> Picture:
         axes.set(title=_memory_name(name), xlabel="second", ylim=(0, 3200))
         pitches[_memory_name(name)] = int(loudness.argmax(1).unique().numel())
     panels[0].set_ylabel("frequency (Hz)")
-    heard = listed(f"{count} with {name}" for name, count in pitches.items())
+    pitch_counts = listed(f"{count} with {name}" for name, count in pitches.items())
     return style.finished(
-        figure, f"Pitches that can be heard: {heard}", "Spectrograms of a rising tone, as it was kept chunk by chunk."
+        figure,
+        f"Pitches that can be heard: {pitch_counts}",
+        "Spectrograms of a rising tone, as it was kept chunk by chunk.",
     )
 
 
@@ -119,7 +121,7 @@ def delivered(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
 def accuracies(kept: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> pd.Series:
     """The share of new digits that a linear classifier knows, trained on what was kept of an epoch."""
     images, labels = _digits()
-    right = {}
+    shares = {}
     for name, batches in kept.items():
         torch.manual_seed(0)
         model = nn.Linear(images.shape[1], 10)
@@ -129,10 +131,10 @@ def accuracies(kept: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> pd.Series
                 optimizer.zero_grad()
                 F.cross_entropy(model(batch), batch_labels).backward()
                 optimizer.step()
-        right[_memory_name(name)] = float(
+        shares[_memory_name(name)] = float(
             (model(torch.tensor(images[1280:])).argmax(1) == labels[1280:]).float().mean()
         )
-    return pd.Series(right, name="share of new digits that are known")
+    return pd.Series(shares, name="share of new digits that are known")
 
 
 def foreseen(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
@@ -145,8 +147,8 @@ def foreseen(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
     for name, states in kept.items():
         kept_states = torch.stack(list(states))
         model = torch.linalg.lstsq(_features(kept_states), kept_states.diff(dim=0)).solution
-        missed = [states.diff(dim=0) - _features(states) @ model for states in (kept_states, truth)]
-        errors[_memory_name(name)] = [float(error.square().mean().sqrt()) for error in missed]
+        errors_of_change = [states.diff(dim=0) - _features(states) @ model for states in (kept_states, truth)]
+        errors[_memory_name(name)] = [float(error.square().mean().sqrt()) for error in errors_of_change]
     return pd.DataFrame(errors, index=["error on what was kept", "error on the true motion"]).T
 
 

@@ -78,13 +78,16 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     for key, film_runs in Progress(groups, unit="verdict", leave=False):
         common = dict(zip([*fixed_columns, "data", "speed"], key, strict=True))
         repeat, plateau = repeat_losses(film_runs).iloc[0], missing_colour_losses(film_runs).iloc[0]
-        better = film_runs.final_loss < repeat
-        common |= {"beat": int(better.sum()), "beat_reference": int(better[film_runs[factor] == reference].sum())}
+        beats_repeating = film_runs.final_loss < repeat
+        common |= {
+            "beat": int(beats_repeating.sum()),
+            "beat_reference": int(beats_repeating[film_runs[factor] == reference].sum()),
+        }
         for metric, judged in learning_verdicts(film_runs, factor, reference, plateau, repeat).items():
             rows += [{**common, "metric": metric, **level} for level in _levels(judged)]
     table = pd.DataFrame(rows)
-    size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
-    table["p_diverged_holm"] = (table.p_diverged * size).clip(upper=1.0)
+    family_size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
+    table["p_diverged_holm"] = (table.p_diverged * family_size).clip(upper=1.0)
     return corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]].assign(reference=reference)
 
 
@@ -151,19 +154,21 @@ def motion_finding(frame: pd.DataFrame) -> str:
     No run here predicts frames of a rendered film.
     """
     repeating = repeat_losses(frame)
-    better, sharper = (int((frame.final_loss < limit).sum()) for limit in (repeating, blurred_losses(frame)))
+    beat_repeating, beat_blurred = (
+        int((frame.final_loss < limit).sum()) for limit in (repeating, blurred_losses(frame))
+    )
     if not (run_count := int(repeating.notna().sum())):
         return "No run here predicts frames of a rendered film."
     if run_count == 1:
-        if not better:
+        if not beat_repeating:
             return "The one network here does not beat repeating the last frame: it has not learned motion."
-        blurred = "and" if sharper else "but not"
+        blurred = "and" if beat_blurred else "but not"
         return f"The one network here beats repeating the last frame, {blurred} repeating it blurred."
-    if not better:
+    if not beat_repeating:
         return f"None of {run_count} networks beats repeating the last frame: none has learned motion."
     return (
-        f"{better} of {run_count} networks beat repeating the last frame, {sharper} of {run_count} beat repeating it "
-        "blurred."
+        f"{beat_repeating} of {run_count} networks beat repeating the last frame, {beat_blurred} of {run_count} beat "
+        "repeating it blurred."
     )
 
 

@@ -104,10 +104,10 @@ def cards_finding(
         nan_sentences.append(f"{row.diverged} of {row.seeds} seeds under {setting_in_text(row.setting)}, {origin}.")
     first = report.findings[0]
     runs_by_way = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
-    cured = runs_by_way[
+    cure_runs = runs_by_way[
         (runs_by_way.way == USUAL) | ((runs_by_way.setting == "cuda:tf32=on") & (runs_by_way.covariance != "one-pass"))
     ]
-    verdicts = [gl.verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
+    verdicts = [gl.verdict(cure_runs, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
     cures = []
     for row in verdicts[0].table.itertuples():
         covariance, setting = row.way.split(" under ")
@@ -237,8 +237,10 @@ def spectrum(frame: pd.DataFrame) -> Picture:
     rank_axes.set(xlabel=f"rank of the eigenvalue (seed {worst}, first batch)", ylabel="eigenvalue of the covariance")
     smallest_axes.set_xticks(range(len(names)), names, fontsize=7)
     smallest_axes.set_xlabel("smallest eigenvalue, a point a seed")
-    lost, seeds = int((smallest.xs("one-pass", level="covariance") < -EPSILON).sum()), frame.seed.nunique()
-    headline = f"First batch: in one pass {lost} of {seeds} covariances have an eigenvalue too negative for a factor"
+    without_factor, seeds = int((smallest.xs("one-pass", level="covariance") < -EPSILON).sum()), frame.seed.nunique()
+    headline = (
+        f"First batch: in one pass {without_factor} of {seeds} covariances have an eigenvalue too negative for a factor"
+    )
     alt = (
         f"Eigenvalues of the covariance of one batch by rank, and the smallest one for each of "
         f"{seeds} seeds, by setting and way of computing; below minus {EPSILON:g} there is no factor."
@@ -269,11 +271,11 @@ def decoded(frame: np.ndarray) -> Picture:
     names = available_decoders()
     file = encode_jpeg(frame)
     pictures = torch.from_numpy(np.stack([decode_jpeg(file, name) for name in names])).float() / 255
-    apart = (pictures - pictures[0]).abs()
+    differences = (pictures - pictures[0]).abs()
     titles = [
-        f"{name}\n{(off > 0).float().mean():.0%} differ, by up to {255 * off.max():.0f} of 255"
-        for name, off in zip(names, apart, strict=True)
+        f"{name}\n{(difference > 0).float().mean():.0%} differ, by up to {255 * difference.max():.0f} of 255"
+        for name, difference in zip(names, differences, strict=True)
     ]
-    rows = {"decoded": pictures, "difference": apart.amax(1, keepdim=True) / apart.max().clamp(min=1 / 255)}
+    rows = {"decoded": pictures, "difference": differences.amax(1, keepdim=True) / differences.max().clamp(min=1 / 255)}
     headline = f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels"
     return in_rows(rows, titles, headline)

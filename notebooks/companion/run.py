@@ -333,7 +333,7 @@ def collect(notebook: Any, result: Result) -> None:
             *_, section = section, *re.findall(r"^##+ (.+)", cell.source, re.M)
             continue
         outputs = cell.get("outputs", [])
-        result.figures += [{**drawn, "section": section} for drawn in filter(None, map(figure, outputs))]
+        result.figures += [{**figure_data, "section": section} for figure_data in filter(None, map(figure, outputs))]
         stderr_text = "".join(output.text for output in outputs if output.get("name") == "stderr")
         result.warnings += [w for w in re.findall(r"\b\w*Warning: .+", stderr_text) if w not in result.warnings]
         tags = cell.metadata.get("tags", [])
@@ -434,8 +434,8 @@ def glossary() -> Markup:
 def repository() -> str | None:
     """The address of the public repository; None as long as there is none."""
     citation = CITATION.read_text(encoding="utf-8") if CITATION.is_file() else ""
-    named = re.search(r'^repository-code: "(.+)"', citation, re.M)
-    return named[1] if named else None
+    match = re.search(r'^repository-code: "(.+)"', citation, re.M)
+    return match[1] if match else None
 
 
 def render(template: str, **values: Any) -> Markup:

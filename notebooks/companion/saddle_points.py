@@ -46,12 +46,14 @@ def _say_escapes(table: pd.DataFrame, sections: list[tuple[str, Part]], numbers:
     with_step_ratio = escapes[escapes.step_ratio.notna()]
     if len(with_step_ratio):
         above_one = with_step_ratio.step_ratio > 1
-        wrong = with_step_ratio.step_ratio[with_step_ratio.left != above_one]
-        near = f" The exceptions are within a factor of {np.maximum(wrong, 1 / wrong).max():.1f} of it."
+        exceptions = with_step_ratio.step_ratio[with_step_ratio.left != above_one]
+        exception_words = (
+            f" The exceptions are within a factor of {np.maximum(exceptions, 1 / exceptions).max():.1f} of it."
+        )
         sentence = (
             "Where the optimiser's step is above half a last place of the weights, "
             f"{_left_count(with_step_ratio[above_one])} left; where it is below, "
-            f"{_left_count(with_step_ratio[~above_one])}.{near if len(wrong) else ''}"
+            f"{_left_count(with_step_ratio[~above_one])}.{exception_words if len(exceptions) else ''}"
         )
         sections.append(("When", sentence))
     laws = []
@@ -67,16 +69,19 @@ def _say_escapes(table: pd.DataFrame, sections: list[tuple[str, Part]], numbers:
         stayed_words = f"; stayed under {', '.join(stayed)}" if stayed else ""
         numbers.append(f"{optimizer} ({_origin(rows)}): {_left_count(rows)} left{_delay_words(rows)}{stayed_words}.")
     start_columns = ["recorded", "setting", "optimizer", "learning_rate"]
-    freed = table[master_weights & full_batch].merge(escapes.loc[~escapes.left, start_columns].drop_duplicates())
-    if len(freed):
-        conclusion = ": what is rounded away is the update" if freed.left.all() else ""
+    freed_escapes = table[master_weights & full_batch].merge(
+        escapes.loc[~escapes.left, start_columns].drop_duplicates()
+    )
+    if len(freed_escapes):
+        conclusion = ": what is rounded away is the update" if freed_escapes.left.all() else ""
         sections.append(
             (
                 "Why they stay",
-                f"With the same gradients, but weights in float64, {_left_count(freed)} leave after all{conclusion}.",
+                f"With the same gradients, but weights in float64, {_left_count(freed_escapes)} leave after "
+                f"all{conclusion}.",
             )
         )
-    for (_, setting, optimizer, _), rows in freed.groupby(start_columns):
+    for (_, setting, optimizer, _), rows in freed_escapes.groupby(start_columns):
         numbers.append(
             f"With the gradients of {setting}, but weights in float64, {optimizer} leaves where it stayed "
             f"({_origin(rows)}; theory {rows.expected.median():,.0f}): {_left_count(rows)}."

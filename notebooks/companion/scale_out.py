@@ -213,13 +213,13 @@ def what_the_guard_says() -> str:
     model = Autoencoder((16,))
     images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        mine, theirs = (Memory(Path(folder), model, 2, create=first) for first in (True, False))
-        for parameter, view in zip(model.parameters(), mine.views(model), strict=True):
+        own_memory, other_memory = (Memory(Path(folder), model, 2, create=first) for first in (True, False))
+        for parameter, view in zip(model.parameters(), own_memory.views(model), strict=True):
             parameter.data = view
         try:
             with gl.guard():
                 loss, _, _ = model.training_loss(images, None)
-                theirs.add(torch.full((len(theirs.pairs),), 1e-3))
+                other_memory.add(torch.full((len(other_memory.pairs),), 1e-3))
                 loss.backward()
         except gl.OverwrittenError as error:
             return str(error)
@@ -246,7 +246,7 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
             if split:
                 training, engine = begin_split(plan, devices)
             train_to_the_end(plan, training, engine)
-            losses.append(sum(note.loss for note in training.history) / len(training.history))
+            losses.append(sum(update.loss for update in training.history) / len(training.history))
         common = {"network": name, "whole": losses[0], "parts": losses[1]}
         batch: Any = next(iter(engine.batches(next(plan.data.windows(plan.window)).frames)))
         memory_of_parts = memory_per_part(training.model, batch, len(devices))
@@ -322,7 +322,7 @@ def batch_gains(
 def scaling_lines(frame: pd.DataFrame) -> Picture:
     """How many times as much several devices do, against the ideal line: strong scaling beside weak."""
     figure, panels = style.canvas(2, height=4.0, share_rows=True)
-    most = int(frame.devices.max())
+    most_devices = int(frame.devices.max())
     ticks = sorted({1, *frame.devices})
     origin = frame.machine + frame.recorded.map({True: " (recorded)", False: ", here"})
     name = "PredNet " + frame["size"] + ", " + frame.setting + ", " + origin
@@ -330,14 +330,16 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
     titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
     for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
         style.named_lines(axes, frame[frame.scaling == scaling], "devices", "speedup")
-        axes.plot([1, most], [1, most], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
+        axes.plot([1, most_devices], [1, most_devices], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(ticks, map(str, ticks))
         axes.set(title=title, xlabel="devices")
     panels[0].yaxis.set_major_formatter("{x:g}")
-    panels[0].set(ylim=(0.85 * min(1.0, frame.speedup.min()), 1.15 * most), ylabel="speedup over one device")
-    headline = f"{most} devices do {span(frame[frame.devices == most].speedup, '.2f')} times what one does"
+    panels[0].set(ylim=(0.85 * min(1.0, frame.speedup.min()), 1.15 * most_devices), ylabel="speedup over one device")
+    headline = (
+        f"{most_devices} devices do {span(frame[frame.devices == most_devices].speedup, '.2f')} times what one does"
+    )
     alt = "Speedup against the number of devices, strong and weak scaling, beside the ideal line."
     keys, _ = panels[0].get_legend_handles_labels()
     return style.finished(figure, headline, alt, keys, columns=1 if len(keys) < 5 else 2, size=7.5)

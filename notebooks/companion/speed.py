@@ -88,7 +88,7 @@ def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
         sides = [_claim_side(frame[frame["size"] == size], claim, *side) for side in (claim.slow, claim.fast)]
         (slow, slow_words, _), (fast, fast_words, _) = sides
         times = fast / slow if claim.unit == "images/s" else slow / fast
-        missing = "; ".join(dict.fromkeys(why for *_, why in sides if why))
+        missing = "; ".join(dict.fromkeys(reason for *_, reason in sides if reason))
         row = {"claim": claim.words, "claimed": claim.claimed, "measured": missing or f"{times:.3g}×"}
         rows.append(row | {"from": slow_words, "to": fast_words, "what differs": claim.differs, "times": times})
     return pd.DataFrame(rows)
@@ -104,8 +104,8 @@ def _claim_side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tup
     rows = rows[rows.recorded == rows.recorded.min()]
     medians = rows.assign(where=_origin_words(rows)).groupby(["way", "where"], sort=False).value.median()
     value = medians.max() if claim.unit == "images/s" else medians.min()
-    best, where = medians.index[medians == value][0]
-    return value, f"{_number_words(value)} {claim.unit}, {best}: {where}", ""
+    best, origin = medians.index[medians == value][0]
+    return value, f"{_number_words(value)} {claim.unit}, {best}: {origin}", ""
 
 
 def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFrame:
@@ -135,8 +135,8 @@ def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFra
 def precision_verdict(frame: pd.DataFrame) -> Verdict:
     """What the precision does to the loss of the text classifier of one machine, setting and size, against float32."""
     losses = frame[(frame.part == "text") & (frame.unit == "loss") & ~frame.way.str.contains("compiled")]
-    named = losses.rename(columns={"way": "precision", "value": "final_loss"})
-    return gl.verdict(named[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
+    precision_losses = losses.rename(columns={"way": "precision", "value": "final_loss"})
+    return gl.verdict(precision_losses[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
 
 
 def crossover(frame: pd.DataFrame) -> float:

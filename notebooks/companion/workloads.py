@@ -110,9 +110,9 @@ def inference(setting: gl.Setting, size: str) -> Iterator[Row]:
     """Images a second through resnet18: a copy on each of several GPUs, or for each of several CPU cores."""
     work, threads, cores = workload("resnet18", size), torch.get_num_threads(), setting.kind == "cpu"
     numbered = setting.kind not in ("cpu", "mps")  # of which there may be several
-    most, calls = (threads, 3) if cores else (1, 20)
+    most_copies, calls = (threads, 3) if cores else (1, 20)
     if numbered:
-        most = getattr(torch, setting.kind).device_count()
+        most_copies = getattr(torch, setting.kind).device_count()
 
     def serve(model: nn.Module, images: Tensor) -> None:
         with torch.no_grad():
@@ -120,7 +120,7 @@ def inference(setting: gl.Setting, size: str) -> Iterator[Row]:
                 answer = model(images)
             answer.cpu()  # when it is done
 
-    for count in sorted({1, 2, 4, 8, most} & {*range(1, most + 1)}):
+    for count in sorted({1, 2, 4, 8, most_copies} & {*range(1, most_copies + 1)}):
         devices = [f"{setting.kind}:{n}" if numbered else setting.kind for n in range(count)]
         models = [copy.deepcopy(work.model).eval().to(device) for device in devices]
         images = [work.batch[0].to(device) for device in devices]
@@ -152,8 +152,8 @@ def transfer(setting: gl.Setting, size: str) -> Iterator[Row]:
             yield Row("copy", memory, host_images.numel() * host_images.itemsize / seconds / 1e9, "GB/s", spread)
             yield Row("images", memory, *_repeated(setting, size, lambda move=move: model(move())))  # type: ignore[misc]
         if setting.kind != "cuda":
-            why = f"pinned memory and a second stream are used on cuda, not {setting.kind}"
-            yield Row("images", "overlapped", note=why)
+            reason = f"pinned memory and a second stream are used on cuda, not {setting.kind}"
+            yield Row("images", "overlapped", note=reason)
             return
         copy_stream, next_images = torch.cuda.Stream(), [move()]
 
