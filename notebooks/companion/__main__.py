@@ -58,8 +58,8 @@ def copies(
     """Copy the notebooks without their outputs, for a class that guesses first. Copies that are there stay."""
     from companion import run
 
-    made = run.copy_without_outputs(notebooks, folder)
-    say(f"{len(made)} new copies in {folder}")
+    new_copies = run.copy_without_outputs(notebooks, folder)
+    say(f"{len(new_copies)} new copies in {folder}")
 
 
 @app.command()

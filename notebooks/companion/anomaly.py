@@ -113,9 +113,9 @@ def first_window(
     name = net if isinstance(net, str) else f"{type(net).__name__.lower()}, trained"
     rows = []
     for setting in settings:
-        right = copied.gradient(setting)
-        rounding = right.against(exact)["gradient_difference"]
-        differences = reused.gradient(setting).against(right)
+        copied_window = copied.gradient(setting)
+        rounding = copied_window.against(exact)["gradient_difference"]
+        differences = reused.gradient(setting).against(copied_window)
         rows.append({"network": name, "setting": setting, **differences, "rounding": rounding})
     return pd.DataFrame(rows)
 
@@ -139,12 +139,12 @@ def window_finding(row: Any) -> str:
 
 def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> CheckedSentences:
     """What `first_window` and `anomaly_table` allow one to say, and what they do not."""
-    wrong = "Where wrapping shares memory, the published loop computes a wrong gradient and never says so."
+    wrong_gradient = "Where wrapping shares memory, the published loop computes a wrong gradient and never says so."
     return finding(
         {
             "The first window": [window_finding(row) for row in window.itertuples()],
             "What is learned, with shared memory against own memory": table,
-            "So": [wrong] if (window.gradient_difference > FAR * window.rounding).any() else [],
+            "So": [wrong_gradient] if (window.gradient_difference > FAR * window.rounding).any() else [],
         }
     )
 
@@ -178,9 +178,9 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
         for speed, (marker, tint) in looks.items()
     ]
     panels[-1].legend(handles=speeds, fontsize=8, frameon=False, loc="lower right")
-    several = frame.groupby(["profile", "device", "speed"]).ngroups > 1
-    by = ", by size and speed" if several else ""
-    headline = f"Sharing memory gave the higher loss for {span(higher, '.0%')} of the seeds{by}"
+    several_groups = frame.groupby(["profile", "device", "speed"]).ngroups > 1
+    grouping = ", by size and speed" if several_groups else ""
+    headline = f"Sharing memory gave the higher loss for {span(higher, '.0%')} of the seeds{grouping}"
     alt = "Final loss with shared memory against final loss with own memory, one point a seed."
     return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)
 
@@ -241,41 +241,45 @@ def published_table(frame: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for comparison in REGISTERED:
-        for film, some in frame[frame.full == comparison.full].groupby("film", sort=False):
-            if {comparison.condition, comparison.reference} <= set(some.condition):
-                rows += [_compared_on(some, comparison, endpoint) | {"film": film} for endpoint in METRICS]
+        for film, film_runs in frame[frame.full == comparison.full].groupby("film", sort=False):
+            if {comparison.condition, comparison.reference} <= set(film_runs.condition):
+                rows += [_film_endpoint(film_runs, comparison, endpoint) | {"film": film} for endpoint in METRICS]
     table = corrected(pd.DataFrame(rows), ["family", "endpoint"])
     return table.assign(p_equivalent=table.p_equivalent_holm)[COLUMNS.split()]
 
 
-def _compared_on(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str) -> dict[str, Any]:
+def _film_endpoint(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str) -> dict[str, Any]:
     """One endpoint of one comparison on one film, on the seeds that both have."""
-    both = [frame[frame.condition == name] for name in (comparison.reference, comparison.condition)]
-    paired = pd.concat(both)
-    paired = paired[paired.seed.isin(both[0].seed) & paired.seed.isin(both[1].seed)]
-    usual, changed = (paired[paired.condition == name] for name in (comparison.reference, comparison.condition))
+    condition_runs = [frame[frame.condition == name] for name in (comparison.reference, comparison.condition)]
+    paired_runs = pd.concat(condition_runs)
+    paired_runs = paired_runs[
+        paired_runs.seed.isin(condition_runs[0].seed) & paired_runs.seed.isin(condition_runs[1].seed)
+    ]
+    reference_runs, changed_runs = (
+        paired_runs[paired_runs.condition == name] for name in (comparison.reference, comparison.condition)
+    )
     metric, margin = METRICS[endpoint]
     if endpoint == LOSS:  # as registered: of the sample itself
-        margin *= float(usual.final_loss.std())
-    alike = paired.drop(columns=["setting", "loader"])
-    judged = gl.verdict(alike, metric, "condition", margin=margin, reference=comparison.reference)
+        margin *= float(reference_runs.final_loss.std())
+    judged_runs = paired_runs.drop(columns=["setting", "loader"])
+    judged = gl.verdict(judged_runs, metric, "condition", margin=margin, reference=comparison.reference)
     (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
-    losses = paired.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
+    losses = paired_runs.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
     real_films = records.recorded_table("blurred").set_index("film").loss
-    blurred = blurred_losses(usual).fillna(usual.film.map(real_films))
+    blurred = blurred_losses(reference_runs).fillna(reference_runs.film.map(real_films))
     return {
         **level,
         **comparison._asdict(),
-        "size": usual["size"].iloc[0],
+        "size": reference_runs["size"].iloc[0],
         "endpoint": endpoint,
         "ratio": ratio.median(),
         "worse": int((ratio > 1).sum()),
-        "beat": int(changed.beats_repeating.sum()),
-        "beat_reference": int(usual.beats_repeating.sum()),
-        "beat_blurred": (usual.final_loss < blurred).sum() if blurred.notna().all() else np.nan,
-        "machine": ", ".join(sorted(set(changed.machine))),
-        "machine_reference": ", ".join(sorted(set(usual.machine))),
+        "beat": int(changed_runs.beats_repeating.sum()),
+        "beat_reference": int(reference_runs.beats_repeating.sum()),
+        "beat_blurred": (reference_runs.final_loss < blurred).sum() if blurred.notna().all() else np.nan,
+        "machine": ", ".join(sorted(set(changed_runs.machine))),
+        "machine_reference": ", ".join(sorted(set(reference_runs.machine))),
     }
 
 
@@ -287,11 +291,11 @@ def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
     trips = frame[(frame.device == "cuda") & frame.full].astype({"round_trip": bool})
     trips = trips.assign(condition=_condition(trips))[["id", "film", "condition", "seed", "round_trip"]]
     losses = listing.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
-    kept, left_out = (losses[losses.round_trip == tripped] for tripped in (True, False))
-    both = kept.merge(left_out, on=["film", "condition", "seed", "window"])
-    both["same"] = both.loss_x == both.loss_y
+    with_trip, without_trip = (losses[losses.round_trip == tripped] for tripped in (True, False))
+    paired_windows = with_trip.merge(without_trip, on=["film", "condition", "seed", "window"])
+    paired_windows["same"] = paired_windows.loss_x == paired_windows.loss_y
     counts = {"seeds": ("seed", "nunique"), "windows": ("same", "size"), "same_bits": ("same", "sum")}
-    return both.groupby(["film", "condition"], sort=False).agg(**counts).reset_index()
+    return paired_windows.groupby(["film", "condition"], sort=False).agg(**counts).reset_index()
 
 
 def published_figure(frame: pd.DataFrame) -> Picture:
@@ -302,16 +306,16 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     ticks: dict[float, str] = {}
     figure, (axes,) = style.canvas(1, height=4.4)
     start = 0.0
-    for name, some in shown.sort_values("full", ascending=False, kind="stable").groupby("panel", sort=False):
-        times = some.pivot(index="condition", columns="seed", values="times")
+    for name, panel_runs in shown.sort_values("full", ascending=False, kind="stable").groupby("panel", sort=False):
+        times = panel_runs.pivot(index="condition", columns="seed", values="times")
         times = times.reindex([condition for condition in ORDER if condition in times.index])
         columns = start + np.arange(len(times))
-        for _, seed in times.items():
-            axes.plot(columns[seed.notna()], seed.dropna(), color=INK, lw=0.5, alpha=0.35, zorder=1)
-        for place, (condition, part) in zip(columns, times.iterrows(), strict=True):
+        for _, seed_times in times.items():
+            axes.plot(columns[seed_times.notna()], seed_times.dropna(), color=INK, lw=0.5, alpha=0.35, zorder=1)
+        for column, (condition, condition_times) in zip(columns, times.iterrows(), strict=True):
             tint = ON_GPU if str(condition).startswith("GPU") else ON_CPU
-            style.points(axes, np.full(len(part), place), part, tint, True, s=18)
-            ticks[place] = str(condition).replace(",", "").replace(" ", "\n")
+            style.points(axes, np.full(len(condition_times), column), condition_times, tint, True, s=18)
+            ticks[column] = str(condition).replace(",", "").replace(" ", "\n")
         axes.text(columns.mean(), 1.02, str(name), transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
         start += len(times) + 0.6
     axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
@@ -322,8 +326,8 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     losses = shown.pivot_table(index=["panel", "seed"], columns="condition", values="final_loss")
     worse, pairs = 0, 0
     for device in {name.partition(",")[0] for name in losses}:
-        both = losses[[f"{device}, {SHARED_MEMORY}", f"{device}, {OWN_MEMORY}"]].dropna()
-        pairs, worse = pairs + len(both), worse + int((both.iloc[:, 0] > both.iloc[:, 1]).sum())
+        loss_pairs = losses[[f"{device}, {SHARED_MEMORY}", f"{device}, {OWN_MEMORY}"]].dropna()
+        pairs, worse = pairs + len(loss_pairs), worse + int((loss_pairs.iloc[:, 0] > loss_pairs.iloc[:, 1]).sum())
     title = f"Where frames share memory, the published network ends worse in {worse} of {pairs} pairs"
     keys = [style.key("repeating the last frame", color=INK, ls="--", lw=0.8), *style.origin_keys(shown)]
     alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
@@ -343,8 +347,8 @@ def recorded_dose() -> pd.DataFrame:
 
 def dose_table(frame: pd.DataFrame) -> pd.DataFrame:
     """A row a cell of `recorded_dose`: how many `seeds`, their mean `bias`, the geometric mean of their `ratio`."""
-    seen = frame.assign(ratio=np.log(frame.ratio)).groupby(CELL)
-    table = seen.agg(seeds=("seed", "nunique"), bias=("bias", "mean"), ratio=("ratio", "mean")).reset_index()
+    cells = frame.assign(ratio=np.log(frame.ratio)).groupby(CELL)
+    table = cells.agg(seeds=("seed", "nunique"), bias=("bias", "mean"), ratio=("ratio", "mean")).reset_index()
     return table.assign(ratio=np.exp(table.ratio))
 
 
@@ -361,34 +365,36 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
     if len(x) < FEWEST or min(np.ptp(x), np.ptp(y)) == 0:
         raise gl.UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
     rho = float(spearmanr(x, y).statistic)
-    most = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
-    z = math.atanh(max(-most, min(rho, most)))
+    largest_rho = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
+    z = math.atanh(max(-largest_rho, min(rho, largest_rho)))
     reach = norm.ppf(1 - ALPHA / 2) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
     return rho, math.tanh(z - reach), math.tanh(z + reach)
 
 
 def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
     """Whether the bias predicts the loss, in a sentence for each size and setting of `recorded_dose`."""
-    said, numbers = [], []
+    sentences, numbers = [], []
     for (size, _, machine), runs in frame.groupby(KIND, sort=False):
         cells = dose_table(runs)
         rho, low, high = rank_correlation(cells.bias, cells.ratio)
-        alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
-        where = f"{SIZES[size].capitalize()}, {machine}"
+        seed_correlations = [
+            rank_correlation(seed_runs.bias, seed_runs.ratio)[0] for _, seed_runs in runs.groupby("seed")
+        ]
+        origin = f"{SIZES[size].capitalize()}, {machine}"
         trend = _trend(rho, low, high)
         if trend == NO_TREND:
             trend = UNDECIDED
-        said.append(
-            f"{where}: with {SHARED_MEMORY} the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; "
+        sentences.append(
+            f"{origin}: with {SHARED_MEMORY} the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; "
             f"where the gradient is further off, {trend}."
         )
         numbers.append(
-            f"{where}, {cells.seeds.max()} seeds in {len(cells)} cells: the loss is {cells.ratio.min():.2f} to "
+            f"{origin}, {cells.seeds.max()} seeds in {len(cells)} cells: the loss is {cells.ratio.min():.2f} to "
             f"{cells.ratio.max():.2f} times as high, where the gradient is off by {cells.bias.min():.0%} to "
             f"{cells.bias.max():.0%}. The rank correlation of the cells is {rho:+.2f} (95 % interval {low:+.2f} to "
-            f"{high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}."
+            f"{high:+.2f}), in single seeds {min(seed_correlations):+.2f} to {max(seed_correlations):+.2f}."
         )
-    return finding({"Dose and response, in our own port": said}, numbers)
+    return finding({"Dose and response, in our own port": sentences}, numbers)
 
 
 def _trend(_: float, low: float, high: float) -> str:
@@ -400,16 +406,16 @@ def _trend(_: float, low: float, high: float) -> str:
 
 def dose_response(frame: pd.DataFrame) -> Picture:
     """The ratio of the final losses over the bias of the gradient: a faint point a seed, a large one a cell."""
-    groups = [(kind, runs, dose_table(runs)) for kind, runs in frame.groupby(KIND, sort=False)]
+    groups = [(experiment_key, runs, dose_table(runs)) for experiment_key, runs in frame.groupby(KIND, sort=False)]
     figure, panels = style.canvas(len(groups), height=3.9)
     tints = dict(zip(sorted(frame.speed.unique()), SPEED_COLOURS, strict=False))
     marks = dict(zip(sorted(frame.window.unique()), MARKS, strict=False))
     for axes, ((size, setting, _), runs, cells) in zip(panels, groups, strict=True):
         axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
         faint: Look = {"s": 12, "alpha": 0.5, "linewidths": 0}
-        for part, look in ((runs, faint), (cells, {"s": 60, "hollow": style.is_recorded(runs).any()})):
-            for (window, speed), some in part.groupby(["window", "speed"]):
-                style.points(axes, some.bias, some.ratio, tints[speed], marker=marks[window], **look)
+        for table, look in ((runs, faint), (cells, {"s": 60, "hollow": style.is_recorded(runs).any()})):
+            for (window, speed), points in table.groupby(["window", "speed"]):
+                style.points(axes, points.bias, points.ratio, tints[speed], marker=marks[window], **look)
         for axis, values in ((axes.xaxis, runs.bias), (axes.yaxis, runs.ratio)):
             style.log_scale(axis, values.min(), values.max(), numbers="{x:g}")
         axes.set(title=f"{SIZES[size]}, {setting_words(setting)}", xlabel="bias of the gradient (relative)")
@@ -443,77 +449,84 @@ def published_page(
     From `first_window`, `published_table`, `round_trips`, `recorded_dose`, `recorded_windows`, `learning_table` of
     `longer_runs` by loader, and `anomaly_table`.
     """
-    first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].copy()
-    ways = {f"{device} {loader}": f"{how} ({loader})" for (device, loader), how in HANDED.items()}
-    of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
-    first["ways"] = of.map(ways) + " against " + against.map(ways)
+    first_windows = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].copy()
+    handover_words = {f"{device} {loader}": f"{memory} ({loader})" for (device, loader), memory in HANDED.items()}
+    condition, reference = (cells.str.partition(",")[0] for cells in (first_windows.of, first_windows.against))
+    first_windows["ways"] = condition.map(handover_words) + " against " + reference.map(handover_words)
     shared = ["cpu reused", "cuda shared"]  # with memory that all frames share
-    unlike = first[first.of.isin(shared) != first.against.isin(shared)]
-    alike = first.drop(unlike.index)
+    memory_differs = first_windows[first_windows.of.isin(shared) != first_windows.against.isin(shared)]
+    memory_alike = first_windows.drop(memory_differs.index)
     by_dose = dose_finding(dose)
-    parts: dict[str, Part] = {
-        "In short": _short(table, longer, port),
+    sections: dict[str, Part] = {
+        "In short": _short_version(table, longer, port),
         "Claimed": CLAIM,
         "What was wrong": LINE,
         "How it is measured": MEASURE,
         "In the first gradient": [
-            f"A CPU and a GPU agree to {alike.gradient_difference.max():.4%} where the memory is alike. Shared and own "
-            f"memory differ by {unlike.gradient_difference.max():.1%}, on either device.",
-            f"The losses of that window do not tell: {unlike.same_losses.sum()} of {unlike.losses.sum()} have the same "
-            "bits.",
+            f"A CPU and a GPU agree to {memory_alike.gradient_difference.max():.4%} where the memory is alike. Shared "
+            f"and own memory differ by {memory_differs.gradient_difference.max():.1%}, on either device.",
+            f"The losses of that window do not tell: {memory_differs.same_losses.sum()} of "
+            f"{memory_differs.losses.sum()} have the same bits.",
         ],
     }
     numbers = [MORE_OF_THE_LINE, MORE_UNKNOWN]
     numbers += [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
-    off = first.gradient_difference.map(lambda off: f" differs by {off:.1g}" if off else " has the same bits")
-    numbers += [f"First window of the published code: {'; '.join(first.ways + off)}."]
+    differences = first_windows.gradient_difference.map(
+        lambda difference: f" differs by {difference:.1g}" if difference else " has the same bits"
+    )
+    numbers += [f"First window of the published code: {'; '.join(first_windows.ways + differences)}."]
     for family, rows in table.groupby("family", sort=False):
         pairs = rows.groupby(["condition", "reference"], sort=False)
-        parts[HEADINGS[family]] = [sentence for _, pair in pairs for sentence in _over_films(pair)]
+        sections[HEADINGS[family]] = [sentence for _, pair in pairs for sentence in _over_films(pair)]
         films = rows.groupby(["condition", "reference", "film"], sort=False)
-        numbers += [f"{family}: {_compared(pair.set_index('endpoint'))}" for _, pair in films]
+        numbers += [f"{family}: {_film_words(pair.set_index('endpoint'))}" for _, pair in films]
     share, loss = (longer.set_index("metric").loc[metric] for metric in (BEAT, ALL))
-    same, counted = trips.same_bits.sum(), trips.windows.sum()
-    bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
-    parts["Our own port to PyTorch, which keeps the one array"] = port
-    parts["Does longer training close the gap? Our own port, ten times as long"] = [
+    same_bit_windows, window_count = trips.same_bits.sum(), trips.windows.sum()
+    bits = (
+        "the same bits"
+        if same_bit_windows == window_count
+        else f"the same bits in {same_bit_windows:,} of {window_count:,} only"
+    )
+    sections["Our own port to PyTorch, which keeps the one array"] = port
+    sections["Does longer training close the gap? Our own port, ten times as long"] = [
         f"After 50,000 frames the mean loss with {SHARED_MEMORY} is {1 + loss.relative:.2f} times as high, and higher "
         f"for {loss.worse} of {loss.seeds} seeds ({loss.decision}).",
         f"{share.beat - share.beat_reference} instead of {share.beat_reference} of {share.seeds} beat repeating the "
         "last frame.",
     ]
-    parts |= dict(by_dose.parts)
-    parts["Is it another step? On a GPU the loop takes the network to the CPU and back at each update"] = (
-        f"With and without that, the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
+    sections |= dict(by_dose.parts)
+    sections["Is it another step? On a GPU the loop takes the network to the CPU and back at each update"] = (
+        f"With and without that, the losses of {window_count:,} windows have {bits} "
+        f"({trips.seeds.sum()} pairs of runs)."
     )
     unknown = [*UNKNOWN]
     if any(UNDECIDED in sentence for _, sentences in by_dose.sentences() for sentence in sentences):
         unknown.append("Whether the loss rises where the gradient is further off: our cells do not tell.")
-    told = parts | {"Not known": unknown}
-    folded = set(told) - {"In short", "What was wrong", "Not known"}
-    return finding(told, [*numbers, *by_dose.numbers], folded)
+    all_sections = sections | {"Not known": unknown}
+    folded = set(all_sections) - {"In short", "What was wrong", "Not known"}
+    return finding(all_sections, [*numbers, *by_dose.numbers], folded)
 
 
-def _short(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> list[str]:
+def _short_version(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> list[str]:
     """Sentences: in how many of all registered pairs of runs the memory decides, and in how many the device."""
     losses = table[table.endpoint == LOSS]
     of_the_memory, of_the_device = main_finding(table)
     ended = f"with {SHARED_MEMORY} the loss ends higher in"
-    said = [of_the_memory, f"Our port after 50,000 frames: {ended} {_pairs(longer[longer.metric == ALL])}."]
+    sentences = [of_the_memory, f"Our port after 50,000 frames: {ended} {_pairs(longer[longer.metric == ALL])}."]
     # Where all bits are the same, the device copied: the memory does not differ.
-    asked = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
-    for profile, rows in asked.groupby("profile", sort=False):
+    prednet_rows = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
+    for profile, rows in prednet_rows.groupby("profile", sort=False):
         decided = [
-            f"{decision} at speed {listed(f'{speed:g}' for speed in some.speed)}"
-            for decision, some in rows.groupby("decision", sort=False)
+            f"{decision} at speed {listed(f'{speed:g}' for speed in decision_rows.speed)}"
+            for decision, decision_rows in rows.groupby("decision", sort=False)
         ]
-        said.append(f"Our port, {SIZES[profile]}: {ended} {_pairs(rows)} ({', '.join(decided)}).")
-    said.append(of_the_device)
+        sentences.append(f"Our port, {SIZES[profile]}: {ended} {_pairs(rows)} ({', '.join(decided)}).")
+    sentences.append(of_the_device)
     if not (losses["size"].eq(FULL) & losses.condition.str.startswith("CPU")).any():
-        said.append(
+        sentences.append(
             "At the published size the authors' code was trained on a GPU alone, which imitates a CPU's sharing."
         )
-    return said
+    return sentences
 
 
 def main_finding(table: pd.DataFrame) -> tuple[str, str]:
@@ -539,30 +552,30 @@ def _over_films(rows: pd.DataFrame) -> list[str]:
     seeds = loss.seeds.sum()
     films = f" on {len(loss)} films" if len(loss) > 1 else ""
     high, low = (name.replace(", ", " with ") for name in (loss.condition.iloc[0], loss.reference.iloc[0]))
-    said = [
+    sentences = [
         f"{high}: the loss is {span(loss.ratio, '.2f')} times that of a {low}, higher for {loss.worse.sum()} of "
         f"{seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); {share.beat.sum()} instead of "
         f"{share.beat_reference.sum()} of {seeds} beat repeating the last frame."
     ]
-    known = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
-    if len(known):
+    with_blurred = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
+    if len(with_blurred):
         by_film = ", ".join(
-            f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in known.itertuples()
+            f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in with_blurred.itertuples()
         )
-        said.append(f"Of those {share.beat_reference.sum()}, {by_film} beat a blurred copy of it, too.")
-    return said
+        sentences.append(f"Of those {share.beat_reference.sum()}, {by_film} beat a blurred copy of it, too.")
+    return sentences
 
 
-def _compared(rows: pd.DataFrame) -> str:
+def _film_words(rows: pd.DataFrame) -> str:
     """One comparison on one film."""
     share, loss = rows.loc[BEATS], rows.loc[LOSS]
     p = rows.p_holm.where(rows.decision != "equivalent", rows.p_equivalent)
     decided = rows.decision + ", p = " + p.map(p_text)
-    where = dict.fromkeys((share.machine_reference, share.machine))
-    known = share.beat_blurred == share.beat_blurred
-    blurred = f", {share.beat_blurred:g} of {share.seeds} a blurred copy of it" if known else ""
+    machines = dict.fromkeys((share.machine_reference, share.machine))
+    has_blurred = share.beat_blurred == share.beat_blurred
+    blurred = f", {share.beat_blurred:g} of {share.seeds} a blurred copy of it" if has_blurred else ""
     return (
-        f"{share.film} at {share['size'].replace('x', '×')}, {share.seeds} seeds ({', '.join(where)}): "
+        f"{share.film} at {share['size'].replace('x', '×')}, {share.seeds} seeds ({', '.join(machines)}): "
         f"{share.reference}, {share.beat_reference} of {share.seeds} beat repeating the last frame{blurred}; "
         f"{share.condition}, {share.beat} of {share.seeds} beat repeating ({decided[BEATS]}). The loss is "
         f"{loss.ratio:.2f} times as high (median), higher for {loss.worse} of {loss.seeds} seeds ({decided[LOSS]})."

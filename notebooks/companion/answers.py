@@ -25,9 +25,9 @@ class WrongAnswerError(Exception):
 def exercise(name: str, form: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
     """Register the check of an exercise, whose answer is of this form: it returns what is said of a right answer."""
 
-    def register(checked: Callable[[Any], str]) -> Callable[[Any], str]:
-        CHECKS[name] = form, checked
-        return checked
+    def register(check_answer: Callable[[Any], str]) -> Callable[[Any], str]:
+        CHECKS[name] = form, check_answer
+        return check_answer
 
     return register
 
@@ -48,24 +48,26 @@ def shown(value: Any) -> str:
 def number(value: Any) -> float:
     """The number that an answer is, be it of Python, NumPy, pandas or torch."""
     need(not isinstance(value, str), f"{shown(value)} is a text: leave the quotation marks and the unit away")
-    given = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    need(given.size == 1, f"this {type(value).__name__} holds {given.size} numbers, and one is asked for")
-    need(given.dtype.kind in "iuf", f"{shown(value)} is no number")
-    need(abs(given.item()) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
-    return float(given.item())
+    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    need(array.size == 1, f"this {type(value).__name__} holds {array.size} numbers, and one is asked for")
+    need(array.dtype.kind in "iuf", f"{shown(value)} is no number")
+    need(abs(array.item()) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
+    return float(array.item())
 
 
 def near(value: Any, right: float, mistakes: Mapping[Any, str], rel: float = 0.01) -> float:
     """The number, if it is the right one. `mistakes` are what one gets by a wrong way, and which one that is."""
-    found = number(value)
-    if math.isclose(found, right, rel_tol=rel):
-        return found
-    usual = {-right: "the sign is the other one", 1 / right: "the inverse: what is divided by what?"}
-    usual |= dict.fromkeys([1000 * right, right / 1000], "off by a factor of a thousand: look at the units")
-    usual |= dict.fromkeys([100 * right, right / 100], "off by a hundred: a share and per cent are two things")
-    for wrong, why in [*mistakes.items(), *usual.items()]:
-        need(not math.isclose(found, wrong, rel_tol=rel), f"{found:.4g}: {why}")
-    raise WrongAnswerError(f"{found:.4g} is too {'large' if found > right else 'small'}")
+    answer = number(value)
+    if math.isclose(answer, right, rel_tol=rel):
+        return answer
+    common_mistakes = {-right: "the sign is the other one", 1 / right: "the inverse: what is divided by what?"}
+    common_mistakes |= dict.fromkeys([1000 * right, right / 1000], "off by a factor of a thousand: look at the units")
+    common_mistakes |= dict.fromkeys(
+        [100 * right, right / 100], "off by a hundred: a share and per cent are two things"
+    )
+    for wrong, hint in [*mistakes.items(), *common_mistakes.items()]:
+        need(not math.isclose(answer, wrong, rel_tol=rel), f"{answer:.4g}: {hint}")
+    raise WrongAnswerError(f"{answer:.4g} is too {'large' if answer > right else 'small'}")
 
 
 def pair(value: Any) -> tuple[Any, Any]:
@@ -119,6 +121,6 @@ def recorded(experiment: str, profile: str, **columns: Any) -> pd.DataFrame:
 
 def decisions(verdict: Verdict) -> str:
     """What a verdict decided of each level, in words."""
-    called = names_in_text([verdict.reference, *verdict.decisions], verdict.factor)
-    said = listed(f"{called[level]} is {decision}" for level, decision in verdict.decisions.items())
-    return f"compared with {called[verdict.reference]}, {said}"
+    level_names = names_in_text([verdict.reference, *verdict.decisions], verdict.factor)
+    level_decisions = listed(f"{level_names[level]} is {decision}" for level, decision in verdict.decisions.items())
+    return f"compared with {level_names[verdict.reference]}, {level_decisions}"

@@ -52,19 +52,19 @@ def atlas_table(frame: pd.DataFrame, reference: str | None = None) -> pd.DataFra
     of both), and `pooled`: whether it counts in `atlas_verdict`.
     """
     frame = frame[(frame.rerun == 0) & ~(frame.final_loss <= 0)]
-    given = frame[[*FACTORS]].astype(object).where(frame[[*FACTORS]].notna(), None)
+    factor_values = frame[[*FACTORS]].astype(object).where(frame[[*FACTORS]].notna(), None)
     changed = [
         ", ".join(f"{name}={value}" for name, value in row.items() if not FACTORS[name].says_nothing(value))
-        for row in given.to_dict("records")
+        for row in factor_values.to_dict("records")
     ]
     frame = frame.assign(variant=changed, machine=[*map(_machine, frame.cpu, frame.gpu, frame.torch)])
-    alike = ["experiment", "profile", "protocol", "variant", "machine"]
+    group_columns = ["experiment", "profile", "protocol", "variant", "machine"]
     rows = []
-    for values, group in frame.groupby(alike if reference else [*alike, "device"], sort=False):
+    for values, group in frame.groupby(group_columns if reference else [*group_columns, "device"], sort=False):
         settings = set(group.setting)
         plain = reference or next((setting for setting in PLAIN if setting in settings), None)
         if plain and plain in settings and len(settings) > 1:
-            common = dict(zip(alike, values, strict=False)) | {"reference": plain}
+            common = dict(zip(group_columns, values, strict=False)) | {"reference": plain}
             rows += [common | effect for effect in _effects(group, plain)]
     columns = [*EFFECT, "machine", "seeds", "effect", "low", "high", "error", "same_bits", "diverged"]
     table = pd.DataFrame(rows, columns=[*columns, "reference_diverged", "pooled"])
@@ -86,15 +86,15 @@ def _source(path: str | Path) -> str:
 def _effects(frame: pd.DataFrame, reference: str) -> Iterator[dict[str, Any]]:
     """What each other setting changes in runs that came together and differ in setting and seed only."""
     frame = frame.assign(log_loss=np.log(frame.final_loss))
-    parts = []
+    source_pairs = []
     sources = frame.path.map(_source) if "path" in frame else pd.Series("", frame.index)
-    for _, part in frame.groupby(sources, sort=False):  # chips of one name may be two machines
-        if reference in set(part.setting):
-            once = part.drop_duplicates(["setting", "seed"])
-            parts.append(pair(once, "log_loss", "setting", "seed", reference)[2])
-    pairs = pd.concat(parts).drop_duplicates(["setting", "seed"])
-    for setting, both in pairs.groupby("setting"):
-        differences = both.difference.dropna().to_numpy(float)
+    for _, source_runs in frame.groupby(sources, sort=False):  # chips of one name may be two machines
+        if reference in set(source_runs.setting):
+            first_runs = source_runs.drop_duplicates(["setting", "seed"])
+            source_pairs.append(pair(first_runs, "log_loss", "setting", "seed", reference)[2])
+    pairs = pd.concat(source_pairs).drop_duplicates(["setting", "seed"])
+    for setting, setting_pairs in pairs.groupby("setting"):
+        differences = setting_pairs.difference.dropna().to_numpy(float)
         low, high = inference.skewed_t_interval(differences, ALPHA, corrected=False)
         error = inference.sample_sd(differences) / math.sqrt(max(1, len(differences)))
         yield {
@@ -104,9 +104,9 @@ def _effects(frame: pd.DataFrame, reference: str) -> Iterator[dict[str, Any]]:
             "low": low,
             "high": high,
             "error": error,
-            "same_bits": int(both.same_bits.sum()),
-            "diverged": int(both.other_diverged.sum()),
-            "reference_diverged": int(both.reference_diverged.sum()),
+            "same_bits": int(setting_pairs.same_bits.sum()),
+            "diverged": int(setting_pairs.other_diverged.sum()),
+            "reference_diverged": int(setting_pairs.reference_diverged.sum()),
             "pooled": bool(len(differences) >= FEWEST and error > 0),
         }
 
@@ -156,9 +156,9 @@ def atlas_verdict(frame: pd.DataFrame, reference: str | None = None) -> AtlasVer
     """
     table = atlas_table(frame, reference)
     rows = []
-    for values, some in table[table.pooled].groupby(EFFECT):
-        if len(some) > 1:
-            rows.append(dict(zip(EFFECT, values, strict=True)) | asdict(meta_analysis(some.effect, some.error)))
+    for values, machines in table[table.pooled].groupby(EFFECT):
+        if len(machines) > 1:
+            rows.append(dict(zip(EFFECT, values, strict=True)) | asdict(meta_analysis(machines.effect, machines.error)))
     pooled = pd.DataFrame(rows, columns=[*EFFECT, *MetaAnalysis.__dataclass_fields__])
     return AtlasVerdict(table, pooled.assign(p_holm=inference.holm(list(pooled.p))))
 
@@ -176,32 +176,37 @@ def percent(*effects: float) -> str:
 
 
 def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> str:
-    text, used = f"{comparison(key)}: ", rows[rows.pooled]
-    exact = rows[(rows.error == 0) & (rows.effect == 0) & (rows.seeds > 1)]
-    few = rows[~rows.pooled & ~rows.index.isin(exact.index)]
+    text, pooled_rows = f"{comparison(key)}: ", rows[rows.pooled]
+    unchanged = rows[(rows.error == 0) & (rows.effect == 0) & (rows.seeds > 1)]
+    too_few_seeds = rows[~rows.pooled & ~rows.index.isin(unchanged.index)]
     if pooled:
-        what = "changes the final loss" if pooled["p_holm"] <= ALPHA else "no change of the final loss is shown"
-        text += f"over {len(used)} machines {what}, {percent(pooled['effect'], pooled['low'], pooled['high'])}"
+        outcome = "changes the final loss" if pooled["p_holm"] <= ALPHA else "no change of the final loss is shown"
+        text += (
+            f"over {len(pooled_rows)} machines {outcome}, {percent(pooled['effect'], pooled['low'], pooled['high'])}"
+        )
         text += f", corrected p = {p_text(pooled['p_holm'], ALPHA)}; between machines tau = {100 * pooled['tau']:.2g} %"
         text += f" [{100 * pooled['tau_low']:.2g}, {100 * pooled['tau_high']:.2g}], I² = {pooled['i2']:.0%}"
         text += f" (Q = {pooled['q']:.3g}, p = {p_text(pooled['p_heterogeneous'])})"
         if pooled["studies"] > 2:
             ends = percent(pooled["effect"], pooled["predicted_low"], pooled["predicted_high"]).partition("[")[2]
             text += f"; another machine is expected in [{ends}"
-    elif len(used):
-        one = used.iloc[0]
-        text += f"one machine, {one.machine}, so there is nothing to pool; there "
-        text += f"{percent(one.effect, one.low, one.high)} over {one.seeds} seeds"
+    elif len(pooled_rows):
+        only_row = pooled_rows.iloc[0]
+        text += f"one machine, {only_row.machine}, so there is nothing to pool; there "
+        text += f"{percent(only_row.effect, only_row.low, only_row.high)} over {only_row.seeds} seeds"
     else:
         text += "nothing to pool"
-    if len(exact):
-        text += f". Not one bit changed on {', '.join(exact.machine)}"
-    if len(few):
-        seeds = ", ".join(f"{row.machine} ({row.seeds})" for row in few.itertuples())
+    if len(unchanged):
+        text += f". Not one bit changed on {', '.join(unchanged.machine)}"
+    if len(too_few_seeds):
+        seeds = ", ".join(f"{row.machine} ({row.seeds})" for row in too_few_seeds.itertuples())
         text += f". Fewer than {FEWEST} seeds, not pooled: {seeds}"
-    (before, after), (reference, setting) = rows[["reference_diverged", "diverged"]].sum(), key[4:]
-    if before or after:
-        text += f". Diverged, and in no effect: {before} under {reference}, {after} under {setting}"
+    reference_diverged, setting_diverged = rows[["reference_diverged", "diverged"]].sum()
+    reference, setting = key[4:]
+    if reference_diverged or setting_diverged:
+        text += (
+            f". Diverged, and in no effect: {reference_diverged} under {reference}, {setting_diverged} under {setting}"
+        )
     return f"{text}."
 
 
@@ -211,38 +216,38 @@ def _forest(verdict: AtlasVerdict) -> Picture:
     lines = sum(len(rows) + 1.4 + (group in pooled) for group, rows in groups)
     figure, (axes,) = canvas(1, height=1.4 + 0.21 * lines)
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
-    at, places, names = 0.0, [], []
+    y, ticks, names = 0.0, [], []
     for group, rows in groups:
-        axes.annotate(comparison(group), (0, at), xycoords=("axes fraction", "data"), fontsize=7.5, va="center",
+        axes.annotate(comparison(group), (0, y), xycoords=("axes fraction", "data"), fontsize=7.5, va="center",
                       fontweight="bold", bbox={"fc": "white", "ec": "none", "pad": 0.5}, zorder=6)  # fmt: skip
         tint = colour(group[-1])
         for row in rows.itertuples():
-            at += 1
-            axes.plot(in_percent([row.low, row.high]), [at, at], color=tint, lw=1.4, zorder=2)
+            y += 1
+            axes.plot(in_percent([row.low, row.high]), [y, y], color=tint, lw=1.4, zorder=2)
             face = tint if row.pooled else "white"
-            axes.plot(in_percent([row.effect]), [at], marker="o", ms=4.5, mfc=face, mec=tint, color=tint, zorder=3)
-            same = "same bits" if row.error == 0 and row.effect == 0 else percent(row.effect, row.low, row.high)
-            axes.annotate(f"  {row.seeds} seeds, {same}", (1, at), fontsize=7, **BESIDE)
-            places.append(at)
+            axes.plot(in_percent([row.effect]), [y], marker="o", ms=4.5, mfc=face, mec=tint, color=tint, zorder=3)
+            effect_words = "same bits" if row.error == 0 and row.effect == 0 else percent(row.effect, row.low, row.high)
+            axes.annotate(f"  {row.seeds} seeds, {effect_words}", (1, y), fontsize=7, **BESIDE)
+            ticks.append(y)
             names.append(row.machine)
         if group in pooled:
-            at += 1
+            y += 1
             mean = pooled[group]
             low, middle, high = in_percent([mean["low"], mean["effect"], mean["high"]])
             expected = in_percent([mean["predicted_low"], mean["predicted_high"]])
-            axes.plot(expected, [at, at], color=INK, lw=0.9, zorder=2)
-            axes.fill([low, middle, high, middle], [at, at - 0.32, at, at + 0.32], color=INK, lw=0.5, zorder=3)
-            said = f"  {percent(mean['effect'], mean['low'], mean['high'])}, I² {mean['i2']:.0%}"
-            axes.annotate(said, (1, at), fontsize=7, fontweight="bold", **BESIDE)
-            places.append(at)
+            axes.plot(expected, [y, y], color=INK, lw=0.9, zorder=2)
+            axes.fill([low, middle, high, middle], [y, y - 0.32, y, y + 0.32], color=INK, lw=0.5, zorder=3)
+            label = f"  {percent(mean['effect'], mean['low'], mean['high'])}, I² {mean['i2']:.0%}"
+            axes.annotate(label, (1, y), fontsize=7, fontweight="bold", **BESIDE)
+            ticks.append(y)
             names.append(f"{mean['studies']} machines")
-        at += 1.4
-    axes.set_ylim(at - 0.7, -0.7)
-    axes.set_yticks(places, names, fontsize=7)
+        y += 1.4
+    axes.set_ylim(y - 0.7, -0.7)
+    axes.set_yticks(ticks, names, fontsize=7)
     axes.tick_params(axis="y", left=False)
     axes.spines["left"].set_visible(False)
-    sure = verdict.machines[["low", "high"]][verdict.machines.pooled].to_numpy(float)
-    ends = [*sure.flat, *verdict.machines.effect, *verdict.pooled[["low", "high"]].to_numpy(float).flat]
+    pooled_ends = verdict.machines[["low", "high"]][verdict.machines.pooled].to_numpy(float)
+    ends = [*pooled_ends.flat, *verdict.machines.effect, *verdict.pooled[["low", "high"]].to_numpy(float).flat]
     reach = 1.08 * max(1e-4, np.nanmax(np.abs(in_percent(ends))))  # of few seeds an interval may be any length
     axes.set_xlim(-reach, reach)
     axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))

@@ -25,8 +25,8 @@ class Checked(Report):
     said: str
 
     def __str__(self) -> str:
-        kind = "Open" if LEVELS[self.exercise[-1]] == "open" else "Right"
-        return f"{self.exercise}. {kind if self.passed else 'Not yet'}: {self.said}"
+        outcome = "Open" if LEVELS[self.exercise[-1]] == "open" else "Right"
+        return f"{self.exercise}. {outcome if self.passed else 'Not yet'}: {self.said}"
 
     __repr__ = __str__
 
@@ -42,13 +42,13 @@ def check(exercise: str, answer: Any) -> Checked:
     """
     if not isinstance(exercise, str) or exercise not in CHECKS:
         raise UsageError(f"exercise {shown(exercise)}: expected one of {', '.join(sorted(CHECKS))}")
-    form, checked = CHECKS[exercise]
+    form, check_answer = CHECKS[exercise]
     try:
         need(answer is not None, "this is None. A cell whose last line prints or assigns gives nothing back")
-        return Checked(exercise, True, printable(checked(answer)))
+        return Checked(exercise, True, printable(check_answer(answer)))
     except (WrongAnswerError, UsageError) as wrong:
-        said = str(wrong)
+        reason = str(wrong)
     except Exception as error:  # whatever an answer does when it is looked at
-        said = f"{shown(answer)} cannot be read ({type(error).__name__})"
-    said += " " if said.endswith("?") else ". "
-    return Checked(exercise, False, printable(f"{said}The answer is {form}."))
+        reason = f"{shown(answer)} cannot be read ({type(error).__name__})"
+    reason += " " if reason.endswith("?") else ". "
+    return Checked(exercise, False, printable(f"{reason}The answer is {form}."))

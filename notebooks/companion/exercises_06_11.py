@@ -31,21 +31,25 @@ def _pushed(answer: Any) -> str:
     frame, who = pair(answer)
     frame = _escapes(frame, "sgd")
     need(set(frame.perturbation) == {1e-9}, "perturbations=[1e-9] is asked for: another push is another question")
-    exact = frame.setting.str.contains("precision=float64")
-    usual = ~frame.setting.str.contains("precision|emulate")
-    need(exact.any() and usual.any(), "the table lacks float32 or float64: take two settings of one kind of CPU")
+    in_float64 = frame.setting.str.contains("precision=float64")
+    in_float32 = ~frame.setting.str.contains("precision|emulate")
+    need(
+        in_float64.any() and in_float32.any(),
+        "the table lacks float32 or float64: take two settings of one kind of CPU",
+    )
     outcomes = {(True, True): "both", (True, False): "float64", (False, True): "float32", (False, False): "neither"}
-    right = outcomes[bool(frame[exact].left.all()), bool(frame[usual].left.all())]
-    moved = frame[usual].moved.mean()
+    who_left = outcomes[bool(frame[in_float64].left.all()), bool(frame[in_float32].left.all())]
+    moved = frame[in_float32].moved.mean()
     choice(who, "float32", "float64", "both", "neither")
-    need(who == right, f"in this table {right} left. The first step moved {moved:.0%} of the weights in float32")
+    need(who == who_left, f"in this table {who_left} left. The first step moved {moved:.0%} of the weights in float32")
     return (
-        f"{right} left. In float32 the first step moved {moved:.0%} of the weights; for the others it is rounded away."
+        f"{who_left} left. In float32 the first step moved {moved:.0%} of the weights; for the others it is rounded "
+        "away."
     )
 
 
 @exercise("06-2", "a table of escapes by Adam, weights in bfloat16, with and without master weights, at several rates")
-def _held_adam(answer: Any) -> str:
+def _adam_in_bfloat16(answer: Any) -> str:
     frame = _escapes(answer, "adam")
     frame = frame[frame.setting.str.contains("precision=bfloat16")]
     need(len(frame), "no row has weights in bfloat16: the setting is cpu:precision=bfloat16")
@@ -53,12 +57,18 @@ def _held_adam(answer: Any) -> str:
     plain = frame[~frame.master_weights].groupby("learning_rate").left.all()
     need(plain.any(), "without master weights nobody left: try larger rates too")
     need(not plain.all(), "without master weights all left: try smaller rates too")
-    leaves, held = plain[plain].index.min(), plain[~plain].index.max()
-    need(leaves <= 10.001 * held, f"between {held:g} and {leaves:g} lies more than a factor of ten: try rates between")
+    smallest_leaving, largest_held = plain[plain].index.min(), plain[~plain].index.max()
+    need(
+        smallest_leaving <= 10.001 * largest_held,
+        f"between {largest_held:g} and {smallest_leaving:g} lies more than a factor of ten: try rates between",
+    )
     master = frame[frame.master_weights].groupby("learning_rate").left.all()
-    need(held in master.index, f"with master weights {held:g} was not tried, which held the others")
-    said = "leaves" if master[held] else "does not leave either"
-    return f"in bfloat16 Adam is held at {held:g} and leaves at {leaves:g}; with master weights it {said} at {held:g}."
+    need(largest_held in master.index, f"with master weights {largest_held:g} was not tried, which held the others")
+    outcome = "leaves" if master[largest_held] else "does not leave either"
+    return (
+        f"in bfloat16 Adam is held at {largest_held:g} and leaves at {smallest_leaving:g}; with master weights it "
+        f"{outcome} at {largest_held:g}."
+    )
 
 
 @exercise("06-3", "a table of escapes by sgd in float32, from a saddle with small weights")
@@ -69,11 +79,11 @@ def _small_weights(answer: Any) -> str:
     need((frame.step_ratio > 1).any(), f"step_ratio is {frame.step_ratio.max():.2g}: steps are still rounded away")
     frame = frame[frame.step_ratio > 1]
     need(frame.left.any(), "steps are long enough, and nobody left: push it, by perturbations=[…], or wait longer")
-    off = float((frame.steps / frame.expected).median())
-    need(0.5 < off < 2, f"it left after {off:.2g} times the steps that the law expects")
+    times_expected = float((frame.steps / frame.expected).median())
+    need(0.5 < times_expected < 2, f"it left after {times_expected:.2g} times the steps that the law expects")
     return (
-        f"float32 leaves after {off:.2f} times the steps that the law expects. Would a trained network pass there? "
-        "Compare its weights with those of your saddle."
+        f"float32 leaves after {times_expected:.2f} times the steps that the law expects. Would a trained network "
+        "pass there? Compare its weights with those of your saddle."
     )
 
 
@@ -95,7 +105,7 @@ def _break_even(answer: Any) -> str:
 
 
 @exercise("07-2", "{'usual': …, 'words': …, 'width': …}, three placements of gl.device.place")
-def _placed(answer: Any) -> str:
+def _placements(answer: Any) -> str:
     names = ("usual", "words", "width")
     for name in names:
         need(isinstance(fields(answer, *names)[name], Placement), f"{name} is {shown(answer[name])}, no placement")
@@ -104,8 +114,8 @@ def _placed(answer: Any) -> str:
     words, width = flop["words"] / flop["usual"], flop["width"] / flop["usual"]
     need(1.8 < words < 2.8, f"'words' does {words:.2g} times the operations: twice the words do about twice as many")
     need(width > 2.8, f"'width' does {width:.2g} times the operations: twice the width does nearly four times as many")
-    said = ", ".join(f"{name} {answer[name].intensity:.3g}" for name in names)
-    return f"flop per byte: {said}. A product's operations grow faster with its width than what it moves."
+    intensities = ", ".join(f"{name} {answer[name].intensity:.3g}" for name in names)
+    return f"flop per byte: {intensities}. A product's operations grow faster with its width than what it moves."
 
 
 @exercise("07-3", "(slow, fast), two rows of recorded_speed or measure_speed, in seconds")
@@ -115,13 +125,19 @@ def _any_number(answer: Any) -> str:
     need(slow["unit"] == fast["unit"] == "s", f"{slow['unit']} and {fast['unit']}: two times in seconds are compared")
     need(slow["what"] == fast["what"], f"{slow['what']} against {fast['what']}: one network, on two machines")
     need(slow["size"] == fast["size"], f"sizes {slow['size']} and {fast['size']}: that is not the same work")
-    places = [(row["machine"], row["setting"]) for row in (slow, fast)]
-    need(places[0] != places[1], f"both are of {places[0][0]}, {setting_words(places[0][1])}: two devices are compared")
+    devices = [(row["machine"], row["setting"]) for row in (slow, fast)]
+    need(
+        devices[0] != devices[1],
+        f"both are of {devices[0][0]}, {setting_words(devices[0][1])}: two devices are compared",
+    )
     ratio = number(slow["value"]) / number(fast["value"])
     need(abs(ratio * 13.76 - 1) > 0.02, "the inverse: the slow one comes first")
     need(abs(ratio / 13.76 - 1) < 0.02, f"{ratio:.4g} times, which is more than 2 % from 13.76")
-    ways = "" if slow["way"] == fast["way"] else " (of two ways)"
-    return f"{ratio:.4g} times, by {slow['what']}, {slow['way']}{ways}. Among enough pairs there is one for any number."
+    ways_note = "" if slow["way"] == fast["way"] else " (of two ways)"
+    return (
+        f"{ratio:.4g} times, by {slow['what']}, {slow['way']}{ways_note}. Among enough pairs there is one for any "
+        "number."
+    )
 
 
 # --- 08: when do many devices train faster than one? -----------------------------------------------------
@@ -142,7 +158,7 @@ def _twice_the_price(answer: Any) -> str:
 
 @exercise("08-2", "(small, large), two tables of summaries of descent_runs, of two sizes of `hidden`")
 def _lost_updates(answer: Any) -> str:
-    small, large = (table(part, "way", "seed", "weights", "lost_share", "lost") for part in pair(answer))
+    small, large = (table(summaries, "way", "seed", "weights", "lost_share", "lost") for summaries in pair(answer))
     shares = []
     for frame in (small, large):
         free = frame[frame.way == "lock-free"]
@@ -157,7 +173,7 @@ def _lost_updates(answer: Any) -> str:
 def _schedule(answer: Any) -> str:
     need(isinstance(answer, (list, tuple)), f"{shown(answer)} is no list of phases")
     need(2 <= len(answer) <= 1000, f"{len(answer)} phases: two are the fewest, a thousand the most")
-    phases = [tuple(number(part) for part in pair(phase)) for phase in answer]
+    phases = [tuple(number(value) for value in pair(phase)) for phase in answer]
     batches, devices = zip(*phases, strict=True)
     need(min(batches) > 0 and min(devices) >= 1, "a phase has no batch above 0 and no device")
     need(all(count.is_integer() for count in devices), "a number of devices is whole")
@@ -181,15 +197,15 @@ def _schedule(answer: Any) -> str:
 @exercise("09-1", "a number of updates")
 def _updates_to_nan(answer: Any) -> str:
     runs = recorded("whitener", "quick", covariance="one-pass", setting="cuda:tf32=on")
-    lost = runs[runs.status == "diverged"]
+    diverged_runs = runs[runs.status == "diverged"]
     mistakes = {
-        float(lost.diverged_at.mean()): "the mean, which a few late ones draw up: take the median",
-        len(lost): "how many became NaN, and after how many updates is asked for",
-        float(lost.diverged_at.max()): "the last one to fail, and not the median",
+        float(diverged_runs.diverged_at.mean()): "the mean, which a few late ones draw up: take the median",
+        len(diverged_runs): "how many became NaN, and after how many updates is asked for",
+        float(diverged_runs.diverged_at.max()): "the last one to fail, and not the median",
     }
-    near(answer, float(lost.diverged_at.median()), mistakes, rel=1e-6)
-    middle, last = lost.diverged_at.median(), lost.diverged_at.max()
-    return f"half of {len(lost)} are NaN after {middle:g} updates, the last after {last:g}."
+    near(answer, float(diverged_runs.diverged_at.median()), mistakes, rel=1e-6)
+    middle, last = diverged_runs.diverged_at.median(), diverged_runs.diverged_at.max()
+    return f"half of {len(diverged_runs)} are NaN after {middle:g} updates, the last after {last:g}."
 
 
 @exercise("09-2", "a table of runs, one-pass and centred, under two arithmetics, on six seeds at least")
@@ -198,15 +214,19 @@ def _centred(answer: Any) -> str:
     runs = runs[runs.setting.str.contains("emulate=|tf32=on")]
     need(len(runs), "no run has fewer bits: take cpu:tf32=on,emulate=ampere and cpu:emulate=bfloat16")
     need(runs.setting.nunique() >= 2, "one arithmetic: take cpu:emulate=bfloat16 too, or order=tensor-core")
-    both = {"one-pass", "centred"} <= set(runs.covariance)
+    has_both = {"one-pass", "centred"} <= set(runs.covariance)
     need(
-        both, "model_options={'covariance': 'centred'} and 'one-pass' are compared: without the one nothing is at risk"
+        has_both,
+        "model_options={'covariance': 'centred'} and 'one-pass' are compared: without the one nothing is at risk",
     )
     seeds = runs.groupby(["setting", "covariance"]).seed.nunique()
     need(seeds.min() >= 6, f"{seeds.min()} seeds in one of the cells: take six at least")
-    lost = (runs.status == "diverged").groupby(runs.covariance).sum()
-    need(lost["one-pass"], "no run in one pass became NaN: train longer, for the control must fail")
-    return f"NaN: {lost['one-pass']} runs in one pass, {lost['centred']} centred. Why, the proof must say."
+    diverged_counts = (runs.status == "diverged").groupby(runs.covariance).sum()
+    need(diverged_counts["one-pass"], "no run in one pass became NaN: train longer, for the control must fail")
+    return (
+        f"NaN: {diverged_counts['one-pass']} runs in one pass, {diverged_counts['centred']} centred. Why, the proof "
+        "must say."
+    )
 
 
 @exercise("09-3", "the covariance (24, 24) of the exercise's codes, from sums alone, under gl.emulate('tf32')")
@@ -215,15 +235,19 @@ def _shifted(answer: Any) -> str:
     exact = torch.cov(codes.double().T, correction=0)
     need(isinstance(answer, torch.Tensor), f"{shown(answer)} is no tensor")
     need(answer.shape == exact.shape, f"its shape is {tuple(answer.shape)}")
-    given = answer.detach().cpu().double()
-    need(given.isfinite().all(), "it is not finite")
-    off, of_49 = (float((matrix - exact).norm() / exact.norm()) for matrix in (given, given * 49 / 50))
-    need(of_49 > 1e-3, "divided by 49: here it is by 50, as in the notebook")
-    need(off < 0.5, f"off by {off:.2g} times its size: that is one pass. Subtract a number near the mean beforehand")
-    need(off < 0.005, f"off by {off:.1%}: what you subtracted is not quite the mean. Take its product away, too")
-    need(off > 1e-5, f"off by {off:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')")
+    covariance = answer.detach().cpu().double()
+    need(covariance.isfinite().all(), "it is not finite")
+    error, error_by_49 = (
+        float((matrix - exact).norm() / exact.norm()) for matrix in (covariance, covariance * 49 / 50)
+    )
+    need(error_by_49 > 1e-3, "divided by 49: here it is by 50, as in the notebook")
+    need(
+        error < 0.5, f"off by {error:.2g} times its size: that is one pass. Subtract a number near the mean beforehand"
+    )
+    need(error < 0.005, f"off by {error:.1%}: what you subtracted is not quite the mean. Take its product away, too")
+    need(error > 1e-5, f"off by {error:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')")
     return (
-        f"off by {off:.1e} only. A matrix does not show that it was made from sums alone, nor that the product is "
+        f"off by {error:.1e} only. A matrix does not show that it was made from sums alone, nor that the product is "
         "innocent: an audit of the step does."
     )
 
@@ -244,20 +268,24 @@ def _luck(answer: Any) -> str:
 
 
 @exercise("10-2", "a table of runs of yours: the autoencoder, quick, under cpu:threads=1, three seeds at least")
-def _yours(answer: Any) -> str:
+def _own_runs(answer: Any) -> str:
     runs = table(answer, "experiment", "profile", "setting", "seed", "protocol", "final_loss", "weights", "recorded")
     need(not runs.recorded.any(), "some of these runs are the recorded ones: give those that you made")
-    theirs = recorded("autoencoder", "quick", loader="window", setting="cpu:threads=1")
+    recorded_runs = recorded("autoencoder", "quick", loader="window", setting="cpu:threads=1")
     sizes = ", ".join(sorted(set(runs["profile"].astype(str))))
-    need(set(runs.protocol) & set(theirs.protocol), f"no run has the recorded protocol (profile {sizes}): take quick")
-    both = runs.merge(theirs, on=["protocol", "setting", "seed"])
-    need(len(both), "no run is under cpu:threads=1, from a seed that was recorded")
-    need(both.seed.nunique() >= 3, f"{both.seed.nunique()} seeds: take three at least")
-    spread, far = theirs.final_loss.std(), (both.final_loss_x - both.final_loss_y).abs().max()
-    same = int((both.weights_x == both.weights_y).sum())
+    need(
+        set(runs.protocol) & set(recorded_runs.protocol),
+        f"no run has the recorded protocol (profile {sizes}): take quick",
+    )
+    paired_runs = runs.merge(recorded_runs, on=["protocol", "setting", "seed"])
+    need(len(paired_runs), "no run is under cpu:threads=1, from a seed that was recorded")
+    need(paired_runs.seed.nunique() >= 3, f"{paired_runs.seed.nunique()} seeds: take three at least")
+    spread = recorded_runs.final_loss.std()
+    largest_difference = (paired_runs.final_loss_x - paired_runs.final_loss_y).abs().max()
+    same_bits = int((paired_runs.weights_x == paired_runs.weights_y).sum())
     return (
-        f"{same} of {len(both)} have the same bits as the recorded ones. Their losses are at most {far / spread:.1e} "
-        "of the standard deviation between seeds apart."
+        f"{same_bits} of {len(paired_runs)} have the same bits as the recorded ones. Their losses are at most "
+        f"{largest_difference / spread:.1e} of the standard deviation between seeds apart."
     )
 
 
@@ -296,23 +324,30 @@ def _two_buffers(answer: Any) -> str:
 
 @exercise("11-2", "(wrong, mended): the reports of two guards with reads='any', the one that finds something first")
 def _found_and_mended(answer: Any) -> str:
-    wrong, mended = pair(answer)
-    for report in (wrong, mended):
+    faulty_report, mended_report = pair(answer)
+    for report in (faulty_report, mended_report):
         need(isinstance(report, Guard), f"{shown(report)} is no report: `with gl.guard(…) as report:` gives it")
         need(report.reads == "any", "this guard looked at gradients alone: reads='any' is asked for")
-    need(len(wrong), "the first guard found nothing. Was the array filled again, and were the tensors read after that?")
-    causes = {finding.cause for finding in wrong.findings}
+    need(
+        len(faulty_report),
+        "the first guard found nothing. Was the array filled again, and were the tensors read after that?",
+    )
+    causes = {finding.cause for finding in faulty_report.findings}
     need("together" in causes, f"the first guard found {', '.join(sorted(causes))}: read the three in one operation")
-    need(not mended.findings, "the second guard found something, too: is there another line that keeps the array?")
-    return f"found: {wrong.findings[0].explanation}. After one line was changed nothing is found."
+    need(
+        not mended_report.findings, "the second guard found something, too: is there another line that keeps the array?"
+    )
+    return f"found: {faulty_report.findings[0].explanation}. After one line was changed nothing is found."
 
 
 @exercise("11-3", "{'library': …, 'shares': True or False, 'evidence': a line of code that shows it}")
 def _library(answer: Any) -> str:
-    said = fields(answer, "library", "shares", "evidence")
-    need(isinstance(said["shares"], bool), f"shares {shown(said['shares'])}: True or False")
+    entry = fields(answer, "library", "shares", "evidence")
+    need(isinstance(entry["shares"], bool), f"shares {shown(entry['shares'])}: True or False")
     for name in ("library", "evidence"):
-        need(isinstance(said[name], str) and said[name].strip(), f"{name} {shown(said[name])}: a few words are needed")
-    need(len(said["evidence"]) > 10, f"evidence {shown(said['evidence'])}: a line of code, with what it printed")
-    how = "whoever keeps it has to copy" if said["shares"] else "it may be kept, as long as that stays so"
-    return f"{said['library']}: {how}. Would another release do the same? A test of yours can ask."
+        need(
+            isinstance(entry[name], str) and entry[name].strip(), f"{name} {shown(entry[name])}: a few words are needed"
+        )
+    need(len(entry["evidence"]) > 10, f"evidence {shown(entry['evidence'])}: a line of code, with what it printed")
+    advice = "whoever keeps it has to copy" if entry["shares"] else "it may be kept, as long as that stays so"
+    return f"{entry['library']}: {advice}. Would another release do the same? A test of yours can ask."

@@ -66,8 +66,8 @@ class Page:
 
     def source(self) -> nbformat.NotebookNode:
         """The page as Voilà wants it: a notebook of one cell."""
-        found = f"import sys\n\nsys.path.append({str(NOTEBOOKS)!r})"  # a page lies elsewhere
-        cell = nbformat.v4.new_code_cell(f"{found}\n\nimport companion\n\ncompanion.{self.call}()")
+        path_setup = f"import sys\n\nsys.path.append({str(NOTEBOOKS)!r})"  # a page lies elsewhere
+        cell = nbformat.v4.new_code_cell(f"{path_setup}\n\nimport companion\n\ncompanion.{self.call}()")
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
         bounds = {"most_bytes": MOST_UPLOADED, "idle_minutes": IDLE_SECONDS // 60}
         metadata = {"kernelspec": kernel, "title": self.title, "page": asdict(self), **bounds}
@@ -223,10 +223,10 @@ class Explore(Voila):
 
     def init_handlers(self) -> list[Any]:
         """The pages, and what they need."""
-        about = {"template_paths": self.template_paths, "config": self.config}
-        about |= {"voila_configuration": self.voila_configuration}
-        kept = [handler for handler in super().init_handlers() if NEEDED.match(handler[0])]
-        return [("/", _Start), (f"/({'|'.join(PAGES)})", _Page, about), (READABLE, _File), *kept]
+        page_options = {"template_paths": self.template_paths, "config": self.config}
+        page_options |= {"voila_configuration": self.voila_configuration}
+        voila_handlers = [handler for handler in super().init_handlers() if NEEDED.match(handler[0])]
+        return [("/", _Start), (f"/({'|'.join(PAGES)})", _Page, page_options), (READABLE, _File), *voila_handlers]
 
     def listen(self) -> None:
         """Listen on one port, and no other where that is taken, until a signal comes."""

@@ -100,29 +100,29 @@ class TrainingExplorer(Explorer):
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
-        able = [name for name in available_settings() if "isa=" not in name]  # that one is chosen before torch loads
-        able += [name for name in OTHERS if name not in able]
-        options = [(words, name) for name, words in names(able).items()]
+        usable = [name for name in available_settings() if "isa=" not in name]  # that one is chosen before torch loads
+        usable += [name for name in OTHERS if name not in usable]
+        options = [(words, name) for name, words in names(usable).items()]
         self.net = ipywidgets.Dropdown(options=[*FRAMES], description="network")
         self.settings = [
             ipywidgets.Dropdown(options=options, value=value, description=description)
-            for description, value in (("setting", able[0]), ("and", "cpu:emulate=tf32"))
+            for description, value in (("setting", usable[0]), ("and", "cpu:emulate=tf32"))
         ]
         self.seed = ipywidgets.IntSlider(0, min=0, max=9, description="seed")
         self.train = ipywidgets.Button(description="Train", button_style="primary", icon="play")
         self.halt = ipywidgets.Button(description="Stop", icon="stop")
         self.said, self.image = ipywidgets.HTML(), ipywidgets.HTML()
-        chosen = _row(self.net, *self.settings, self.seed)
-        super().__init__([chosen, _row(self.train, self.halt), self.said, self.image])
+        controls = _row(self.net, *self.settings, self.seed)
+        super().__init__([controls, _row(self.train, self.halt), self.said, self.image])
         self.train.on_click(lambda _: self._begin())
         self.halt.on_click(self._end)
         for control in (self.net, *self.settings, self.seed):
-            control.observe(self._anew, "value")
-        self._anew()
+            control.observe(self._restart, "value")
+        self._restart()
 
     def picture(self) -> Picture:
         """The losses so far."""
-        return side_by_side([chosen.value for chosen in self.settings], self.losses, FRAMES[self.net.value])
+        return side_by_side([dropdown.value for dropdown in self.settings], self.losses, FRAMES[self.net.value])
 
     def stop(self) -> None:
         """End the training that goes on, if any."""
@@ -130,14 +130,14 @@ class TrainingExplorer(Explorer):
         if self.thread:
             self.thread.join()
 
-    def _anew(self, _: Any = None) -> None:
+    def _restart(self, _: Any = None) -> None:
         self.stop()
         self.losses: tuple[list[tuple[int, float]], ...] = ([], [])
         self.said.value = f"Press Train to begin from seed {self.seed.value}."
         self.draw()
 
     def _begin(self) -> None:
-        self._anew()
+        self._restart()
         self.said.value = "Training …"
         self.stopping.clear()
         self.thread = threading.Thread(target=self._train, daemon=True)
@@ -149,15 +149,15 @@ class TrainingExplorer(Explorer):
 
     def _train(self) -> None:
         """Train the network under both settings in turns, a window at a time, and draw it now and then."""
-        drawn, going, bits = time.monotonic(), [], set()
+        drawn_at, running, bits = time.monotonic(), [], set()
         net, seed = self.net.value, self.seed.value
         try:
-            for chosen, rows in zip(self.settings, self.losses, strict=True):
-                plan, _ = plan_with_command(net, None, chosen.value, seed, "smoke", 0, frames=FRAMES[net])
-                note = functools.partial(lambda rows, seen, loss: rows.append((seen, loss)), rows)
-                going.append((plan, carry_out(plan, {}, Keeping(), Engines, progress=note)))
-            while going:
-                for plan, turns in [*going]:
+            for dropdown, rows in zip(self.settings, self.losses, strict=True):
+                plan, _ = plan_with_command(net, None, dropdown.value, seed, "smoke", 0, frames=FRAMES[net])
+                note_loss = functools.partial(lambda rows, frames_seen, loss: rows.append((frames_seen, loss)), rows)
+                running.append((plan, carry_out(plan, {}, Keeping(), Engines, progress=note_loss)))
+            while running:
+                for plan, turns in [*running]:
                     if self.stopping.is_set():
                         return
                     with under(plan.setting, plan.model.threads):  # its flags are in force for its own turns only
@@ -165,10 +165,10 @@ class TrainingExplorer(Explorer):
                             next(turns)
                         except StopIteration as end:
                             bits.add(end.value.record["summary"]["weights"])
-                            going.remove((plan, turns))
-                if time.monotonic() - drawn > DRAW_SECONDS:
+                            running.remove((plan, turns))
+                if time.monotonic() - drawn_at > DRAW_SECONDS:
                     self.draw()
-                    drawn = time.monotonic()
+                    drawn_at = time.monotonic()
         except GpulabError as error:
             self.said.value = Markup.escape(error)
             return
@@ -210,8 +210,8 @@ class SaddleExplorer(Explorer):
     def __init__(self) -> None:
         self.saddle = small_saddle()
         self.surface = surface(self.saddle, extent=1.4, places=20)
-        named = [(optimizer_words(name), name) for name in OPTIMIZERS]
-        self.optimizer = ipywidgets.Dropdown(options=named, value="adam", description="optimiser")
+        optimizer_options = [(optimizer_words(name), name) for name in OPTIMIZERS]
+        self.optimizer = ipywidgets.Dropdown(options=optimizer_options, value="adam", description="optimiser")
         self.format = ipywidgets.Dropdown(options=[*FORMATS], value="float32", description="arithmetic")
         self.rate = ipywidgets.Dropdown(options=[0.01, 0.03, 0.1], value=0.01, description="rate")
         self.push = ipywidgets.Dropdown(options=PUSHES, description="push")
@@ -219,8 +219,10 @@ class SaddleExplorer(Explorer):
         self.turn = ipywidgets.IntSlider(-60, min=-180, max=180, step=5, description="turn (°)")
         self.tilt = ipywidgets.IntSlider(35, min=0, max=90, step=5, description="tilt (°)")
         self.image = ipywidgets.HTML()
-        chosen = _row(self.optimizer, self.format, self.rate, self.push)
-        super().__init__([chosen, _row(_player(self.step, ROLLED), self.step), _row(self.turn, self.tilt), self.image])
+        controls = _row(self.optimizer, self.format, self.rate, self.push)
+        super().__init__(
+            [controls, _row(_player(self.step, ROLLED), self.step), _row(self.turn, self.tilt), self.image]
+        )
         for control in (self.optimizer, self.format, self.rate, self.push):
             control.observe(self._roll, "value")
         for slider in (self.step, self.turn, self.tilt):
@@ -230,12 +232,12 @@ class SaddleExplorer(Explorer):
     def picture(self) -> Picture:
         """The ball where the sliders say."""
         push = f"a push of {self.push.label}" if self.push.value else "no push"
-        how = f"{self.optimizer.label}, {self.format.value}, rate {self.rate.value}, {push}"
-        return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, how)
+        title = f"{self.optimizer.label}, {self.format.value}, rate {self.rate.value}, {push}"
+        return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, title)
 
     def _roll(self, _: Any = None) -> None:
-        how = {"optimizer": self.optimizer.value, "learning_rate": self.rate.value, "perturbation": self.push.value}
-        self.path = trajectory(self.saddle, FORMATS[self.format.value], steps=STEPS, **how)
+        options = {"optimizer": self.optimizer.value, "learning_rate": self.rate.value, "perturbation": self.push.value}
+        self.path = trajectory(self.saddle, FORMATS[self.format.value], steps=STEPS, **options)
         self.draw()
 
 
@@ -256,18 +258,20 @@ class SeedsExplorer(Explorer):
         self.order = ipywidgets.IntSlider(0, min=0, max=20, description="order")
         self.seeds = ipywidgets.IntSlider(2, min=2, max=2, description="seeds")
         self.image, self.said = ipywidgets.HTML(), ipywidgets.HTML()
-        chosen = _row(self.which, self.order)
-        super().__init__([chosen, _row(_player(self.seeds, interval=500), self.seeds), self.image, self.said])
-        self.which.observe(self._anew, "value")
-        self.order.observe(self._anew, "value")
+        controls = _row(self.which, self.order)
+        super().__init__([controls, _row(_player(self.seeds, interval=500), self.seeds), self.image, self.said])
+        self.which.observe(self._restart, "value")
+        self.order.observe(self._restart, "value")
         self.seeds.observe(self._show, "value")
-        self._anew()
+        self._restart()
 
     def picture(self) -> Picture:
         """The verdicts so far."""
-        return seed_by_seed({n: some for n, some in self.verdicts.items() if n <= self.seeds.value})
+        return seed_by_seed(
+            {count: partial_verdict for count, partial_verdict in self.verdicts.items() if count <= self.seeds.value}
+        )
 
-    def _anew(self, _: Any = None) -> None:
+    def _restart(self, _: Any = None) -> None:
         """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""
         query, self.factor, levels = COMPARISONS[self.which.value]
         runs = self.runs.query(f"rerun == 0 and {query}")
@@ -283,9 +287,9 @@ class SeedsExplorer(Explorer):
 
     def _show(self, _: Any = None) -> None:
         """Say the verdict on the seeds that are in, and draw it, with those of fewer seeds as far as there is time."""
-        count, until = self.seeds.value, time.monotonic() + FILL_SECONDS
+        count, deadline = self.seeds.value, time.monotonic() + FILL_SECONDS
         for fewer in range(count, 1, -1):
-            if fewer not in self.verdicts and (fewer == count or time.monotonic() < until):
+            if fewer not in self.verdicts and (fewer == count or time.monotonic() < deadline):
                 runs = self.chosen[self.chosen.seed.isin(self.in_order[:fewer])]
                 self.verdicts[fewer] = verdict(runs, factor=self.factor, reference=self.reference)
         judged = self.verdicts[count]
@@ -321,14 +325,14 @@ class AuditExplorer(ipywidgets.VBox):
         self.said = ipywidgets.HTML(self.example())
         super().__init__([self.upload, ipywidgets.HTML(f"Each may have {MOST_UPLOADED:,} bytes."), self.said])
         self.add_class("gpulab-upload")  # where the page says that a file is too large to be sent
-        self.upload.observe(self._came, "value")
+        self.upload.observe(self._compare_uploaded, "value")
 
     def example(self) -> Markup:
         """The audit of two recorded traces, and a sentence that says of what."""
-        named = [(name, (recorded_folder("traces") / name).read_bytes()) for name in EXAMPLE]
-        return Markup("<p><b>An example.</b> {}</p>").format(EXAMPLE_WORDS) + self.compare(named)
+        files = [(name, (recorded_folder("traces") / name).read_bytes()) for name in EXAMPLE]
+        return Markup("<p><b>An example.</b> {}</p>").format(EXAMPLE_WORDS) + self.compare(files)
 
-    def _came(self, change: dict[str, Any]) -> None:
+    def _compare_uploaded(self, change: dict[str, Any]) -> None:
         if not change["new"]:
             return
         files = [(printable(file["name"])[:40], bytes(file["content"])) for file in change["new"]]
@@ -367,21 +371,21 @@ def recorded_twin(trace: Trace) -> Trace:
 
 
 @contextlib.contextmanager
-def at_most(more: int) -> Iterator[None]:
+def at_most(more_bytes: int) -> Iterator[None]:
     """Inside, this process may take so many more bytes of memory, where the system can say so."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    taken = psutil.Process().memory_info().vms
-    soft = min(limit for limit in (taken + more, *before) if limit != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
+    limits_before = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = psutil.Process().memory_info().vms
+    soft_limit = min(limit for limit in (used_bytes + more_bytes, *limits_before) if limit != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (soft_limit, limits_before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits_before)
 
 
 # --- their figures ---------------------------------------------------------------------------------------
@@ -389,34 +393,36 @@ def at_most(more: int) -> Iterator[None]:
 
 def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, float]]], total: int) -> Picture:
     """Two trainings that go on at the same time: their (frames seen, loss) so far of `total`, and how far apart."""
-    figure, (left, right) = style.canvas(2, height=3.4)
+    figure, (loss_axes, difference_axes) = style.canvas(2, height=3.4)
     tints = style.colour(settings[0]), style.colour(settings[1])
     looks: tuple[Look, Look] = {"lw": 3.5}, {"lw": 1.5, "ls": (0, (4, 3))}
-    called = [setting_words(setting) for setting in settings]
-    for tint, look, words, rows in zip(tints, looks, called, losses, strict=True):
-        left.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=words, **look)
-    both = [(seen, abs(a - b)) for (seen, a), (_, b) in zip(*losses, strict=False)]
-    seen, apart = np.reshape(both, (-1, 2)).T
-    right.plot(seen, np.where(apart > 0, apart, np.nan), color=INK, lw=1.3, marker=".", ms=4)
-    right.set(yscale="log", ylim=(1e-10, 1))
-    right.set_yticks([10.0**n for n in range(-10, 1, 2)], map(style.power_of_ten, range(-10, 1, 2)))
-    right.minorticks_off()
-    if len(apart):
-        style.loss_scale(left)
+    setting_names = [setting_words(setting) for setting in settings]
+    for tint, look, words, rows in zip(tints, looks, setting_names, losses, strict=True):
+        loss_axes.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=words, **look)
+    distances = [(frames_seen, abs(a - b)) for (frames_seen, a), (_, b) in zip(*losses, strict=False)]
+    frames_seen, differences = np.reshape(distances, (-1, 2)).T
+    difference_axes.plot(
+        frames_seen, np.where(differences > 0, differences, np.nan), color=INK, lw=1.3, marker=".", ms=4
+    )
+    difference_axes.set(yscale="log", ylim=(1e-10, 1))
+    difference_axes.set_yticks([10.0**n for n in range(-10, 1, 2)], map(style.power_of_ten, range(-10, 1, 2)))
+    difference_axes.minorticks_off()
+    if len(differences):
+        style.loss_scale(loss_axes)
     else:
-        left.set_yticks([])
-    for axes in (left, right):
+        loss_axes.set_yticks([])
+    for axes in (loss_axes, difference_axes):
         axes.set(xlim=(0, total))
         axes.set_xlabel("frames or images seen", fontsize=9)
         axes.tick_params(labelsize=8)
-    left.set_ylabel("loss (mean squared error)", fontsize=9)
-    right.set_ylabel("difference of the losses", fontsize=9)
+    loss_axes.set_ylabel("loss (mean squared error)", fontsize=9)
+    difference_axes.set_ylabel("difference of the losses", fontsize=9)
     headline = "Nothing is trained yet"
-    if len(apart):
-        latest = f"are {apart[-1]:.1e} apart" if apart[-1] else "have the same bits"
-        headline = f"After {seen[-1]:,.0f} of {total:,} the losses {latest}"
-    alt = f"The losses of two trainings ({'; '.join(called)}), and their difference. {headline}."
-    return style.finished(figure, headline, alt, left.get_legend_handles_labels()[0])
+    if len(differences):
+        latest = f"are {differences[-1]:.1e} apart" if differences[-1] else "have the same bits"
+        headline = f"After {frames_seen[-1]:,.0f} of {total:,} the losses {latest}"
+    alt = f"The losses of two trainings ({'; '.join(setting_names)}), and their difference. {headline}."
+    return style.finished(figure, headline, alt, loss_axes.get_legend_handles_labels()[0])
 
 
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
@@ -426,9 +432,13 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     figure, (axes,) = style.canvas(1, height=3.6)
     axes.fill_between(counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", zorder=0)
     axes.axhline(0, color=INK, lw=0.8, zorder=1)
-    for decision, some in rows.groupby("decision"):
-        axes.vlines(some["count"], some.low, some.high, color=DECIDED[decision], lw=2.2, zorder=2)
-        axes.plot(some["count"], some.difference, ls="", marker="o", ms=5, color=DECIDED[decision], zorder=3)
+    for decision, decision_rows in rows.groupby("decision"):
+        axes.vlines(
+            decision_rows["count"], decision_rows.low, decision_rows.high, color=DECIDED[decision], lw=2.2, zorder=2
+        )
+        axes.plot(
+            decision_rows["count"], decision_rows.difference, ls="", marker="o", ms=5, color=DECIDED[decision], zorder=3
+        )
     reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())  # of the margin what there is room for
     axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -438,22 +448,26 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     axes.set_ylabel(f"difference in {metric}", fontsize=8)
     headline = f"After {len(latest.pairs)} {latest.block}s: {decided(latest)}"
     alt = f"The mean difference and its interval against the number of {latest.block}s. {headline}."
-    keys = [style.key(each, color=DECIDED[each], marker="o", lw=2.2) for each in DECIDED if each in set(rows.decision)]
+    keys = [
+        style.key(decision, color=DECIDED[decision], marker="o", lw=2.2)
+        for decision in DECIDED
+        if decision in set(rows.decision)
+    ]
     return style.finished(figure, headline, alt, [*keys, style.margin_key(float(rows.margin.iloc[-1]))], columns=3)
 
 
-def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, how: str) -> Picture:
+def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str) -> Picture:
     """The way of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt` degrees."""
-    gone = path[: step + 1]
-    ball, top = gone.iloc[-1], 1.8 * surface.loss
+    path_so_far = path[: step + 1]
+    ball, top = path_so_far.iloc[-1], 1.8 * surface.loss
     low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
     figure = Figure(figsize=(7.2, 4.8))
     axes: Any = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
     height = np.minimum(surface.losses[low], top)
     x, y = np.meshgrid(surface.along, surface.across[low])
     axes.plot_surface(x, y, height, cmap="cividis", rcount=40, ccount=40, lw=0, alpha=0.9, zorder=1)
-    axes.plot(gone.along, gone.across, gone.loss, color="white", lw=3, zorder=2)
-    axes.plot(gone.along, gone.across, gone.loss, color=ON_GPU, lw=1.6, zorder=3)
+    axes.plot(path_so_far.along, path_so_far.across, path_so_far.loss, color="white", lw=3, zorder=2)
+    axes.plot(path_so_far.along, path_so_far.across, path_so_far.loss, color=ON_GPU, lw=1.6, zorder=3)
     axes.plot([0], [0], [surface.loss], marker="+", ms=9, color=INK, zorder=4)
     axes.plot([ball.along], [ball.across], [ball.loss], marker="o", ms=10, color=ON_GPU, markeredgecolor=INK, zorder=5)
     axes.view_init(elev=tilt, azim=turn)
@@ -463,8 +477,8 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     axes.set_ylabel("along the steepest way up", fontsize=8)
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
-    away = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
-    headline = f"{how}: after {len(gone) - 1} steps the ball is {away}"
+    ball_words = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
+    headline = f"{title}: after {len(path_so_far) - 1} steps the ball is {ball_words}"
     return style.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
 
 

@@ -88,14 +88,15 @@ class Computed:
 
     def against(self, other: Computed) -> dict[str, Any]:
         """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
-        mine, theirs = (
-            torch.cat([of[name].reshape(-1) for name in other.gradient]) for of in (self.gradient, other.gradient)
+        own_gradient, other_gradient = (
+            torch.cat([gradient[name].reshape(-1) for name in other.gradient])
+            for gradient in (self.gradient, other.gradient)
         )
         return {
             "same_losses": int((self.losses == other.losses).sum()),
             "losses": len(self.losses),
-            "gradient_difference": float((mine - theirs).norm() / theirs.norm()),
-            "cosine": float(mine @ theirs / (mine.norm() * theirs.norm())),
+            "gradient_difference": float((own_gradient - other_gradient).norm() / other_gradient.norm()),
+            "cosine": float(own_gradient @ other_gradient / (own_gradient.norm() * other_gradient.norm())),
         }
 
 

@@ -138,11 +138,11 @@ def _snapshots(net: str, moments: set[int], options: dict[str, Any]) -> dict[int
 
 
 def _distances(
-    net: str, change: str, seed: int, base: dict[int, Tensor], other: dict[int, Tensor]
+    net: str, change: str, seed: int, base_snapshots: dict[int, Tensor], changed_snapshots: dict[int, Tensor]
 ) -> Iterator[dict[str, Any]]:
     """A row a moment: how far the weights of two trainings are apart."""
-    for step, weights in other.items():
-        before, ulps = base[step].double(), ulp_distance(base[step], weights)
+    for step, weights in changed_snapshots.items():
+        before, ulps = base_snapshots[step].double(), ulp_distance(base_snapshots[step], weights)
         row: dict[str, Any] = {"network": net, "change": change, "seed": seed, "step": step}
         row["distance"] = float((before - weights.double()).norm() / before.norm())
         yield row | {"changed": float((ulps > 0).double().mean()), "ulps": float(ulps.double().median())}
@@ -183,7 +183,7 @@ def shared_draws(shape: Sequence[int], cards: Sequence[str] = CARDS, seed: int =
     0.04
     """
     drawn = {card: cuda_uniform(seed, shape, card) for card in cards}
-    shares = [[(drawn[card] == drawn[other]).double().mean().item() for other in cards] for card in cards]
+    shares = [[(drawn[card] == drawn[other_card]).double().mean().item() for other_card in cards] for card in cards]
     return pd.DataFrame(shares, index=cards, columns=cards)
 
 
@@ -213,13 +213,13 @@ def runs_drawn_by(
 ) -> pd.DataFrame:
     """Trainings on this CPU from the weights that each card would draw, as `gpulab.runs` with a column `card`."""
     options: dict[str, Any] = {"setting": CPU, "profile": "smoke", "frames": frames, "store": store, "progress": False}
-    made = []
+    card_rows = []
     jobs = [*itertools.product(cards, range(seeds))]
     for card, seed in Progress(jobs, unit="run", leave=False, disable=not progress):
         run = gl.train(drawn_autoencoder(card, seed), "digits", seed=seed, **options)
-        made.append({"card": card, "id": run.record["id"]})
-    kept = stores.runs(store).drop(columns="protocol")  # which tells initial weights apart, and with them the cards
-    return pd.DataFrame(made).merge(kept, on="id")
+        card_rows.append({"card": card, "id": run.record["id"]})
+    runs = stores.runs(store).drop(columns="protocol")  # which tells initial weights apart, and with them the cards
+    return pd.DataFrame(card_rows).merge(runs, on="id")
 
 
 # --- each factor alone -----------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     def jpeg(setting: str, decoder: str) -> dict[str, Any]:
         return {"setting": setting, "data": "jpeg:walk", "data_options": {"decoder": decoder}}
 
-    every = [
+    all_factors = [
         Factor("CPU threads", on_cpu, {"setting": "cpu"}),
         Factor("CPU instruction set", on_cpu, {"setting": f"{CPU},isa=avx2"}),
         Factor("determinism", on_cpu, {"setting": f"{CPU},deterministic=on"}),
@@ -287,7 +287,7 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
         Factor("who draws the weights", on_gpu, on_gpu | {"draws": "device"}, "cuda"),
         Factor("the device itself", on_gpu, {"setting": CPU}, "cuda"),
     ]
-    return every if net == "prednet" else [factor for factor in every if factor.name != "image decoder"]
+    return all_factors if net == "prednet" else [factor for factor in all_factors if factor.name != "image decoder"]
 
 
 def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
@@ -305,10 +305,12 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
         levels = factor.base | {"setting": "cpu:precision=float64"}, factor.base, factor.change
         exact, base, change = (steps_under(json.dumps(options, sort_keys=True)) for options in levels)
         truth, a, b = (step["gradient"] for step in (exact, base, change))
-        moved, size = (b - a).norm(dim=1) / a.norm(dim=1), truth.norm(dim=1)
-        most = int(moved.argmax())
-        step_moved = float(moved[most])
-        step_error, base_error = (float(((side - truth).norm(dim=1) / size)[most]) for side in (b, a))
+        relative_changes, exact_norm = (b - a).norm(dim=1) / a.norm(dim=1), truth.norm(dim=1)
+        most_moved_seed = int(relative_changes.argmax())
+        step_moved = float(relative_changes[most_moved_seed])
+        step_error, base_error = (
+            float(((gradient - truth).norm(dim=1) / exact_norm)[most_moved_seed]) for gradient in (b, a)
+        )
         pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
         differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
         emulated = gl.Setting.parse(factor.change["setting"]).emulated
@@ -324,30 +326,30 @@ def trained_levels(
     chosen: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
 ) -> pd.DataFrame:
     """The runs of all levels, in this process where settings and workers allow it: every flag is restored after one."""
-    levels = [side for factor in chosen for side in (factor.base, factor.change)]
+    levels = [level_options for factor in chosen for level_options in (factor.base, factor.change)]
     names: list[str] = []
-    for side in {level(side): side for side in levels}.values():
-        variant = {name: value for name, value in side.items() if name != "setting"}
-        exp = gl.Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
-        if exp.workers > 1 or gl.Setting.parse(side["setting"]).isa:
+    for level_options in {level(level_options): level_options for level_options in levels}.values():
+        variant = {name: value for name, value in level_options.items() if name != "setting"}
+        exp = gl.Experiment(net, [level_options["setting"]], seeds, profile, variants=[variant], **options)
+        if exp.workers > 1 or gl.Setting.parse(level_options["setting"]).isa:
             names += exp.run(progress).id.tolist()
         else:
-            bar = Progress(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
+            bar = Progress(exp.jobs(), desc=level(level_options), unit="run", leave=False, disable=not progress)
             names += [gl.train(**job, progress=False).record["id"] for job in bar]
     runs = stores.runs(exp.folder)
     return runs[runs.id.isin(names)]
 
 
-def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
+def _level_runs(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
     """The runs of a frame that were made under a level, which `change` names."""
     flat = _flat(options)
     jpeg = frame.data.str.startswith("jpeg:")
-    fits = (frame.setting == options["setting"]) & (frame.rerun == 0) & (jpeg if "data" in flat else ~jpeg)
+    matches = (frame.setting == options["setting"]) & (frame.rerun == 0) & (jpeg if "data" in flat else ~jpeg)
     for name, option in FACTORS.items():
         if option.of == "run" or name in flat:
             value = flat.get(name, option.usual)
-            fits &= frame[name].isna() if value is None else frame[name] == value
-    return frame[fits].assign(change=level(options))
+            matches &= frame[name].isna() if value is None else frame[name] == value
+    return frame[matches].assign(change=level(options))
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,20 +373,20 @@ class FactorTable(Report):
         """What the verdicts allow one to say, a sentence a machine; of some sources if they are named."""
         table = self.table[self.table.source.isin(sources)] if sources else self.table
         table = table.assign(name=table.factor + table.emulated.map({True: " (emulated)", False: ""}))
-        parts: dict[str, Part] = {}
+        sections: dict[str, Part] = {}
         numbers = []
         for (source, machine, profile), rows in table.groupby(["source", "machine", "profile"], sort=False):
-            where, seeds = f"{source.capitalize()} on {machine}", span(rows.seeds)
-            said, moved = [], []
-            for decision, some in by_decision(rows):
+            origin, seeds = f"{source.capitalize()} on {machine}", span(rows.seeds)
+            sentences, effects = [], []
+            for decision, decision_rows in by_decision(rows):
                 words = CHANGES[decision].format(seeds=seeds)
-                said.append(f"{words}: {listed(some['name'])}.")
-            parts[f"{where}, {SIZES[profile]}"] = said
+                sentences.append(f"{words}: {listed(decision_rows['name'])}.")
+            sections[f"{origin}, {SIZES[profile]}"] = sentences
             for row in rows[rows.same_bits != rows.seeds].itertuples():
                 interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
-                moved.append(f"{row.name} {row.effect:+.1g}{interval}")
-            numbers.append(f"{where}, {seeds} seeds, in standard deviations between seeds: {'; '.join(moved)}.")
-        return finding(parts, numbers)
+                effects.append(f"{row.name} {row.effect:+.1g}{interval}")
+            numbers.append(f"{origin}, {seeds} seeds, in standard deviations between seeds: {'; '.join(effects)}.")
+        return finding(sections, numbers)
 
     def __str__(self) -> str:
         return str(self.finding())
@@ -419,32 +421,49 @@ def factor_table(
     other machines measured is added. Decisions are those of `gpulab.verdict`, corrected for the number of factors with
     the same base (Holm). `smoke` takes a minute on two cores, `quick` several times that.
     """
-    every = factors(net, profile)
-    here = [factor for factor in every if factor.runs_here()]
-    steps = step_rows(here, net, profile, progress)
+    all_factors = factors(net, profile)
+    factors_here = [factor for factor in all_factors if factor.runs_here()]
+    steps = step_rows(factors_here, net, profile, progress)
     options = {"store": store, "options": {} if frames is None else {"frames": frames}}
-    runs = trained_levels(here, net, profile, seeds, options, progress)
-    judged = [_judged(steps, runs, here, MADE_HERE, profile, gl.passport())]
-    kept = stores.recorded_runs("factors")
+    runs = trained_levels(factors_here, net, profile, seeds, options, progress)
+    judged = [_judged_factors(steps, runs, factors_here, MADE_HERE, profile, gl.passport())]
+    recorded_runs = stores.recorded_runs("factors")
     for record in records.read_measured("factors"):
         if record["network"] == net:
-            there = record["passport"]
-            same = (kept.cpu == there["cpu"]["model"]) & (kept.torch == there["software"]["torch"])
-            same &= kept.gpu.fillna("") == ", ".join(gpu["name"] for gpu in there["gpus"])
-            same &= (kept.experiment == net) & (kept.profile == record["profile"]) & (kept.frames == record["frames"])
-            stepped = {(step["change"], step["base"]) for step in record["steps"]}
-            changed = factors(net, record["profile"])
-            changed = [factor for factor in changed if (level(factor.change), level(factor.base)) in stepped]
-            judged.append(_judged(record["steps"], kept[same], changed, RECORDED, record["profile"], there))
-    order = [factor.name for factor in every]
+            passport = record["passport"]
+            same_machine = (recorded_runs.cpu == passport["cpu"]["model"]) & (
+                recorded_runs.torch == passport["software"]["torch"]
+            )
+            same_machine &= recorded_runs.gpu.fillna("") == ", ".join(gpu["name"] for gpu in passport["gpus"])
+            same_machine &= (
+                (recorded_runs.experiment == net)
+                & (recorded_runs.profile == record["profile"])
+                & (recorded_runs.frames == record["frames"])
+            )
+            recorded_levels = {(step["change"], step["base"]) for step in record["steps"]}
+            recorded_factors = factors(net, record["profile"])
+            recorded_factors = [
+                factor for factor in recorded_factors if (level(factor.change), level(factor.base)) in recorded_levels
+            ]
+            judged.append(
+                _judged_factors(
+                    record["steps"],
+                    recorded_runs[same_machine],
+                    recorded_factors,
+                    RECORDED,
+                    record["profile"],
+                    passport,
+                )
+            )
+    order = [factor.name for factor in all_factors]
     table = pd.concat([rows for rows, _ in judged], ignore_index=True)
     table = table.sort_values("factor", key=lambda names: names.map(order.index), kind="stable", ignore_index=True)
     counts = dict.fromkeys(("loss_bit", "gradient_bit", "seeds", "same_bits"), "Int64")
-    verdicts = {place: each for _, some in judged for place, each in some.items()}
+    verdicts = {key: base_verdict for _, by_base in judged for key, base_verdict in by_base.items()}
     return FactorTable(table.astype(counts), verdicts)
 
 
-def _judged(
+def _judged_factors(
     steps: list[dict[str, Any]],
     runs: pd.DataFrame,
     chosen: list[Factor],
@@ -459,7 +478,7 @@ def _judged(
     verdicts, effects = {}, []
     for base, options in {level(factor.base): factor.base for factor in chosen}.items():
         levels = [options, *(factor.change for factor in chosen if factor.base == options)]
-        compared = pd.concat([_of_level(runs, each) for each in levels], ignore_index=True)
+        compared = pd.concat([_level_runs(runs, level_options) for level_options in levels], ignore_index=True)
         verdicts[source, base] = judged = gl.verdict(compared, factor="change", reference=base)
         effect = judged.table[["change", "seeds", "same_bits", "decision"]].assign(base=base)
         in_sd = judged.table[[*IN_SD.values()]].div(judged.between_seeds or math.nan).to_numpy()
@@ -490,54 +509,54 @@ def factor_effects(report: FactorTable) -> Picture:
     tints = report.table.base.str.startswith("cuda").map({True: ON_GPU, False: ON_CPU})
     table = report.table.assign(recorded=report.table.source == RECORDED, tint=tints)
     count, names = table.factor.nunique(), []
-    figure, (left, right) = style.canvas(2, height=1.9 + 0.55 * count, share_rows=True)
-    for place, (factor, rows) in enumerate(table.groupby("factor", sort=False)):
-        aside = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.28, 0.8 / len(rows))
-        left.scatter(rows.base_error, place + aside, marker="|", s=50, color=FAINT, zorder=2)
-        for height, row in zip(place + aside, rows.itertuples(), strict=True):
+    figure, (step_axes, loss_axes) = style.canvas(2, height=1.9 + 0.55 * count, share_rows=True)
+    for position, (factor, rows) in enumerate(table.groupby("factor", sort=False)):
+        offsets = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.28, 0.8 / len(rows))
+        step_axes.scatter(rows.base_error, position + offsets, marker="|", s=50, color=FAINT, zorder=2)
+        for height, row in zip(position + offsets, rows.itertuples(), strict=True):
             look: Look = {"marker": "^" if row.emulated else "o", "hollow": row.recorded}
-            style.points(left, max(row.step_moved, SAME_STEP), height, row.tint, s=26, **look)
-            right.annotate(f" {row.decision}", (1.0, height), fontsize=7, color=row.tint, **BESIDE)
+            style.points(step_axes, max(row.step_moved, SAME_STEP), height, row.tint, s=26, **look)
+            loss_axes.annotate(f" {row.decision}", (1.0, height), fontsize=7, color=row.tint, **BESIDE)
             judged = report.verdicts[row.source, row.base]
-            moved = judged.pairs.difference[judged.pairs.change == row.change].dropna().abs()
-            in_sd = np.maximum(moved / (judged.between_seeds or math.nan), SAME_LOSS)
-            style.points(right, in_sd, np.full(len(moved), height), row.tint, s=14, linewidths=0.9, **look)
-        changed = ", ".join(dict.fromkeys(map(_changed, rows.base, rows.change)))
+            seed_effects = judged.pairs.difference[judged.pairs.change == row.change].dropna().abs()
+            in_sd = np.maximum(seed_effects / (judged.between_seeds or math.nan), SAME_LOSS)
+            style.points(loss_axes, in_sd, np.full(len(seed_effects), height), row.tint, s=14, linewidths=0.9, **look)
+        changed = ", ".join(dict.fromkeys(map(_changed_options, rows.base, rows.change)))
         names.append(f"{factor}\n{textwrap.fill(changed, 24)}")
-        for axes in (left, right) if place % 2 else ():
-            axes.axhspan(place - 0.5, place + 0.5, color=FAINT, alpha=0.12, lw=0, zorder=0)
-    above: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
+        for axes in (step_axes, loss_axes) if position % 2 else ():
+            axes.axhspan(position - 0.5, position + 0.5, color=FAINT, alpha=0.12, lw=0, zorder=0)
+    label_look: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
     for axes, edge, powers, label in (
-        (left, SAME_STEP, range(-9, 2, 2), "change of one step's gradient (relative)"),
-        (right, SAME_LOSS, range(-6, 3, 2), "change of a seed's final loss (sd)"),
+        (step_axes, SAME_STEP, range(-9, 2, 2), "change of one step's gradient (relative)"),
+        (loss_axes, SAME_LOSS, range(-6, 3, 2), "change of a seed's final loss (sd)"),
     ):
         style.decades(axes.xaxis)
         axes.set_xticks([10.0**power for power in powers])
-        axes.annotate("same bits", (edge, -0.7), ha="left", **above)
+        axes.annotate("same bits", (edge, -0.7), ha="left", **label_look)
         axes.set(xlim=(edge / 3, 100), xlabel=label)
-    left.set_yticks(range(count), names)
-    left.set_ylim(count - 0.4, -0.55)
-    right.axvline(0.25, color=FAINT, lw=0.9, ls=":")
-    right.axvline(1, color=INK, lw=0.9, ls="--")
-    right.annotate("margin ", (0.25, -0.7), ha="right", **above)
-    right.annotate(" sd between seeds", (1, -0.7), ha="left", **above)
-    right.tick_params(axis="y", left=False)
+    step_axes.set_yticks(range(count), names)
+    step_axes.set_ylim(count - 0.4, -0.55)
+    loss_axes.axvline(0.25, color=FAINT, lw=0.9, ls=":")
+    loss_axes.axvline(1, color=INK, lw=0.9, ls="--")
+    loss_axes.annotate("margin ", (0.25, -0.7), ha="right", **label_look)
+    loss_axes.annotate(" sd between seeds", (1, -0.7), ha="left", **label_look)
+    loss_axes.tick_params(axis="y", left=False)
     keys = [style.key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
     keys += style.origin_keys(table, ms=5)
     if table.emulated.any():
         keys.append(style.point_key("emulated", marker="^", ms=5))
-    for kind, tint in (("CPU", ON_CPU), ("GPU", ON_GPU)):
+    for device, tint in (("CPU", ON_CPU), ("GPU", ON_GPU)):
         if (tints == tint).any():
-            keys.append(style.key(f"changed on a {kind}", ls="", marker="s", ms=5, color=tint))
+            keys.append(style.key(f"changed on a {device}", ls="", marker="s", ms=5, color=tint))
     decided = ", ".join(f"{n} {decision}" for decision, n in table.decision.value_counts().items())
     headline = f"Each factor alone, effect on the final loss: {decided}"
     alt = f"For each of {count} factors, how far one step and the final losses move."
     return style.finished(figure, headline, alt, keys, size=7.5)
 
 
-def _changed(base: str, change: str) -> str:
+def _changed_options(base: str, change: str) -> str:
     """What is changed, without what stays: of `cpu:threads=1,isa=avx2` against `cpu:threads=1`, `isa=avx2`."""
     before, after = (re.split(r"[:,] ?", side) for side in (base, change))
     if before[0] != after[0]:
         return change
-    return ", ".join(part for part in after[1:] if part not in before) or f"without {', '.join(before[1:])}"
+    return ", ".join(option for option in after[1:] if option not in before) or f"without {', '.join(before[1:])}"

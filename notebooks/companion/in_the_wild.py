@@ -94,41 +94,47 @@ def _digits() -> tuple[np.ndarray, Tensor]:
 def spectrograms(kept: Mapping[str, Sequence[Tensor]]) -> Picture:
     """How much of each frequency is in every chunk that was kept, for each way of keeping."""
     figure, panels = style.canvas(len(kept), height=3.0, share_rows=True)
-    climbs = {}
+    pitches = {}
     for axes, (name, chunks) in zip(panels, kept.items(), strict=True):
-        loud = torch.fft.rfft(torch.stack(list(chunks)) * torch.hann_window(CHUNK)).abs()
+        loudness = torch.fft.rfft(torch.stack(list(chunks)) * torch.hann_window(CHUNK)).abs()
         edges = (0, len(chunks) * CHUNK / RATE, 0, RATE / 2)
-        axes.imshow(loud.T.numpy(), origin="lower", aspect="auto", extent=edges, cmap="magma")
-        axes.set(title=_called(name), xlabel="second", ylim=(0, 3200))
-        climbs[_called(name)] = int(loud.argmax(1).unique().numel())
+        axes.imshow(loudness.T.numpy(), origin="lower", aspect="auto", extent=edges, cmap="magma")
+        axes.set(title=_memory_name(name), xlabel="second", ylim=(0, 3200))
+        pitches[_memory_name(name)] = int(loudness.argmax(1).unique().numel())
     panels[0].set_ylabel("frequency (Hz)")
-    heard = listed(f"{count} with {name}" for name, count in climbs.items())
+    pitch_counts = listed(f"{count} with {name}" for name, count in pitches.items())
     return style.finished(
-        figure, f"Pitches that can be heard: {heard}", "Spectrograms of a rising tone, as it was kept chunk by chunk."
+        figure,
+        f"Pitches that can be heard: {pitch_counts}",
+        "Spectrograms of a rising tone, as it was kept chunk by chunk.",
     )
 
 
 def delivered(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
     """What a model is given as each user's question, for each way of keeping."""
-    table = {_called(name): [bytes(line.tolist()).decode().strip() for line in lines] for name, lines in kept.items()}
+    table = {
+        _memory_name(name): [bytes(line.tolist()).decode().strip() for line in lines] for name, lines in kept.items()
+    }
     return pd.DataFrame({"asked": ASKED.values(), **table}, index=pd.Index(ASKED, name="user"))
 
 
 def accuracies(kept: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> pd.Series:
     """The share of new digits that a linear classifier knows, trained on what was kept of an epoch."""
     images, labels = _digits()
-    right = {}
+    shares = {}
     for name, batches in kept.items():
         torch.manual_seed(0)
         model = nn.Linear(images.shape[1], 10)
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         for _ in range(20):
-            for seen, label in batches:
+            for batch, batch_labels in batches:
                 optimizer.zero_grad()
-                F.cross_entropy(model(seen), label).backward()
+                F.cross_entropy(model(batch), batch_labels).backward()
                 optimizer.step()
-        right[_called(name)] = float((model(torch.tensor(images[1280:])).argmax(1) == labels[1280:]).float().mean())
-    return pd.Series(right, name="share of new digits that are known")
+        shares[_memory_name(name)] = float(
+            (model(torch.tensor(images[1280:])).argmax(1) == labels[1280:]).float().mean()
+        )
+    return pd.Series(shares, name="share of new digits that are known")
 
 
 def foreseen(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
@@ -139,10 +145,10 @@ def foreseen(kept: Mapping[str, Sequence[Tensor]]) -> pd.DataFrame:
     truth = torch.stack([torch.tensor(state) for state in pendulum()])
     errors = {}
     for name, states in kept.items():
-        seen = torch.stack(list(states))
-        model = torch.linalg.lstsq(_features(seen), seen.diff(dim=0)).solution
-        missed = [states.diff(dim=0) - _features(states) @ model for states in (seen, truth)]
-        errors[_called(name)] = [float(error.square().mean().sqrt()) for error in missed]
+        kept_states = torch.stack(list(states))
+        model = torch.linalg.lstsq(_features(kept_states), kept_states.diff(dim=0)).solution
+        errors_of_change = [states.diff(dim=0) - _features(states) @ model for states in (kept_states, truth)]
+        errors[_memory_name(name)] = [float(error.square().mean().sqrt()) for error in errors_of_change]
     return pd.DataFrame(errors, index=["error on what was kept", "error on the true motion"]).T
 
 
@@ -150,7 +156,7 @@ def _features(states: Tensor) -> Tensor:
     return torch.stack([states[:-1, 0].sin(), states[:-1, 1]], 1)
 
 
-def _called(name: str) -> str:
+def _memory_name(name: str) -> str:
     return MEMORY.get(name, name)
 
 
@@ -173,10 +179,10 @@ def copies_under_way() -> pd.DataFrame:
 def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
     """The first line of the audit of some questions that people asked in public, beside the cause confirmed there."""
     cases = benchmark("public_cases")
-    asked = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
-    found = cases.run(asked, "cpu").set_index("case").rename_axis("question")
+    chosen_cases = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
+    first_lines = cases.run(chosen_cases, "cpu").set_index("case").rename_axis("question")
     words = {"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"}
-    return found.rename(columns=words)[["thread", "setting", "against", "said", "first at", "confirmed there"]]
+    return first_lines.rename(columns=words)[["thread", "setting", "against", "said", "first at", "confirmed there"]]
 
 
 def wild_finding(runs: pd.DataFrame) -> CheckedSentences:

@@ -50,12 +50,12 @@ def times(seed: int, setting: gl.Setting, task: str = "{}", updates: int = 10) -
             return (time.perf_counter() - start) / len(windows)
 
         timed([next(windows) for _ in range(WARM_UP)])
-        ready = [next(windows) for _ in range(updates)]
-        seconds = timed(ready)
+        timed_windows = [next(windows) for _ in range(updates)]
+        seconds = timed(timed_windows)
         if not isinstance(engine, DataParallel):
             return {"update": seconds, "compute": seconds, "wait": 0.0, "communicate": 0.0}
         engine.timed, engine.times = True, dict.fromkeys(engine.times, 0.0)
-        whole = timed(ready)
+        seconds_with_barrier = timed(timed_windows)
         wait, communicate = (engine.times[name] / updates for name in ("wait", "communicate"))
-        compute = whole - wait - communicate  # the optimizer's step, too
+        compute = seconds_with_barrier - wait - communicate  # the optimizer's step, too
         return {"update": seconds, "compute": compute, "wait": wait, "communicate": communicate}

@@ -73,18 +73,21 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     weights are identical), `beat` and `beat_reference` (runs that beat repeating the last frame: all, and the
     reference's); `reference`.
     """
-    rows, fixed = [], [name for name in FAMILY if name != factor]
-    groups = list(frame.groupby([*fixed, "data", "speed"], dropna=False))
-    for key, some in Progress(groups, unit="verdict", leave=False):
-        common = dict(zip([*fixed, "data", "speed"], key, strict=True))
-        repeat, plateau = repeat_losses(some).iloc[0], missing_colour_losses(some).iloc[0]
-        better = some.final_loss < repeat
-        common |= {"beat": int(better.sum()), "beat_reference": int(better[some[factor] == reference].sum())}
-        for metric, judged in learning_verdicts(some, factor, reference, plateau, repeat).items():
+    rows, fixed_columns = [], [name for name in FAMILY if name != factor]
+    groups = list(frame.groupby([*fixed_columns, "data", "speed"], dropna=False))
+    for key, film_runs in Progress(groups, unit="verdict", leave=False):
+        common = dict(zip([*fixed_columns, "data", "speed"], key, strict=True))
+        repeat, plateau = repeat_losses(film_runs).iloc[0], missing_colour_losses(film_runs).iloc[0]
+        beats_repeating = film_runs.final_loss < repeat
+        common |= {
+            "beat": int(beats_repeating.sum()),
+            "beat_reference": int(beats_repeating[film_runs[factor] == reference].sum()),
+        }
+        for metric, judged in learning_verdicts(film_runs, factor, reference, plateau, repeat).items():
             rows += [{**common, "metric": metric, **level} for level in _levels(judged)]
     table = pd.DataFrame(rows)
-    size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
-    table["p_diverged_holm"] = (table.p_diverged * size).clip(upper=1.0)
+    family_size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
+    table["p_diverged_holm"] = (table.p_diverged * family_size).clip(upper=1.0)
     return corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]].assign(reference=reference)
 
 
@@ -102,14 +105,16 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
     table = judged.table.rename(columns={"decision": "uncorrected"}).assign(registered=judged.table.decision)
     table["registered_margin"] = table.margin
     if isinstance(judged.margin, str) and judged.between_seeds > 0:
-        quarter = parse_margin(judged.margin)[0] * judged.between_seeds
-        again = verdict(judged.runs, judged.metric, judged.factor, margin=quarter, reference=judged.reference)
-        table = table.assign(registered=again.table.decision, registered_margin=quarter)
+        margin = parse_margin(judged.margin)[0] * judged.between_seeds
+        registered_verdict = verdict(
+            judged.runs, judged.metric, judged.factor, margin=margin, reference=judged.reference
+        )
+        table = table.assign(registered=registered_verdict.table.decision, registered_margin=margin)
     pairs = judged.pairs.groupby(judged.factor)
     of_level = table[judged.factor]
     table["worse"] = of_level.map(pairs.difference.agg(lambda differences: int((differences > 0).sum())))
-    usual = of_level.map(pairs.reference.mean())
-    table["relative"] = (table.difference / usual.where(usual != 0)).fillna(0.0)
+    reference_means = of_level.map(pairs.reference.mean())
+    table["relative"] = (table.difference / reference_means.where(reference_means != 0)).fillna(0.0)
     return table.to_dict("records")
 
 
@@ -128,17 +133,17 @@ def repeat_losses(frame: pd.DataFrame) -> pd.Series:
 
     Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
     """
-    return _of_film(frame, "repeat")
+    return _film_losses(frame, "repeat")
 
 
 def blurred_losses(frame: pd.DataFrame) -> pd.Series:
     """The same for the last frame blurred, by the Gaussian that is best: what can be had without any motion."""
-    return _of_film(frame, "blurred")
+    return _film_losses(frame, "blurred")
 
 
 def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
     """For each run the least loss of a network with a dead colour; infinite where no film was rendered."""
-    return _of_film(frame, "missing_colour").fillna(math.inf)
+    return _film_losses(frame, "missing_colour").fillna(math.inf)
 
 
 def motion_finding(frame: pd.DataFrame) -> str:
@@ -148,18 +153,23 @@ def motion_finding(frame: pd.DataFrame) -> str:
     >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
     No run here predicts frames of a rendered film.
     """
-    known = repeat_losses(frame)
-    better, sharper = (int((frame.final_loss < limit).sum()) for limit in (known, blurred_losses(frame)))
-    if not (of := int(known.notna().sum())):
+    repeating = repeat_losses(frame)
+    beat_repeating, beat_blurred = (
+        int((frame.final_loss < limit).sum()) for limit in (repeating, blurred_losses(frame))
+    )
+    if not (run_count := int(repeating.notna().sum())):
         return "No run here predicts frames of a rendered film."
-    if of == 1:
-        if not better:
+    if run_count == 1:
+        if not beat_repeating:
             return "The one network here does not beat repeating the last frame: it has not learned motion."
-        blurred = "and" if sharper else "but not"
+        blurred = "and" if beat_blurred else "but not"
         return f"The one network here beats repeating the last frame, {blurred} repeating it blurred."
-    if not better:
-        return f"None of {of} networks beats repeating the last frame: none has learned motion."
-    return f"{better} of {of} networks beat repeating the last frame, {sharper} of {of} beat repeating it blurred."
+    if not beat_repeating:
+        return f"None of {run_count} networks beats repeating the last frame: none has learned motion."
+    return (
+        f"{beat_repeating} of {run_count} networks beat repeating the last frame, {beat_blurred} of {run_count} beat "
+        "repeating it blurred."
+    )
 
 
 def recorded_films() -> pd.DataFrame:
@@ -189,7 +199,7 @@ def longer_runs() -> pd.DataFrame:
     return recorded_runs("longer")
 
 
-def _of_film(frame: pd.DataFrame, loss: str) -> pd.Series:
+def _film_losses(frame: pd.DataFrame, loss: str) -> pd.Series:
     """For each run one of `LOSSES_OF_A_FILM` of the film that it was trained on; NaN where none was rendered."""
     films = zip(*(frame[name] for name in FILM), strict=True)
     values = [film_loss(loss, *film) if film[0] in RENDERED else math.nan for film in films]

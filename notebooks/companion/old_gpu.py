@@ -84,9 +84,10 @@ def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
 
     `updates` is the median update at which they did, `final_loss` the mean of the others.
     """
-    by, lost = ["recorded", "machine", "setting", "covariance"], frame.assign(lost=frame.status == "diverged")
+    group_columns = ["recorded", "machine", "setting", "covariance"]
+    runs = frame.assign(lost=frame.status == "diverged")
     measures = {"diverged": ("lost", "sum"), "updates": ("diverged_at", "median"), "final_loss": ("final_loss", "mean")}
-    return lost.groupby(by, sort=False, as_index=False).agg(seeds=("seed", "nunique"), **measures)
+    return runs.groupby(group_columns, sort=False, as_index=False).agg(seeds=("seed", "nunique"), **measures)
 
 
 def cards_finding(
@@ -97,14 +98,16 @@ def cards_finding(
     The verdicts are on the recorded runs; `conversions` are `recorded_measurements("conversions")` with those made
     here.
     """
-    became = []
+    nan_sentences = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
-        where = f"recorded on {row.machine}" if row.recorded else "here"
-        became.append(f"{row.diverged} of {row.seeds} seeds under {setting_in_text(row.setting)}, {where}.")
+        origin = f"recorded on {row.machine}" if row.recorded else "here"
+        nan_sentences.append(f"{row.diverged} of {row.seeds} seeds under {setting_in_text(row.setting)}, {origin}.")
     first = report.findings[0]
-    named = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
-    cured = named[(named.way == USUAL) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
-    verdicts = [gl.verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
+    runs_by_way = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
+    cure_runs = runs_by_way[
+        (runs_by_way.way == USUAL) | ((runs_by_way.setting == "cuda:tf32=on") & (runs_by_way.covariance != "one-pass"))
+    ]
+    verdicts = [gl.verdict(cure_runs, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
     cures = []
     for row in verdicts[0].table.itertuples():
         covariance, setting = row.way.split(" under ")
@@ -116,31 +119,31 @@ def cards_finding(
             f"{covariance.capitalize()} under {setting_in_text(setting)}: {row.diverged} of {row.seeds} seeds became "
             f"NaN; the loss is {within} of the spread between seeds."
         )
-    parts: dict[str, Part] = {
-        "One-pass covariance became NaN": became,
+    sections: dict[str, Part] = {
+        "One-pass covariance became NaN": nan_sentences,
         "The operation": f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}.",
         f"The cures, against one-pass under {setting_in_text(USUAL.split()[-1])}": cures,
     }
     for machine, rows in recorded_prices().groupby("machine"):
         ms = rows.set_index(["setting", "covariance"]).ms
-        parts[f"The price, on {machine}"] = (
+        sections[f"The price, on {machine}"] = (
             f"A step of a large one takes {ms['cuda:tf32=off', 'one-pass']:.1f} ms in float32; in TF32 "
             f"{ms['cuda:tf32=on', 'centred']:.1f} ms centred, and {ms['cuda:tf32=on', 'float32']:.1f} ms with the one "
             "product kept in float32."
         )
     margin = str(reproduction.margin_asked)
     within = "one standard deviation between seeds" if margin == "1sd" else f"a margin of {margin}"
-    parts[f"The old losses, within {within}"] = [*_outcomes(reproduction)]
-    whole = (conversions.returned == 256).mean()
+    sections[f"The old losses, within {within}"] = [*_outcomes(reproduction)]
+    unchanged_share = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
-    parts["Bytes of an image"] = [
-        f"All 256 return as they were in {whole:.0%} of the ways, formats and devices tried.",
+    sections["Bytes of an image"] = [
+        f"All 256 return as they were in {unchanged_share:.0%} of the ways, formats and devices tried.",
         *(
             f"x / 255 on {row.machine}: {row.as_division} of 256 have the bits of a division on this CPU."
             for row in divided.itertuples()
         ),
     ]
-    return finding(parts, [line for judged in verdicts for line in str(judged).splitlines()])
+    return finding(sections, [line for judged in verdicts for line in str(judged).splitlines()])
 
 
 def _outcomes(reproduction: Reproduction) -> Iterator[str]:
@@ -148,13 +151,16 @@ def _outcomes(reproduction: Reproduction) -> Iterator[str]:
     tried = reproduction.table[reproduction.table.distance > 0]
     original = {name: str(value) for name, value in reproduction.original.items() if name in ARITHMETIC}
     arithmetic = (tried[[*original]].map(str) != pd.Series(original)).any(axis=1)
-    back = tried.confirmed.astype(bool)
-    rejected = ~back & ((tried.state == "pruned") | (tried.decision == "different"))
-    counts = {"gave the old losses back": back, "did not": rejected, "left it open": ~back & ~rejected}
-    for what, some in {"retunings of the training": ~arithmetic, "changes of the arithmetic": arithmetic}.items():
-        if some.any():
-            outcomes = ", ".join(f"{(some & outcome).sum()} {words}" for words, outcome in counts.items())
-            yield f"Of {some.sum()} {what} {outcomes}."
+    matches = tried.confirmed.astype(bool)
+    rejected = ~matches & ((tried.state == "pruned") | (tried.decision == "different"))
+    counts = {"gave the old losses back": matches, "did not": rejected, "left it open": ~matches & ~rejected}
+    for changes, of_this_kind in {
+        "retunings of the training": ~arithmetic,
+        "changes of the arithmetic": arithmetic,
+    }.items():
+        if of_this_kind.any():
+            outcomes = ", ".join(f"{(of_this_kind & outcome).sum()} {words}" for words, outcome in counts.items())
+            yield f"Of {of_this_kind.sum()} {changes} {outcomes}."
 
 
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
@@ -169,17 +175,17 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         across = axes.get_xaxis_transform()
         for row, (setting, runs) in enumerate(frame.groupby("setting", sort=False)):
             recorded, emulated, tint = runs.recorded.any(), gl.Setting.parse(setting).emulated, style.colour(setting)
-            where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
+            origin = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
             line: Look = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": style.dashes(setting), "alpha": 0.7}
             losses = history(runs)
             style.run_lines(
                 axes, losses[np.isfinite(losses.loss)], "step", "loss", ["setting", "id"], {setting: tint}, **line
             )
-            axes.plot([], [], label=f"{setting}, {where}", **line)
+            axes.plot([], [], label=f"{setting}, {origin}", **line)
             for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
                 axes.vlines(update, 0.88 - 0.1 * row, 0.92 - 0.1 * row, color=tint, lw=1.2, transform=across)
-                many = f"{count}" if count > 1 else ""
-                axes.annotate(many, (update, 0.93 - 0.1 * row), xycoords=across, ha="center", fontsize=7)
+                count_words = f"{count}" if count > 1 else ""
+                axes.annotate(count_words, (update, 0.93 - 0.1 * row), xycoords=across, ha="center", fontsize=7)
         axes.set(title=f"{name}: {counts[-1]} runs became NaN", xscale="log", xlabel="updates")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.3)
@@ -204,33 +210,42 @@ def spectrum(frame: pd.DataFrame) -> Picture:
 
     Below −ε, the dotted line, a covariance has no Cholesky factor.
     """
-    figure, (left, right) = style.canvas(2, height=3.8, share_rows=True)
+    figure, (rank_axes, smallest_axes) = style.canvas(2, height=3.8, share_rows=True)
     smallest = frame.groupby(["setting", "covariance", "seed"]).eigenvalue.min()
     worst = smallest.idxmin()[2]
     names = []
-    for place, ((setting, way), rows) in enumerate(frame.groupby(["setting", "covariance"], sort=False)):
+    for position, ((setting, way), rows) in enumerate(frame.groupby(["setting", "covariance"], sort=False)):
         emulated = gl.Setting.parse(setting).emulated
         tint = WAY_COLOURS[way] if emulated else INK
         names.append(f"{way}\n{'emulated' if emulated else 'float32'}")
-        one, low = rows[rows.seed == worst], smallest[setting, way]
-        left.plot(one["rank"], one.eigenvalue, ls=style.dashes(setting), lw=1.2, color=tint, label=f"{way}, {setting}")
-        style.points(right, place + style.spread(len(low), 0.2), low, tint, s=20)
-    for axes in (left, right):
+        worst_seed, smallest_values = rows[rows.seed == worst], smallest[setting, way]
+        rank_axes.plot(
+            worst_seed["rank"],
+            worst_seed.eigenvalue,
+            ls=style.dashes(setting),
+            lw=1.2,
+            color=tint,
+            label=f"{way}, {setting}",
+        )
+        style.points(smallest_axes, position + style.spread(len(smallest_values), 0.2), smallest_values, tint, s=20)
+    for axes in (rank_axes, smallest_axes):
         axes.axhline(-EPSILON, color=INK, lw=0.9, ls=":")
         axes.axhline(0, color=FAINT, lw=0.8)
         axes.set_yscale("symlog", linthresh=1e-5)
-    below: Look = {"xytext": (0, -3), "textcoords": "offset points", "va": "top", "fontsize": 8}
-    left.annotate("no Cholesky factor below", (1, -EPSILON), **below)
-    left.set(xlabel=f"rank of the eigenvalue (seed {worst}, first batch)", ylabel="eigenvalue of the covariance")
-    right.set_xticks(range(len(names)), names, fontsize=7)
-    right.set_xlabel("smallest eigenvalue, a point a seed")
-    lost, seeds = int((smallest.xs("one-pass", level="covariance") < -EPSILON).sum()), frame.seed.nunique()
-    headline = f"First batch: in one pass {lost} of {seeds} covariances have an eigenvalue too negative for a factor"
+    label_look: Look = {"xytext": (0, -3), "textcoords": "offset points", "va": "top", "fontsize": 8}
+    rank_axes.annotate("no Cholesky factor below", (1, -EPSILON), **label_look)
+    rank_axes.set(xlabel=f"rank of the eigenvalue (seed {worst}, first batch)", ylabel="eigenvalue of the covariance")
+    smallest_axes.set_xticks(range(len(names)), names, fontsize=7)
+    smallest_axes.set_xlabel("smallest eigenvalue, a point a seed")
+    without_factor, seeds = int((smallest.xs("one-pass", level="covariance") < -EPSILON).sum()), frame.seed.nunique()
+    headline = (
+        f"First batch: in one pass {without_factor} of {seeds} covariances have an eigenvalue too negative for a factor"
+    )
     alt = (
         f"Eigenvalues of the covariance of one batch by rank, and the smallest one for each of "
         f"{seeds} seeds, by setting and way of computing; below minus {EPSILON:g} there is no factor."
     )
-    return style.finished(figure, headline, alt, left.get_legend_handles_labels()[0])
+    return style.finished(figure, headline, alt, rank_axes.get_legend_handles_labels()[0])
 
 
 def prices(frame: pd.DataFrame) -> Picture:
@@ -256,11 +271,11 @@ def decoded(frame: np.ndarray) -> Picture:
     names = available_decoders()
     file = encode_jpeg(frame)
     pictures = torch.from_numpy(np.stack([decode_jpeg(file, name) for name in names])).float() / 255
-    apart = (pictures - pictures[0]).abs()
+    differences = (pictures - pictures[0]).abs()
     titles = [
-        f"{name}\n{(off > 0).float().mean():.0%} differ, by up to {255 * off.max():.0f} of 255"
-        for name, off in zip(names, apart, strict=True)
+        f"{name}\n{(difference > 0).float().mean():.0%} differ, by up to {255 * difference.max():.0f} of 255"
+        for name, difference in zip(names, differences, strict=True)
     ]
-    rows = {"decoded": pictures, "difference": apart.amax(1, keepdim=True) / apart.max().clamp(min=1 / 255)}
+    rows = {"decoded": pictures, "difference": differences.amax(1, keepdim=True) / differences.max().clamp(min=1 / 255)}
     headline = f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels"
     return in_rows(rows, titles, headline)

@@ -80,7 +80,7 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     notebooks = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
     if not notebooks:
         raise GpulabError(f"{folder}: holds no notebooks")
-    prefixes = [part.strip() for part in (only or "").split(",") if part.strip()]
+    prefixes = [name.strip() for name in (only or "").split(",") if name.strip()]
     for prefix in prefixes:
         if not any(file.name.startswith(prefix) for file in notebooks):
             names = ", ".join(file.stem for file in notebooks)
@@ -143,7 +143,7 @@ def execute(
         files.check_writable(output / "notebooks" / source.name)
     files.check_writable(output / "report" / "index.html")
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
-    alone = () if profile == "smoke" else TIMED + LAST
+    alone_prefixes = () if profile == "smoke" else TIMED + LAST
     shares = shares_of_cores(jobs)
     form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed} {desc}"
     bar = Progress(total=len(sources), unit="notebook", bar_format=form)
@@ -168,15 +168,17 @@ def execute(
 
     async def execute_all() -> list[Result]:
         clock = asyncio.create_task(let_the_clock_run())
-        waiting = [source for source in sources if not source.name.startswith(alone)]
+        waiting = [source for source in sources if not source.name.startswith(alone_prefixes)]
         waiting.sort(key=lambda source: (source.name.startswith(LAST), not source.name.startswith(LONGEST)))
 
         async def execute_next(cores: set[int]) -> list[Result]:
             return [await execute_on(cores, waiting.pop(0)) for _ in iter(lambda: len(waiting), 0)]
 
-        results = [result for some in await asyncio.gather(*map(execute_next, shares)) for result in some]
+        results = [
+            result for share_results in await asyncio.gather(*map(execute_next, shares)) for result in share_results
+        ]
         all_cores = set[int]().union(*shares)
-        results += [await execute_on(all_cores, source) for source in sources if source.name.startswith(alone)]
+        results += [await execute_on(all_cores, source) for source in sources if source.name.startswith(alone_prefixes)]
         clock.cancel()
         return sorted(results, key=lambda result: result.name)
 
@@ -262,25 +264,28 @@ async def _run(
     import nbclient
     from traitlets.config import Config
 
-    with tempfile.TemporaryFile("w+", errors="replace") as words, tempfile.TemporaryDirectory(prefix="gpulab") as own:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as kernel_stderr,
+        tempfile.TemporaryDirectory(prefix="gpulab") as socket_folder,
+    ):
         client: Any = nbclient.NotebookClient(
             notebook,
             resources={"metadata": {"path": str(folder)}},
             timeout=CELL_SECONDS,
             kernel_name=KERNEL,
             extra_arguments=QUIET,
-            config=Config(KernelManager=_without_ports(own) if os.name == "posix" else {}),
+            config=Config(KernelManager=_without_ports(socket_folder) if os.name == "posix" else {}),
             on_notebook_start=lambda **_: started(client.km.provisioner.pid),
         )
         try:
-            await client.async_execute(env={**os.environ, **environment}, stderr=words)
+            await client.async_execute(env={**os.environ, **environment}, stderr=kernel_stderr)
         except nbclient.exceptions.CellExecutionError as failure:
             last = max(cell.get("execution_count") or 0 for cell in notebook.cells)
             raise GpulabError(f"cell {last}: {failure.ename}: {failure.evalue}") from None
         except (RuntimeError, OSError, ValueError, TimeoutError) as failure:
-            words.seek(0)
-            said = " ".join(words.read().split()[-30:])
-            raise GpulabError(f"{type(failure).__name__}: {failure}{': ' * bool(said)}{said}") from None
+            kernel_stderr.seek(0)
+            last_words = " ".join(kernel_stderr.read().split()[-30:])
+            raise GpulabError(f"{type(failure).__name__}: {failure}{': ' * bool(last_words)}{last_words}") from None
 
 
 def _without_ports(folder: str) -> dict[str, str]:
@@ -305,9 +310,9 @@ async def _execute_one(source: Path, target: Path, parameters: dict[str, Any], c
     async with _peak_memory() as memory:
         try:
             accepted = papermill.inspect_notebook(source)
-            given = {name: value for name, value in parameters.items() if name in accepted}
+            accepted_values = {name: value for name, value in parameters.items() if name in accepted}
             parameterize = papermill.parameterize.parameterize_notebook
-            executed = parameterize(executed, given, kernel_name=KERNEL, language="python")
+            executed = parameterize(executed, accepted_values, kernel_name=KERNEL, language="python")
             await _run(executed, source.parent, begin, GPULAB_PROFILE=parameters["profile"])
         except (GpulabError, ValueError) as failure:  # such as a notebook that says no language
             error = str(failure)
@@ -328,9 +333,9 @@ def collect(notebook: Any, result: Result) -> None:
             *_, section = section, *re.findall(r"^##+ (.+)", cell.source, re.M)
             continue
         outputs = cell.get("outputs", [])
-        result.figures += [{**drawn, "section": section} for drawn in filter(None, map(figure, outputs))]
-        said = "".join(output.text for output in outputs if output.get("name") == "stderr")
-        result.warnings += [w for w in re.findall(r"\b\w*Warning: .+", said) if w not in result.warnings]
+        result.figures += [{**figure_data, "section": section} for figure_data in filter(None, map(figure, outputs))]
+        stderr_text = "".join(output.text for output in outputs if output.get("name") == "stderr")
+        result.warnings += [w for w in re.findall(r"\b\w*Warning: .+", stderr_text) if w not in result.warnings]
         tags = cell.metadata.get("tags", [])
         if "finding" in tags:
             result.findings += _findings(outputs, next((tag for tag in tags if tag in (HERE, RECORDED)), BOTH))
@@ -367,9 +372,9 @@ def _findings(outputs: list[Any], origin: str) -> Iterator[NotebookFinding]:
 
 def tidy(notebook: Any) -> None:
     """Take out what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
-    for part in (notebook, *notebook.cells):
+    for node in (notebook, *notebook.cells):
         for name in ("papermill", "execution", "widgets"):
-            part.metadata.pop(name, None)
+            node.metadata.pop(name, None)
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
@@ -429,8 +434,8 @@ def glossary() -> Markup:
 def repository() -> str | None:
     """The address of the public repository; None as long as there is none."""
     citation = CITATION.read_text(encoding="utf-8") if CITATION.is_file() else ""
-    named = re.search(r'^repository-code: "(.+)"', citation, re.M)
-    return named[1] if named else None
+    match = re.search(r'^repository-code: "(.+)"', citation, re.M)
+    return match[1] if match else None
 
 
 def render(template: str, **values: Any) -> Markup:

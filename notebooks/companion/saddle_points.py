@@ -28,84 +28,104 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     """
     if escapes is None and curvature is None:
         raise gl.UsageError("saddle_finding: expected escapes, curvature, or both")
-    parts: list[tuple[str, Part]] = []
+    sections: list[tuple[str, Part]] = []
     numbers: list[str] = []
     if escapes is not None:
-        _say_escapes(escapes, parts, numbers)
+        _say_escapes(escapes, sections, numbers)
     if curvature is not None:
-        _say_curvature(curvature, parts, numbers)
-    return finding(parts, numbers)
+        _say_curvature(curvature, sections, numbers)
+    return finding(sections, numbers)
 
 
-def _say_escapes(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
-    whole, master = table.batch_size == 0, table.master_weights.astype(bool)
-    unmoved = whole & (table.perturbation == 0)
-    alone = table[unmoved & ~master]
-    here = alone[~alone.recorded.astype(bool)]
-    parts.append(("What leaves a saddle", _deciding(here if len(here) else alone)))
-    known = alone[alone.step_ratio.notna()]
-    if len(known):
-        above = known.step_ratio > 1
-        wrong = known.step_ratio[known.left != above]
-        near = f" The exceptions are within a factor of {np.maximum(wrong, 1 / wrong).max():.1f} of it."
-        said = (
-            f"Where the optimiser's step is above half a last place of the weights, {_left(known[above])} left; "
-            f"where it is below, {_left(known[~above])}.{near if len(wrong) else ''}"
+def _say_escapes(table: pd.DataFrame, sections: list[tuple[str, Part]], numbers: list[str]) -> None:
+    full_batch, master_weights = table.batch_size == 0, table.master_weights.astype(bool)
+    unpushed = full_batch & (table.perturbation == 0)
+    escapes = table[unpushed & ~master_weights]
+    made_here = escapes[~escapes.recorded.astype(bool)]
+    sections.append(("What leaves a saddle", _deciding_optimizers(made_here if len(made_here) else escapes)))
+    with_step_ratio = escapes[escapes.step_ratio.notna()]
+    if len(with_step_ratio):
+        above_one = with_step_ratio.step_ratio > 1
+        exceptions = with_step_ratio.step_ratio[with_step_ratio.left != above_one]
+        exception_words = (
+            f" The exceptions are within a factor of {np.maximum(exceptions, 1 / exceptions).max():.1f} of it."
         )
-        parts.append(("When", said))
+        sentence = (
+            "Where the optimiser's step is above half a last place of the weights, "
+            f"{_left_count(with_step_ratio[above_one])} left; where it is below, "
+            f"{_left_count(with_step_ratio[~above_one])}.{exception_words if len(exceptions) else ''}"
+        )
+        sections.append(("When", sentence))
     laws = []
-    for optimizer, times, spread in _law(table[unmoved]):
+    for optimizer, times, spread in _steps_over_law(table[unpushed]):
         laws.append(f"{optimizer_words(optimizer)} took {times:.1f} times the expected steps (median).")
         numbers.append(f"{optimizer_words(optimizer)}, where about r/(η‖v‖₁) steps are expected: {spread}.")
-    parts.append(("How rough the law of an adaptive optimiser is", laws))
-    for (_, optimizer), rows in alone.groupby(["recorded", "optimizer"], sort=False):
-        stayed = [f"{setting} at {_rates(some)}" for setting, some in rows[~rows.left].groupby("setting", sort=False)]
-        more = f"; stayed under {', '.join(stayed)}" if stayed else ""
-        numbers.append(f"{optimizer} ({_origin(rows)}): {_left(rows)} left{_late(rows)}{more}.")
-    kind = ["recorded", "setting", "optimizer", "learning_rate"]
-    freed = table[master & whole].merge(alone.loc[~alone.left, kind].drop_duplicates())
-    if len(freed):
-        so = ": what is rounded away is the update" if freed.left.all() else ""
-        parts.append(
-            ("Why they stay", f"With the same gradients, but weights in float64, {_left(freed)} leave after all{so}.")
+    sections.append(("How rough the law of an adaptive optimiser is", laws))
+    for (_, optimizer), rows in escapes.groupby(["recorded", "optimizer"], sort=False):
+        stayed = [
+            f"{setting} at {_rates(setting_rows)}"
+            for setting, setting_rows in rows[~rows.left].groupby("setting", sort=False)
+        ]
+        stayed_words = f"; stayed under {', '.join(stayed)}" if stayed else ""
+        numbers.append(f"{optimizer} ({_origin(rows)}): {_left_count(rows)} left{_delay_words(rows)}{stayed_words}.")
+    start_columns = ["recorded", "setting", "optimizer", "learning_rate"]
+    freed_escapes = table[master_weights & full_batch].merge(
+        escapes.loc[~escapes.left, start_columns].drop_duplicates()
+    )
+    if len(freed_escapes):
+        conclusion = ": what is rounded away is the update" if freed_escapes.left.all() else ""
+        sections.append(
+            (
+                "Why they stay",
+                f"With the same gradients, but weights in float64, {_left_count(freed_escapes)} leave after "
+                f"all{conclusion}.",
+            )
         )
-    for (_, setting, optimizer, _), rows in freed.groupby(kind):
+    for (_, setting, optimizer, _), rows in freed_escapes.groupby(start_columns):
         numbers.append(
             f"With the gradients of {setting}, but weights in float64, {optimizer} leaves where it stayed "
-            f"({_origin(rows)}; theory {rows.expected.median():,.0f}): {_left(rows)}."
+            f"({_origin(rows)}; theory {rows.expected.median():,.0f}): {_left_count(rows)}."
         )
-    for recorded, rows in table[whole & (table.perturbation > 0)].groupby("recorded"):
-        numbers.append(f"Pushed off the saddle ({MADE[recorded]}): {_left(rows)} left{_late(rows)}.")
-    for (_, optimizer, rate), rows in table[~whole].groupby(["recorded", "optimizer", "learning_rate"], sort=False):
-        usual = alone[(alone.optimizer == optimizer) & (alone.learning_rate == rate)].groupby("setting").steps.median()
-        for size, some in rows.groupby("batch_size"):
-            late = (some.groupby("setting").steps.median() / usual).median()
-            than = "" if late != late else f", {late:.1f} times as late as with all data at once (median)"
-            who = f"{optimizer} at {_rates(some)} with batches of {size}"
-            numbers.append(f"{who} ({_origin(some)}): {_left(some)} left{than}.")
-        _say_batches(rows, parts, numbers)
+    for recorded, rows in table[full_batch & (table.perturbation > 0)].groupby("recorded"):
+        numbers.append(f"Pushed off the saddle ({MADE[recorded]}): {_left_count(rows)} left{_delay_words(rows)}.")
+    for (_, optimizer, rate), rows in table[~full_batch].groupby(
+        ["recorded", "optimizer", "learning_rate"], sort=False
+    ):
+        full_batch_steps = (
+            escapes[(escapes.optimizer == optimizer) & (escapes.learning_rate == rate)]
+            .groupby("setting")
+            .steps.median()
+        )
+        for size, batch_rows in rows.groupby("batch_size"):
+            delay = (batch_rows.groupby("setting").steps.median() / full_batch_steps).median()
+            delay_words = "" if delay != delay else f", {delay:.1f} times as late as with all data at once (median)"
+            subject = f"{optimizer} at {_rates(batch_rows)} with batches of {size}"
+            numbers.append(f"{subject} ({_origin(batch_rows)}): {_left_count(batch_rows)} left{delay_words}.")
+        _say_batches(rows, sections, numbers)
 
 
-def _deciding(alone: pd.DataFrame) -> list[str]:
+def _deciding_optimizers(escapes: pd.DataFrame) -> list[str]:
     """Under which optimisers the arithmetic decides whether a network leaves."""
-    free, held = [], []
-    for (optimizer, rate), rows in alone.groupby(["optimizer", "learning_rate"], sort=False):
+    leaving, staying = [], []
+    for (optimizer, rate), rows in escapes.groupby(["optimizer", "learning_rate"], sort=False):
         counts = rows.groupby("setting", sort=False).left.agg(["sum", "size"])
         stayed = []
-        for setting, left, of in counts.itertuples():
-            if left < of:
-                stayed.append(f"{left} of {of} leave under {setting_in_text(setting)}")
+        for setting, left_count, run_count in counts.itertuples():
+            if left_count < run_count:
+                stayed.append(f"{left_count} of {run_count} leave under {setting_in_text(setting)}")
         name = f"{optimizer_words(optimizer)} at {rate:.3g}"
         if stayed:
-            held.append(f"{name}: {listed(stayed)}.")
+            staying.append(f"{name}: {listed(stayed)}.")
         else:
-            free.append(name)
-    said = ["It is the optimiser that decides what an arithmetic does at a saddle."] if free and held else []
-    said += [f"{listed(free)} {'leaves' if len(free) == 1 else 'leave'} in every arithmetic."] if free else []
-    return said + held
+            leaving.append(name)
+    sentences = ["It is the optimiser that decides what an arithmetic does at a saddle."] if leaving and staying else []
+    sentences += (
+        [f"{listed(leaving)} {'leaves' if len(leaving) == 1 else 'leave'} in every arithmetic."] if leaving else []
+    )
+    return sentences + staying
 
 
-def _law(table: pd.DataFrame) -> Iterator[tuple[str, float, str]]:
+def _steps_over_law(table: pd.DataFrame) -> Iterator[tuple[str, float, str]]:
     """How many times as many steps as its law expects an optimiser took that divides a gradient by its size.
 
     The optimiser, the median, and the spread in words.
@@ -113,12 +133,12 @@ def _law(table: pd.DataFrame) -> Iterator[tuple[str, float, str]]:
     adaptive = table[table.left & table.optimizer.isin(["adam", "rmsprop"]) & (table.expected > 1)]
     for optimizer, rows in adaptive.assign(times=adaptive.steps / adaptive.expected).groupby("optimizer"):
         low, middle, high = rows.times.quantile([0.25, 0.5, 0.75])
-        rates = [f"{some.median():.1f} at {rate:g}" for rate, some in rows.groupby("learning_rate").times]
+        rates = [f"{rate_times.median():.1f} at {rate:g}" for rate, rate_times in rows.groupby("learning_rate").times]
         by_rate = f"; by learning rate {listed(rates)}" if len(rates) > 1 else ""
         yield str(optimizer), middle, f"median of {len(rows)} escapes; quartiles {low:.1f} to {high:.1f}{by_rate}"
 
 
-def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
+def _say_batches(table: pd.DataFrame, sections: list[tuple[str, Part]], numbers: list[str]) -> None:
     """What the same minibatches do in different arithmetic: the article's explanation."""
     stuck = [setting for setting, rows in table.groupby("setting", sort=False) if not rows.left.any()]
     steps = table.pivot_table(index=["batch_size", "seed"], columns="setting", values="steps").dropna()
@@ -126,9 +146,9 @@ def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: li
         return
     arithmetic = (steps.max(axis=1) / steps.min(axis=1) - 1).median()
     seeds = (steps.max() / steps.min() - 1).median()
-    who = f"{table.optimizer.iloc[0]} at {_rates(table)}"
+    subject = f"{table.optimizer.iloc[0]} at {_rates(table)}"
     numbers.append(
-        f"With the same minibatches, the escape by {who} takes {arithmetic:.1%} longer in the slowest arithmetic "
+        f"With the same minibatches, the escape by {subject} takes {arithmetic:.1%} longer in the slowest arithmetic "
         f"that leaves than in the fastest (median of {len(steps)} seeds); from seed to seed up to {seeds:.0%} longer."
     )
     if stuck:
@@ -137,10 +157,10 @@ def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: li
         answer = "It is the batches that lead away, and the arithmetic hardly matters."
     else:
         answer = "Even with minibatches the arithmetic matters here as much as the seed."
-    parts.append((f"With minibatches, {optimizer_words(table.optimizer.iloc[0])} at {_rates(table)}", answer))
+    sections.append((f"With minibatches, {optimizer_words(table.optimizer.iloc[0])} at {_rates(table)}", answer))
 
 
-def _left(rows: pd.DataFrame) -> str:
+def _left_count(rows: pd.DataFrame) -> str:
     return f"{rows.left.sum()} of {len(rows)}"
 
 
@@ -154,35 +174,45 @@ def _origin(rows: pd.DataFrame) -> str:
     return f"{MADE[rows.recorded.iloc[0]]}{steps}"
 
 
-def _late(rows: pd.DataFrame) -> str:
-    left = rows[rows.left & (rows.expected > 1)]
-    return f", after {(left.steps / left.expected).median():.2f} times the expected steps (median)" if len(left) else ""
+def _delay_words(rows: pd.DataFrame) -> str:
+    escaped = rows[rows.left & (rows.expected > 1)]
+    return (
+        f", after {(escaped.steps / escaped.expected).median():.2f} times the expected steps (median)"
+        if len(escaped)
+        else ""
+    )
 
 
-def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
+def _say_curvature(frame: pd.DataFrame, sections: list[tuple[str, Part]], numbers: list[str]) -> None:
     correlations: list[str] = []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
-        where = f"{_of(network, size)} ({MADE[recorded]})"
-        known = rows.dropna(subset=["loss", "index_fraction"])
-        sentence, number = _correlation(known)
-        correlations.append(f"{where}: {sentence}")
-        numbers.append(f"{where}: {number}")
-        of_step = {step: some.loss.rank().corr(some.index_fraction.rank()) for step, some in known.groupby("step")}
+        origin = f"{_network_and_size(network, size)} ({MADE[recorded]})"
+        complete_rows = rows.dropna(subset=["loss", "index_fraction"])
+        sentence, number = _correlation(complete_rows)
+        correlations.append(f"{origin}: {sentence}")
+        numbers.append(f"{origin}: {number}")
+        of_step = {
+            step: step_rows.loss.rank().corr(step_rows.index_fraction.rank())
+            for step, step_rows in complete_rows.groupby("step")
+        }
         by_step = ", ".join(f"{r:+.2f} at step {step}" for step, r in of_step.items())
-        numbers.append(f"{where}, rank correlation of all trainings {by_step}.")
-    parts.append(("Loss and share of ways down", correlations))
+        numbers.append(f"{origin}, rank correlation of all trainings {by_step}.")
+    sections.append(("Loss and share of ways down", correlations))
     for metric, name in COMPARED.items():
-        said = []
+        sentences = []
         for (network, size), rows in frame.groupby(["experiment", "profile"], sort=False):
-            ended = rows[rows.final].drop_duplicates(["setting", "seed"])
-            if ended.setting.nunique() > 1:
-                judged = gl.verdict(ended, metric=metric)
-                said += [f"{_of(network, size)}: {sentence[0].lower()}{sentence[1:]}" for sentence in in_words(judged)]
-                numbers += [f"{_of(network, size)}, {name}:", *str(judged).splitlines()]
-        parts.append((f"{name.capitalize()}, at the end of training", said))
+            end_rows = rows[rows.final].drop_duplicates(["setting", "seed"])
+            if end_rows.setting.nunique() > 1:
+                judged = gl.verdict(end_rows, metric=metric)
+                sentences += [
+                    f"{_network_and_size(network, size)}: {sentence[0].lower()}{sentence[1:]}"
+                    for sentence in in_words(judged)
+                ]
+                numbers += [f"{_network_and_size(network, size)}, {name}:", *str(judged).splitlines()]
+        sections.append((f"{name.capitalize()}, at the end of training", sentences))
 
 
-def _of(network: str, size: str) -> str:
+def _network_and_size(network: str, size: str) -> str:
     return f"{network_words(network)}, {SIZES[size]}"
 
 
@@ -193,12 +223,15 @@ def _correlation(rows: pd.DataFrame) -> tuple[str, str]:
 
     Both fall in a training, so that snapshots of many steps correlate whatever the share has to do with the loss.
     """
-    every = rows.loss.corr(rows.index_fraction, method="spearman", min_periods=3)
+    overall = rows.loss.corr(rows.index_fraction, method="spearman", min_periods=3)
     trainings = rows.groupby(["setting", "seed"]).ngroups
-    said = f"rank correlation {every:+.2f} over {len(rows)} snapshots of {trainings} trainings"
-    together = f"a lower loss {'goes' if every > 0 else 'does not go'} with fewer ways down"
-    if np.isnan(every):
-        return f"{len(rows)} snapshots are too few to see whether a lower loss goes with fewer ways down.", f"{said}."
+    summary = f"rank correlation {overall:+.2f} over {len(rows)} snapshots of {trainings} trainings"
+    trend = f"a lower loss {'goes' if overall > 0 else 'does not go'} with fewer ways down"
+    if np.isnan(overall):
+        return (
+            f"{len(rows)} snapshots are too few to see whether a lower loss goes with fewer ways down.",
+            f"{summary}.",
+        )
     # What settings made of one seed is averaged: they are no replications.
     table = rows.pivot_table(index="step", columns="seed", values=["loss", "index_fraction"]).dropna(axis=1)
     scores = []
@@ -209,11 +242,11 @@ def _correlation(rows: pd.DataFrame) -> tuple[str, str]:
     products = scores[0].T @ scores[1] / len(table)
     seeds, r = len(products), products.trace()
     if seeds < FEWEST:
-        return f"{together}. It may be training time alone: {seeds} seeds cannot tell.", f"{said}."
-    places = np.arange(seeds)
-    shuffled = np.random.default_rng(0).permuted(np.tile(places, (SHUFFLES, 1)), axis=1)
-    by_luck = products[shuffled, places].sum(axis=1)
+        return f"{trend}. It may be training time alone: {seeds} seeds cannot tell.", f"{summary}."
+    seed_numbers = np.arange(seeds)
+    shuffled = np.random.default_rng(0).permuted(np.tile(seed_numbers, (SHUFFLES, 1)), axis=1)
+    by_luck = products[shuffled, seed_numbers].sum(axis=1)
     p = (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
     shown = "shown, so it is not" if p <= 0.05 else "not shown, so it may be"
-    number = f"{said}; at a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)})."
-    return f"{together}. At a fixed step that is {shown} training time alone.", number
+    number = f"{summary}; at a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)})."
+    return f"{trend}. At a fixed step that is {shown} training time alone.", number

@@ -71,20 +71,28 @@ def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any
     difference of a weight), `final_loss` and `heldout_loss` (the differences), `machine`, `recorded`. `options` are
     those of `gpulab.train`; by default a small autoencoder with batches of 7 images, which do not divide.
     """
-    usual = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 200}
+    defaults = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 200}
     rows = []
     for precision in ("float32", "float64"):
-        under = f"{setting}{',' if ':' in setting else ':'}precision={precision}"
-        given: dict[str, Any] = {**usual, "profile": "smoke", "setting": under, "progress": False, **options}
-        alone = gl.train(**given)
+        full_setting = f"{setting}{',' if ':' in setting else ':'}precision={precision}"
+        training_options: dict[str, Any] = {
+            **defaults,
+            "profile": "smoke",
+            "setting": full_setting,
+            "progress": False,
+            **options,
+        }
+        single_run = gl.train(**training_options)
         for count in devices:
-            run = gl.train(**given, devices=count)
-            pairs = zip(run.model.parameters(), alone.model.parameters(), strict=True)
-            weights = max((one - other).abs().max().item() for one, other in pairs)
-            row = {"network": given["net"], "setting": setting, "precision": precision, "devices": count}
-            losses = {name: abs(getattr(run, name) - getattr(alone, name)) for name in ("final_loss", "heldout_loss")}
+            run = gl.train(**training_options, devices=count)
+            pairs = zip(run.model.parameters(), single_run.model.parameters(), strict=True)
+            weights = max((joint_weight - single_weight).abs().max().item() for joint_weight, single_weight in pairs)
+            row = {"network": training_options["net"], "setting": setting, "precision": precision, "devices": count}
+            losses = {
+                name: abs(getattr(run, name) - getattr(single_run, name)) for name in ("final_loss", "heldout_loss")
+            }
             rows.append({**row, "weights": weights, **losses})
-    return _here(pd.DataFrame(rows), setting)
+    return _on_this_machine(pd.DataFrame(rows), setting)
 
 
 def scaling_table(
@@ -119,7 +127,7 @@ def scaling_table(
     kinds = table.groupby(["scaling", "size"])
     table["speedup"] = table.frames_per_second / kinds.frames_per_second.transform("first")
     table["ideal"] = table.devices / kinds.devices.transform("first")
-    return _here(table.assign(efficiency=table.speedup / table.ideal, setting=setting), setting)
+    return _on_this_machine(table.assign(efficiency=table.speedup / table.ideal, setting=setting), setting)
 
 
 def _mean_times(
@@ -129,9 +137,9 @@ def _mean_times(
     channels, frame = SIZES[size]
     model = {"channels": channels, "size": frame, "batch_size": batch}
     length = {"window": batch * frames, "frames": 2 * batch * frames}
-    what = {"net": "prednet", "profile": "smoke", "model_options": model, "data_options": {"size": frame}, **length}
+    task = {"net": "prednet", "profile": "smoke", "model_options": model, "data_options": {"size": frame}, **length}
     job = {"net": "companion.in_workers:times", "setting": setting, "seed": 0}
-    answers = processes.do(job | {"model_options": {"task": json.dumps(what), "updates": updates}})
+    answers = processes.do(job | {"model_options": {"task": json.dumps(task), "updates": updates}})
     mean = pd.DataFrame(answers).rename(columns={"update": "seconds"})[TIMES].mean()
     return {"size": size, "devices": len(answers), "batch": batch, **mean}
 
@@ -157,7 +165,7 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     return pd.DataFrame(document["rates"]), plan, document["limits"]
 
 
-def _here(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
+def _on_this_machine(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
     """With this machine's name, and that it was not recorded."""
     return frame.assign(machine=records.machine(gl.passport(), gl.Setting.parse(setting).kind), recorded=False)
 
@@ -205,13 +213,13 @@ def what_the_guard_says() -> str:
     model = Autoencoder((16,))
     images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        mine, theirs = (Memory(Path(folder), model, 2, create=first) for first in (True, False))
-        for parameter, view in zip(model.parameters(), mine.views(model), strict=True):
+        own_memory, other_memory = (Memory(Path(folder), model, 2, create=first) for first in (True, False))
+        for parameter, view in zip(model.parameters(), own_memory.views(model), strict=True):
             parameter.data = view
         try:
             with gl.guard():
                 loss, _, _ = model.training_loss(images, None)
-                theirs.add(torch.full((len(theirs.pairs),), 1e-3))
+                other_memory.add(torch.full((len(other_memory.pairs),), 1e-3))
                 loss.backward()
         except gl.OverwrittenError as error:
             return str(error)
@@ -238,14 +246,14 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
             if split:
                 training, engine = begin_split(plan, devices)
             train_to_the_end(plan, training, engine)
-            losses.append(sum(note.loss for note in training.history) / len(training.history))
+            losses.append(sum(update.loss for update in training.history) / len(training.history))
         common = {"network": name, "whole": losses[0], "parts": losses[1]}
         batch: Any = next(iter(engine.batches(next(plan.data.windows(plan.window)).frames)))
-        kept = memory_per_part(training.model, batch, len(devices))
-        for number, (device, part) in enumerate(zip(devices, kept, strict=True)):
-            mib = {kind: size / 2**20 for kind, size in part.items()}
+        memory_of_parts = memory_per_part(training.model, batch, len(devices))
+        for number, (device, part_bytes) in enumerate(zip(devices, memory_of_parts, strict=True)):
+            mib = {purpose: size / 2**20 for purpose, size in part_bytes.items()}
             rows.append({"network": name, "part": number, "device": device, **common, **mib})
-    return _here(pd.DataFrame(rows), devices[0])
+    return _on_this_machine(pd.DataFrame(rows), devices[0])
 
 
 # --- large batches ---------------------------------------------------------------------------------------
@@ -267,7 +275,7 @@ def large_batches(
     and `noise_target`: the simple noise scale of the fresh network, and of the one that the largest batch brought to
     the target.
     """
-    data, tables, found = gl.load("digits", size=(28, 28)), [], []
+    data, tables, law_rows = gl.load("digits", size=(28, 28)), [], []
     for seed in seeds:
         model = Autoencoder((32,))
         model.draw_weights(torch.Generator().manual_seed(seed))
@@ -286,9 +294,9 @@ def large_batches(
             optimizer.step()
         row = {"seed": seed, "least_steps": least, "critical_batch": critical}
         row |= {"law_off": (best.law / best.steps - 1).abs().max(), "noise_begin": noise_begin}
-        found.append(row | {"noise_target": noise_scale(model, examples, 16).scale})
+        law_rows.append(row | {"noise_target": noise_scale(model, examples, 16).scale})
         tables.append(best.assign(seed=seed).drop(columns="best"))
-    return pd.concat(tables, ignore_index=True), pd.DataFrame(found)
+    return pd.concat(tables, ignore_index=True), pd.DataFrame(law_rows)
 
 
 def batch_gains(
@@ -314,22 +322,24 @@ def batch_gains(
 def scaling_lines(frame: pd.DataFrame) -> Picture:
     """How many times as much several devices do, against the ideal line: strong scaling beside weak."""
     figure, panels = style.canvas(2, height=4.0, share_rows=True)
-    most = int(frame.devices.max())
+    most_devices = int(frame.devices.max())
     ticks = sorted({1, *frame.devices})
-    where = frame.machine + frame.recorded.map({True: " (recorded)", False: ", here"})
-    name = "PredNet " + frame["size"] + ", " + frame.setting + ", " + where
+    origin = frame.machine + frame.recorded.map({True: " (recorded)", False: ", here"})
+    name = "PredNet " + frame["size"] + ", " + frame.setting + ", " + origin
     frame = frame.assign(name=name, marker=frame["size"].map(MARKERS))
     titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
     for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
         style.named_lines(axes, frame[frame.scaling == scaling], "devices", "speedup")
-        axes.plot([1, most], [1, most], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
+        axes.plot([1, most_devices], [1, most_devices], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(ticks, map(str, ticks))
         axes.set(title=title, xlabel="devices")
     panels[0].yaxis.set_major_formatter("{x:g}")
-    panels[0].set(ylim=(0.85 * min(1.0, frame.speedup.min()), 1.15 * most), ylabel="speedup over one device")
-    headline = f"{most} devices do {span(frame[frame.devices == most].speedup, '.2f')} times what one does"
+    panels[0].set(ylim=(0.85 * min(1.0, frame.speedup.min()), 1.15 * most_devices), ylabel="speedup over one device")
+    headline = (
+        f"{most_devices} devices do {span(frame[frame.devices == most_devices].speedup, '.2f')} times what one does"
+    )
     alt = "Speedup against the number of devices, strong and weak scaling, beside the ideal line."
     keys, _ = panels[0].get_legend_handles_labels()
     return style.finished(figure, headline, alt, keys, columns=1 if len(keys) < 5 else 2, size=7.5)
@@ -338,15 +348,15 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
 def update_shares(frame: pd.DataFrame) -> Picture:
     """What share of an update several devices compute, wait and communicate; of the same frame."""
     table = frame[frame.devices > 1].sort_values([*PLACE, "scaling", "devices"], kind="stable", ignore_index=True)
-    where = (table.machine + ", recorded").where(table.recorded, "here")
+    origin = (table.machine + ", recorded").where(table.recorded, "here")
     devices = table.devices.map("{} × ".format) + table.setting
-    names = table["size"] + ", " + table.scaling + ", " + devices + ", " + where
-    parts = table[[*DOES]].set_axis(names)
-    computing = (parts.compute / parts.sum(axis=1)).tolist()
+    names = table["size"] + ", " + table.scaling + ", " + devices + ", " + origin
+    shares = table[[*DOES]].set_axis(names)
+    computing = (shares.compute / shares.sum(axis=1)).tolist()
     headline = f"Devices compute {span(computing, '.0%')} of an update, and wait or communicate the rest"
     label = "share of an update (right: a whole one, unobserved)"
     return style.stacked_shares(
-        parts, table.seconds, DOES, label, headline, "Shares of computing, waiting, communicating."
+        shares, table.seconds, DOES, label, headline, "Shares of computing, waiting, communicating."
     )
 
 
@@ -405,20 +415,20 @@ def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
 
 def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, summaries: pd.DataFrame, found: pd.DataFrame) -> str:
     """What was measured here, then what was recorded, in sentences: `found` is the second of `large_batches`."""
-    apart = ends.groupby("precision").weights.max()
+    largest_differences = ends.groupby("precision").weights.max()
     recorded = style.is_recorded(scaling)
     lines = [
         f"Training on {span(ends.devices)} devices ends where it does on one: no weight is off by more than "
-        f"{apart.float32:.1e} in float32 and {apart.float64:.1e} in float64.",
+        f"{largest_differences.float32:.1e} in float32 and {largest_differences.float64:.1e} in float64.",
         *(f"Here, {line}" for line in _scaling_sentences(scaling[~recorded])),
     ]
     mean = summaries.groupby("way")[["updates_per_second", "staleness", "lost_share"]].mean()
-    usual = mean.updates_per_second["synchronous"]
+    synchronous = mean.updates_per_second["synchronous"]
     for way, row in mean.drop("synchronous").iterrows():
         lines.append(
-            f"Descent {way}: {row.updates_per_second / usual:.2f} times the updates a second of workers that wait for "
-            f"each other. A gradient is {row.staleness:.2f} updates old when it is applied; {row.lost_share:.1%} of a "
-            "weight's updates are overwritten by another worker's."
+            f"Descent {way}: {row.updates_per_second / synchronous:.2f} times the updates a second of workers that "
+            f"wait for each other. A gradient is {row.staleness:.2f} updates old when it is applied; "
+            f"{row.lost_share:.1%} of a weight's updates are overwritten by another worker's."
         )
     middle = found.median()
     lines.append(

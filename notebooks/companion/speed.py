@@ -39,7 +39,7 @@ class Claim(NamedTuple):
 
 
 # fmt: off
-CLAIMS = [Claim(*each) for each in (
+CLAIMS = [Claim(*fields) for fields in (
     ("text classification is faster on a GPU", "198.2 s / 14.4 s = 13.76×", "text", "s",
      ("cpu", "float32"), ("gpu", "float32"), "theirs: nothing named; here: a small Transformer on docstrings"),
     ("gradient-boosted trees are faster on GPUs", "23.2×", "trees", "s",
@@ -72,10 +72,10 @@ def recorded_speed() -> pd.DataFrame:
 
 def speed_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of `measure_speed` and `recorded_speed` for reading: a number's median over seeds, or why there is none."""
-    by = ["what", "way", "unit", "note", "size", "machine", "setting", "recorded"]
-    rows = frame.groupby(by, sort=False, as_index=False).value.median()
+    group_columns = ["what", "way", "unit", "note", "size", "machine", "setting", "recorded"]
+    rows = frame.groupby(group_columns, sort=False, as_index=False).value.median()
     columns = ["what", "way", "value", "unit", "where", "size", "note"]
-    return rows.assign(value=rows.value.map(_short), where=_where(rows))[columns]
+    return rows.assign(value=rows.value.map(_number_words), where=_origin_words(rows))[columns]
 
 
 def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
@@ -85,16 +85,16 @@ def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
     """
     rows = []
     for claim in CLAIMS:
-        sides = [_side(frame[frame["size"] == size], claim, *side) for side in (claim.slow, claim.fast)]
+        sides = [_claim_side(frame[frame["size"] == size], claim, *side) for side in (claim.slow, claim.fast)]
         (slow, slow_words, _), (fast, fast_words, _) = sides
         times = fast / slow if claim.unit == "images/s" else slow / fast
-        missing = "; ".join(dict.fromkeys(why for *_, why in sides if why))
+        missing = "; ".join(dict.fromkeys(reason for *_, reason in sides if reason))
         row = {"claim": claim.words, "claimed": claim.claimed, "measured": missing or f"{times:.3g}×"}
         rows.append(row | {"from": slow_words, "to": fast_words, "what differs": claim.differs, "times": times})
     return pd.DataFrame(rows)
 
 
-def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[float, str, str]:
+def _claim_side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[float, str, str]:
     """One side of a claim: the best that a device can, in words with where it is from; or why there is no number."""
     frame = frame[(frame.part == claim.part) & (on_gpu(frame) == (device == "gpu"))]
     rows = frame[(frame.unit == claim.unit) & frame.value.notna() & ((frame.way == way) | (not way))]
@@ -102,10 +102,10 @@ def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[flo
         notes = frame.note[frame.way.isin([way, ""]) & frame.value.isna() & frame.note.fillna("").ne("")]
         return np.nan, "", f"not measured on a {device.upper()}" + "".join(f": {note}" for note in notes[:1])
     rows = rows[rows.recorded == rows.recorded.min()]
-    medians = rows.assign(where=_where(rows)).groupby(["way", "where"], sort=False).value.median()
+    medians = rows.assign(where=_origin_words(rows)).groupby(["way", "where"], sort=False).value.median()
     value = medians.max() if claim.unit == "images/s" else medians.min()
-    best, where = medians.index[medians == value][0]
-    return value, f"{_short(value)} {claim.unit}, {best}: {where}", ""
+    best, origin = medians.index[medians == value][0]
+    return value, f"{_number_words(value)} {claim.unit}, {best}: {origin}", ""
 
 
 def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFrame:
@@ -115,15 +115,15 @@ def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFra
     thousand trained models), `watt_hours` of one (NaN where nobody counts), and `breaks_even`: how many times as dear
     as the cheapest CPU of that size an hour may be until a model costs the same.
     """
-    if any(not per_hour.get(kind, 0) > 0 for kind in ("cpu", "gpu")):
+    if any(not per_hour.get(device, 0) > 0 for device in ("cpu", "gpu")):
         raise gl.UsageError(f"per_hour={dict(per_hour)}: expected a price above 0 for 'cpu' and for 'gpu'")
     trained = frame[(frame.part == "text") & (frame.way == "float32") & frame.unit.isin(["s", "J"])]
-    by = ["size", "machine", "setting", "recorded"]
-    table = trained.pivot_table("value", by, "unit", "median", sort=False)
+    group_columns = ["size", "machine", "setting", "recorded"]
+    table = trained.pivot_table("value", group_columns, "unit", "median", sort=False)
     table = table.reindex(columns=["s", "J"]).rename_axis(columns=None).reset_index()
     price = np.where(on_gpu(table), per_hour["gpu"], per_hour["cpu"])
     cpu = table[~on_gpu(table)].groupby("size").s.min()
-    return table[by].assign(
+    return table[group_columns].assign(
         seconds=table.s,
         per_hour=price,
         per_thousand=1000 * table.s * price / HOUR,
@@ -135,13 +135,13 @@ def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFra
 def precision_verdict(frame: pd.DataFrame) -> Verdict:
     """What the precision does to the loss of the text classifier of one machine, setting and size, against float32."""
     losses = frame[(frame.part == "text") & (frame.unit == "loss") & ~frame.way.str.contains("compiled")]
-    named = losses.rename(columns={"way": "precision", "value": "final_loss"})
-    return gl.verdict(named[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
+    precision_losses = losses.rename(columns={"way": "precision", "value": "final_loss"})
+    return gl.verdict(precision_losses[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
 
 
 def crossover(frame: pd.DataFrame) -> float:
     """The width from which on an update of three layers takes longer on the CPU; NaN where the lines do not cross."""
-    seconds = _on_both(frame)
+    seconds = _update_seconds(frame)
     gain = np.log(seconds[False] / seconds[True]).to_numpy()
     if not len(gain) or gain[0] >= 0 or gain[-1] < 0:
         return float("nan")
@@ -162,42 +162,42 @@ def backends(passport: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _on_both(frame: pd.DataFrame) -> pd.DataFrame:
+def _update_seconds(frame: pd.DataFrame) -> pd.DataFrame:
     """Seconds of an update of three layers, a row a width, on a CPU (False) and on another device (True)."""
-    rows = frame[frame.part == "small"].assign(gpu=on_gpu, width=lambda some: some.way)
+    rows = frame[frame.part == "small"].assign(gpu=on_gpu, width=lambda small_rows: small_rows.way)
     rows = rows.astype({"width": float}).sort_values("recorded", kind="stable")
     return rows.groupby(["width", "gpu"]).value.first().unstack().reindex(columns=[False, True]).dropna()
 
 
 def speed_finding(frame: pd.DataFrame) -> CheckedSentences:
     """What was measured here, then what was recorded: everything from `measure_speed` and `recorded_speed`."""
-    here, recorded = frame[~frame.recorded], frame[frame.recorded]
-    mine = here[~on_gpu(here)] if not on_gpu(here).all() else here
-    shares = _phases(mine)
-    back = [f"{share:.0%} ({row[0]})" for row, share in (shares.backward / shares.sum(axis=1)).items()]
-    device = "GPU" if on_gpu(mine).all() else "CPU"
-    parts: dict[str, Part] = {f"On this {device}": f"Backpropagation takes {listed(back)} of a step."}
+    measured_here, recorded = frame[~frame.recorded], frame[frame.recorded]
+    one_device = measured_here[~on_gpu(measured_here)] if not on_gpu(measured_here).all() else measured_here
+    shares = _phase_seconds(one_device)
+    backward_shares = [f"{share:.0%} ({row[0]})" for row, share in (shares.backward / shares.sum(axis=1)).items()]
+    device = "GPU" if on_gpu(one_device).all() else "CPU"
+    sections: dict[str, Part] = {f"On this {device}": f"Backpropagation takes {listed(backward_shares)} of a step."}
     for machine, rows in recorded[on_gpu(recorded)].groupby("machine"):
-        seconds = _on_both(pd.concat([mine, rows]))
-        less = int((seconds[False] < seconds[True]).sum())
-        small = f"An update of three layers takes less time here than there at {less} of {len(seconds)} widths."
-        parts[f"Small networks, against {machine}"] = small
-        both = pd.concat([recorded[~on_gpu(recorded)], rows])
-        claims = pd.concat([claims_table(both, size).assign(size=SIZES[size]) for size in ("quick", "paper")])
-        said = []
+        seconds = _update_seconds(pd.concat([one_device, rows]))
+        cpu_leads = int((seconds[False] < seconds[True]).sum())
+        small = f"An update of three layers takes less time here than there at {cpu_leads} of {len(seconds)} widths."
+        sections[f"Small networks, against {machine}"] = small
+        cpu_and_gpu = pd.concat([recorded[~on_gpu(recorded)], rows])
+        claims = pd.concat([claims_table(cpu_and_gpu, size).assign(size=SIZES[size]) for size in ("quick", "paper")])
+        sentences = []
         for (claim, claimed), measured in claims.dropna(subset="times").groupby(["claim", "claimed"], sort=False):
             answers = [
                 f"{'yes' if times > 1 else 'no'}, {times:.3g}× ({size})"
                 for times, size in measured[["times", "size"]].itertuples(index=False)
             ]
-            said.append(f"{claim[0].upper()}{claim[1:]}: {'; '.join(answers)}. Claimed: {claimed}.")
-        parts[f"What was claimed, recorded on {machine}"] = said
-    text = mine[mine.part == "text"].groupby(["way", "unit"]).value.median()
+            sentences.append(f"{claim[0].upper()}{claim[1:]}: {'; '.join(answers)}. Claimed: {claimed}.")
+        sections[f"What was claimed, recorded on {machine}"] = sentences
+    text = one_device[one_device.part == "text"].groupby(["way", "unit"]).value.median()
     number = (
         f"A text classifier trains in {text['float32', 's']:.3g} s here; right on {text['float32', 'accuracy']:.0%} "
         f"of unseen texts, and {text['most frequent class', 'accuracy']:.0%} are of the most frequent class."
     )
-    return finding(parts, [number])
+    return finding(sections, [number])
 
 
 def on_gpu(frame: pd.DataFrame) -> pd.Series:
@@ -205,21 +205,23 @@ def on_gpu(frame: pd.DataFrame) -> pd.Series:
     return ~frame.setting.astype(str).str.startswith("cpu")
 
 
-def _where(frame: pd.DataFrame) -> pd.Series:
+def _origin_words(frame: pd.DataFrame) -> pd.Series:
     """What made each row, in words."""
     return (
         frame.machine + ", " + frame.setting.map(setting_words) + frame.recorded.map({True: " (recorded)", False: ""})
     )
 
 
-def _short(value: float) -> str:
+def _number_words(value: float) -> str:
     return "" if value != value else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _phases(frame: pd.DataFrame) -> pd.DataFrame:
+def _phase_seconds(frame: pd.DataFrame) -> pd.DataFrame:
     """Seconds of each phase of a step, a row a network and place."""
     frame = frame[frame.part == "step"]
-    return frame.assign(where=_where(frame)).pivot_table("value", ["what", "where"], "way", sort=False)[[*PHASES]]
+    return frame.assign(where=_origin_words(frame)).pivot_table("value", ["what", "where"], "way", sort=False)[
+        [*PHASES]
+    ]
 
 
 def scaling(frame: pd.DataFrame) -> Picture:
@@ -242,9 +244,9 @@ def scaling(frame: pd.DataFrame) -> Picture:
 
 def shares(frame: pd.DataFrame) -> Picture:
     """What share of a training step each phase takes, for each network and machine."""
-    table = _phases(frame)
-    back = table.backward / table.sum(axis=1)
-    headline = f"Backpropagation takes {back.min():.0%} to {back.max():.0%} of a step"
+    table = _phase_seconds(frame)
+    backward_shares = table.backward / table.sum(axis=1)
+    headline = f"Backpropagation takes {backward_shares.min():.0%} to {backward_shares.max():.0%} of a step"
     table = table.set_axis(table.index.map(", ".join))
     label = "share of a training step (right: the whole step)"
     alt = "Shares of forward pass, backpropagation and update."
@@ -272,8 +274,10 @@ def small_work(frame: pd.DataFrame) -> Picture:
     """The time of an update of three layers against their width, and where a CPU and another device take the same."""
     figure, (axes,) = style.canvas(1, height=3.6)
     rows = frame[frame.part == "small"]
-    where = rows.recorded.map({True: " (recorded)", False: ", here"})
-    rows = rows.assign(width=rows.way.astype(int), ms=1e3 * rows.value, name=rows.setting + ", " + rows.machine + where)
+    origin = rows.recorded.map({True: " (recorded)", False: ", here"})
+    rows = rows.assign(
+        width=rows.way.astype(int), ms=1e3 * rows.value, name=rows.setting + ", " + rows.machine + origin
+    )
     medians = rows.groupby(["name", "setting", "recorded", "width"], sort=False, as_index=False).ms.median()
     style.named_lines(axes, medians.sort_values("width", kind="stable"), "width", "ms")
     _widths(axes, rows.width)
@@ -291,15 +295,15 @@ def ladder(frame: pd.DataFrame) -> Picture:
     """How many times as fast as in float32 the text classifier trains in each precision, seed by seed."""
     absent = frame.note.fillna("").ne("") & ~frame.recorded  # of what was recorded only what there is
     frame = frame[(frame.part == "text") & ((frame.unit == "s") | absent)]
-    usual = frame[frame.way == "float32"].groupby(PLACE, as_index=False).value.median()
-    frame = frame.merge(usual.rename(columns={"value": "usual"}), on=PLACE)
+    float32_medians = frame[frame.way == "float32"].groupby(PLACE, as_index=False).value.median()
+    frame = frame.merge(float32_medians.rename(columns={"value": "usual"}), on=PLACE)
     frame["times"] = frame.usual / frame.value
     rows = []
-    for _, place in frame.groupby(PLACE, sort=False):
-        for (recorded, machine, setting, size, way), some in place.groupby([*PLACE, "way"], sort=False):
+    for _, machine_rows in frame.groupby(PLACE, sort=False):
+        for (recorded, machine, setting, size, way), way_rows in machine_rows.groupby([*PLACE, "way"], sort=False):
             name = f"{way}, {size}, {setting}, {'recorded on ' + machine if recorded else 'here'}"
-            words = some.note.iloc[0] if some.times.isna().all() else ""
-            rows.append(style.Row(name, some.times, style.colour(setting), recorded, words))
+            words = way_rows.note.iloc[0] if way_rows.times.isna().all() else ""
+            rows.append(style.Row(name, way_rows.times, style.colour(setting), recorded, words))
     label = "times as fast as the median in float32 there (a point a seed)"
     figure, axes = style.rows_of_points(rows, label, reference=1, room=0.21)
     axes.set_xlim(0)

@@ -28,9 +28,9 @@ class Explorer(ipywidgets.VBox):
 
     def draw(self, _: Any = None) -> None:
         """Show the picture as it is now, quickly: in all its colours, for to find 256 would take as long as to draw."""
-        picture, drawn = self.picture(), io.BytesIO()
-        picture.figure.savefig(drawn, format="png", dpi=PAGE_DPI, facecolor="white")
-        self.image.value = image(drawn.getvalue(), picture.alt, PAGE_DPI)
+        picture, png = self.picture(), io.BytesIO()
+        picture.figure.savefig(png, format="png", dpi=PAGE_DPI, facecolor="white")
+        self.image.value = image(png.getvalue(), picture.alt, PAGE_DPI)
 
     def picture(self) -> Picture:
         """What stands there without a kernel."""
@@ -100,15 +100,15 @@ class BitExplorer(Explorer):
             meaning.value = f'<span style="{_style(name)}" title="{digits}">{name}</span> {words}'
         name, mode = self.format.value, self.rounding.value
         rounded = round_to(torch.tensor([self.x]), name, mode).item()
-        apart = abs(rounded - self.x)
-        off = f", off by {apart:.2g}" if math.isfinite(apart) else ""
-        parts = zip(PARTS, format_bits(self.x, name, mode), strict=True)
-        shown = " ".join(f'<code style="{_style(part)}">{digits}</code>' for part, digits in parts)
-        self.answer.value = f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{off}<br>{shown}"
+        distance = abs(rounded - self.x)
+        error_words = f", off by {distance:.2g}" if math.isfinite(distance) else ""
+        float_fields = zip(PARTS, format_bits(self.x, name, mode), strict=True)
+        shown = " ".join(f'<code style="{_style(field)}">{digits}</code>' for field, digits in float_fields)
+        self.answer.value = f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{error_words}<br>{shown}"
 
 
-def _style(part: str) -> str:
-    return f"background: {PARTS[part][0]}; color: white; padding: 0 4px; border-radius: 3px"
+def _style(field: str) -> str:
+    return f"background: {PARTS[field][0]}; color: white; padding: 0 4px; border-radius: 3px"
 
 
 def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:

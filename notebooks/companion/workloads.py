@@ -64,12 +64,12 @@ class TextNet(nn.Module):
 
     def forward(self, words: Int[Tensor, "b t"]) -> Float[Tensor, "b c"]:
         """Scores; 0 is no word."""
-        there, vectors = (words > 0).unsqueeze(-1), self.words(words)
+        is_word, vectors = (words > 0).unsqueeze(-1), self.words(words)
         if isinstance(self.reader, nn.LSTM):
             read = self.reader(vectors)[0]
         else:
             read = self.reader(vectors, src_key_padding_mask=words == 0)
-        return self.scores((read * there).sum(1) / there.sum(1))
+        return self.scores((read * is_word).sum(1) / is_word.sum(1))
 
 
 def workload(name: str, size: str = "quick") -> gl.Step:
@@ -94,7 +94,7 @@ def step(setting: gl.Setting, size: str) -> Iterator[Row]:
     """What forward pass, backpropagation and update of each network take."""
     for name in NETWORKS:
         work = workload(name, size)
-        model, (inputs, targets) = work.model.to(setting.device), (part.to(setting.device) for part in work.batch)
+        model, (inputs, targets) = work.model.to(setting.device), (tensor.to(setting.device) for tensor in work.batch)
         optimizer = torch.optim.Adam(model.parameters())
         forward = functools.partial(_loss, model, inputs, targets)
         times: list[tuple[float, float, float]] = []
@@ -102,17 +102,17 @@ def step(setting: gl.Setting, size: str) -> Iterator[Row]:
             optimizer.zero_grad()
             seconds, loss = clocked(setting, forward)
             times.append((seconds, clocked(setting, loss.backward)[0], clocked(setting, optimizer.step)[0]))
-        for way, taken in zip(("forward", "backward", "update"), zip(*times[2:], strict=True), strict=True):
-            yield Row(name, way, *summary(taken))
+        for phase, phase_seconds in zip(("forward", "backward", "update"), zip(*times[2:], strict=True), strict=True):
+            yield Row(name, phase, *summary(phase_seconds))
 
 
 def inference(setting: gl.Setting, size: str) -> Iterator[Row]:
     """Images a second through resnet18: a copy on each of several GPUs, or for each of several CPU cores."""
     work, threads, cores = workload("resnet18", size), torch.get_num_threads(), setting.kind == "cpu"
     numbered = setting.kind not in ("cpu", "mps")  # of which there may be several
-    most, calls = (threads, 3) if cores else (1, 20)
+    most_copies, calls = (threads, 3) if cores else (1, 20)
     if numbered:
-        most = getattr(torch, setting.kind).device_count()
+        most_copies = getattr(torch, setting.kind).device_count()
 
     def serve(model: nn.Module, images: Tensor) -> None:
         with torch.no_grad():
@@ -120,13 +120,14 @@ def inference(setting: gl.Setting, size: str) -> Iterator[Row]:
                 answer = model(images)
             answer.cpu()  # when it is done
 
-    for count in sorted({1, 2, 4, 8, most} & {*range(1, most + 1)}):
+    for count in sorted({1, 2, 4, 8, most_copies} & {*range(1, most_copies + 1)}):
         devices = [f"{setting.kind}:{n}" if numbered else setting.kind for n in range(count)]
         models = [copy.deepcopy(work.model).eval().to(device) for device in devices]
         images = [work.batch[0].to(device) for device in devices]
-        alone = functools.partial(torch.set_num_threads, 1 if cores else threads)  # of those that compute for a thread
-        with ThreadPoolExecutor(count, initializer=alone) as pool:
-            work_all = functools.partial(_all_of, pool, serve, models, images)
+        # In each worker: of those that compute for a thread.
+        set_threads = functools.partial(torch.set_num_threads, 1 if cores else threads)
+        with ThreadPoolExecutor(count, initializer=set_threads) as pool:
+            work_all = functools.partial(_run_all, pool, serve, models, images)
             seconds = [clocked(setting, work_all)[0] for _ in range(1 + REPEATS[size])]
         torch.set_num_threads(threads)
         middle, _, spread = summary(seconds[1:])
@@ -140,28 +141,28 @@ def transfer(setting: gl.Setting, size: str) -> Iterator[Row]:
         yield Row("images", note="a CPU computes in the host's own memory: there is nothing to move")
         return
     work = workload("resnet18", size)
-    model, here = work.model.to(setting.device).eval(), work.batch[0]
-    there = here.to(setting.device)
+    model, host_images = work.model.to(setting.device).eval(), work.batch[0]
+    device_images = host_images.to(setting.device)
     with torch.no_grad():
-        yield Row("images", "there already", *_repeated(setting, size, lambda: model(there)))
+        yield Row("images", "there already", *_repeated(setting, size, lambda: model(device_images)))
         for memory in ("pageable", "pinned") if setting.kind == "cuda" else ("pageable",):
-            source = here.pin_memory() if memory == "pinned" else here
+            source = host_images.pin_memory() if memory == "pinned" else host_images
             move = functools.partial(source.to, setting.device, non_blocking=memory == "pinned")
             seconds, _, spread = _repeated(setting, size, move)
-            yield Row("copy", memory, here.numel() * here.itemsize / seconds / 1e9, "GB/s", spread)
+            yield Row("copy", memory, host_images.numel() * host_images.itemsize / seconds / 1e9, "GB/s", spread)
             yield Row("images", memory, *_repeated(setting, size, lambda move=move: model(move())))  # type: ignore[misc]
         if setting.kind != "cuda":
-            why = f"pinned memory and a second stream are used on cuda, not {setting.kind}"
-            yield Row("images", "overlapped", note=why)
+            reason = f"pinned memory and a second stream are used on cuda, not {setting.kind}"
+            yield Row("images", "overlapped", note=reason)
             return
-        aside, coming = torch.cuda.Stream(), [move()]
+        copy_stream, next_images = torch.cuda.Stream(), [move()]
 
         def overlapped() -> None:
-            with torch.cuda.stream(aside):
-                coming.append(move())
-            model(coming.pop(0))
-            torch.cuda.current_stream().wait_stream(aside)
-            coming[0].record_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(copy_stream):
+                next_images.append(move())
+            model(next_images.pop(0))
+            torch.cuda.current_stream().wait_stream(copy_stream)
+            next_images[0].record_stream(torch.cuda.current_stream())
 
         yield Row("images", "overlapped", *_repeated(setting, size, overlapped))
 
@@ -183,20 +184,23 @@ def small(setting: gl.Setting, size: str) -> Iterator[Row]:
 def memory(setting: gl.Setting, size: str) -> Iterator[Row]:
     """What a batch holds at its peak and how long it takes, as a whole and in parts; and one that does not fit."""
     work = workload("Transformer", "quick" if size == "smoke" else size)  # so large that it is not all parameters
-    model, batch = work.model.to(setting.device), tuple(part.to(setting.device) for part in work.batch)
-    count, whole = len(batch[0]), None
+    model, batch = work.model.to(setting.device), tuple(tensor.to(setting.device) for tensor in work.batch)
+    count, whole_gradient = len(batch[0]), None
 
     def gradient(backward: GradientAccumulation) -> Tensor:
         model.zero_grad()
         backward(batch)
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    for parts in (1, 2, 4):
-        way, backward = f"{parts} part{'s' * (parts > 1)}", GradientAccumulation(model, F.cross_entropy, count // parts)
-        found = gradient(backward)
-        whole = found if whole is None else whole
-        yield Row("Transformer", way, float((found - whole).norm() / whole.norm()), "off the gradient")
-        del found
+    for part_count in (1, 2, 4):
+        way = f"{part_count} part{'s' * (part_count > 1)}"
+        backward = GradientAccumulation(model, F.cross_entropy, count // part_count)
+        accumulated = gradient(backward)
+        whole_gradient = accumulated if whole_gradient is None else whole_gradient
+        yield Row(
+            "Transformer", way, float((accumulated - whole_gradient).norm() / whole_gradient.norm()), "off the gradient"
+        )
+        del accumulated
         yield Row("Transformer", way, *_repeated(setting, size, functools.partial(gradient, backward)))
         if setting.kind in ("cpu", "cuda"):
             with memory_watch(setting) as watch:
@@ -211,11 +215,11 @@ def memory(setting: gl.Setting, size: str) -> Iterator[Row]:
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_reserved()
+    reserved = torch.cuda.memory_reserved()
     gradient(GradientAccumulation(model, F.cross_entropy, count))
     peak = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((held + 0.6 * (peak - held)) / total)
+    torch.cuda.set_per_process_memory_fraction((reserved + 0.6 * (peak - reserved)) / total)
     try:
         gradient(backward := GradientAccumulation(model, F.cross_entropy, "auto"))
         fitted = count if backward.batch == "auto" else backward.batch
@@ -235,13 +239,13 @@ def ceilings(setting: str) -> pd.DataFrame:
 def roof(setting: gl.Setting, size: str) -> Iterator[Row]:
     """Where a step of each network stands under the roofline of its device."""
     for name in NETWORKS:
-        found = place(workload(name, size), ceilings(str(setting)), REPEATS[size])
-        if found.unknown:
-            yield Row(name, note=f"torch has no formula for the FLOP of {', '.join(found.unknown)}")
+        placement = place(workload(name, size), ceilings(str(setting)), REPEATS[size])
+        if placement.unknown:
+            yield Row(name, note=f"torch has no formula for the FLOP of {', '.join(placement.unknown)}")
             continue
-        numbers = {"flop/byte": found.intensity, "Gflop/s": found.gflops, "of the roof": found.reached}
-        for unit, value in (numbers | {"of the time launches": found.launch_share}).items():
-            yield Row(name, found.bound, value, unit)
+        numbers = {"flop/byte": placement.intensity, "Gflop/s": placement.gflops, "of the roof": placement.reached}
+        for unit, value in (numbers | {"of the time launches": placement.launch_share}).items():
+            yield Row(name, placement.bound, value, unit)
 
 
 SECTIONS: dict[str, Callable[[gl.Setting, str], Iterator[Row]]] = {
@@ -260,11 +264,11 @@ def measure_speed(part: str, settings: Iterable[gl.Setting | str] = ("cpu",), si
     if part not in PARTS or size not in PROFILES:
         raise gl.UsageError(f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}")
     section = SECTIONS[part] if part in SECTIONS else getattr(benchmark(IN_BENCHMARKS[part]), part)
-    here, frames = gl.passport(), []
+    passport, frames = gl.passport(), []
     for setting in map(gl.Setting.parse, settings):
         with setting.apply(), torch.random.fork_rng(devices=[]):
             frame = pd.DataFrame(section(setting, size), columns=Row._fields)
-        frames.append(frame.assign(size=size, setting=str(setting), machine=machine(here, setting.kind)))
+        frames.append(frame.assign(size=size, setting=str(setting), machine=machine(passport, setting.kind)))
     rows = pd.concat(frames, ignore_index=True)
     rows.insert(0, "part", part)
     return rows.assign(recorded=False).astype({"value": float, "spread": float, "seed": "Int64"})
@@ -280,7 +284,7 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
-def _all_of(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Iterable[Any]) -> None:
+def _run_all(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Iterable[Any]) -> None:
     for _ in pool.map(work, *arguments):
         pass
 
@@ -290,9 +294,9 @@ def clocked(setting: gl.Setting, work: Callable[[], Any]) -> tuple[float, Any]:
     wait = getattr(torch, setting.kind).synchronize
     wait()
     started = time.perf_counter()
-    found = work()
+    result = work()
     wait()
-    return time.perf_counter() - started, found
+    return time.perf_counter() - started, result
 
 
 def summary(times: Sequence[float]) -> tuple[float, str, float]:
