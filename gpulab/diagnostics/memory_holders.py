@@ -101,13 +101,13 @@ def nearest_holder(span: Span, device: str, thread: int) -> Holder | None:
     for frame, name, value in _variables(thread) if span[1] else ():
         array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
         if array:
-            value_span, kind = np.lib.array_utils.byte_bounds(value), "NumPy array"
+            value_span, class_name = np.lib.array_utils.byte_bounds(value), "NumPy array"
         elif isinstance(value, Tensor) and is_plain(value) and str(value.device) == device:
-            value_span, kind = span_of(value), "tensor"
+            value_span, class_name = span_of(value), "tensor"
         else:
             continue
         if overlap(value_span, span):
-            words = f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
+            words = f"the {class_name} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
             holder = Holder(array, words, value_span)
             if array:
                 return holder
