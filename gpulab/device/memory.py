@@ -107,11 +107,11 @@ class MemoryWatch(Report):
 
     def __init__(self, follower: _Follower) -> None:
         self._follower = follower
-        self._held: list[Counter[str]] = []  # after each step, by line, the bytes that were made before it
+        self._bytes_by_step: list[Counter[str]] = []  # after each step, by line, the bytes that were made before it
 
     def step(self) -> None:
         """Mark the end of a training step."""
-        self._held.append(self._follower.made_before(self._follower.step))
+        self._bytes_by_step.append(self._follower.made_before(self._follower.step))
         self._follower.step += 1
 
     def conclude(self) -> None:
@@ -119,8 +119,8 @@ class MemoryWatch(Report):
         follower = self._follower
         follower.meet_all()
         self.peak_bytes, self.peak_step = follower.peak, follower.peak_step
-        known = [*follower.live.values(), *follower.freed_since_peak]
-        rows = [(piece.kind, piece.line, piece.size) for piece in known if piece.number <= follower.count_at_peak]
+        pieces = [*follower.live.values(), *follower.freed_since_peak]
+        rows = [(piece.kind, piece.line, piece.size) for piece in pieces if piece.number <= follower.count_at_peak]
         if follower.device.type == "cuda":
             allocated = torch.cuda.memory_stats(follower.device)["requested_bytes.all.peak"]
             self.peak_bytes = max(follower.peak, allocated)
@@ -128,7 +128,7 @@ class MemoryWatch(Report):
         sums = pd.DataFrame(rows, columns=["kind", "line", "bytes"]).groupby(["kind", "line"], as_index=False).sum()
         self.peak = sums.sort_values("bytes", ascending=False, ignore_index=True)
         gc.collect()  # what reference cycles hold is no leak
-        self.leaks = leaks(self._held, follower.made_before(follower.step - 1))
+        self.leaks = leaks(self._bytes_by_step, follower.made_before(follower.step - 1))
 
     def __str__(self) -> str:
         kinds = self.peak.groupby("kind").bytes.sum().reindex(KINDS).dropna()
@@ -140,7 +140,7 @@ class MemoryWatch(Report):
         lines += [f"  {decimal(row.bytes)}, {row.kind}: {row.line or 'no line known'}" for row in rows]
         for line, rate in self.leaks.head(SHOWN).items():
             lines.append(f"A leak, {decimal(round(rate))} more a step: {line or 'no line known'}")
-        steps = len(self._held)
+        steps = len(self._bytes_by_step)
         if len(self.leaks):
             lines.append("A loss or an output that is kept keeps its graph: keep loss.item() or x.detach().")
         elif steps > RISES:
@@ -150,18 +150,18 @@ class MemoryWatch(Report):
         return "\n".join([*lines, "Not seen: NumPy's memory, other libraries', and on a CPU what kernels take."])
 
 
-def leaks(held: Sequence[Mapping[str, int]], remaining: Mapping[str, int]) -> pd.Series:
+def leaks(bytes_by_step: Sequence[Mapping[str, int]], remaining: Mapping[str, int]) -> pd.Series:
     """The lines of which ever more stays, with the bytes more a step, the worst first.
 
     Their bytes never shrank, and grew after three steps at least and in the second half of them: what is made once,
-    such as Adam's moments, does not grow, and a cache that is full does so no more. `held` has, after each step, by
-    line the bytes that are older than the step; `remaining` those that are left of them in the end.
+    such as Adam's moments, does not grow, and a cache that is full does so no more. `bytes_by_step` has, after each
+    step, by line the bytes that are older than the step; `remaining` those that are left of them in the end.
     """
-    if len(held) <= RISES:
+    if len(bytes_by_step) <= RISES:
         return pd.Series(dtype=float)
-    by_step = pd.DataFrame(held).fillna(0)
+    by_step = pd.DataFrame(bytes_by_step).fillna(0)
     rises, last = by_step.diff().iloc[1:], by_step.iloc[-1]
-    grows = (rises >= 0).all() & ((rises > 0).sum() >= RISES) & (rises.tail(len(held) // 2) > 0).any()
+    grows = (rises >= 0).all() & ((rises > 0).sum() >= RISES) & (rises.tail(len(bytes_by_step) // 2) > 0).any()
     stays = pd.Series(remaining, dtype=float).reindex(last.index, fill_value=0) > last / 2
     return rises.mean()[grows & stays].sort_values(ascending=False)
 
@@ -236,9 +236,9 @@ class _Follower(UncompiledDispatchMode):
 
     def meet_all(self) -> None:
         """Meet all tensors of this process, and see which of them are gradients."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor) and self.meet(thing) and thing.is_leaf:
-                self.label("gradients", [thing.grad])
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), Tensor) and self.meet(candidate) and candidate.is_leaf:
+                self.label("gradients", [candidate.grad])
 
     def made_before(self, step: int) -> Counter[str]:
         """The bytes that are older than a step, by the line that made them."""

@@ -75,8 +75,8 @@ def fused_share(setting: str, count: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     (a, c), b = torch.randn(2, count, generator=generator), torch.randn(1, generator=generator)
     expected = {"once": fma(a, b, c), "twice": a * b + c}
-    with Setting.parse(setting).apply() as here:
-        x, y, z = (tensor.to(here.device) for tensor in (a, b, c))
+    with Setting.parse(setting).apply() as applied:
+        x, y, z = (tensor.to(applied.device) for tensor in (a, b, c))
         pair = torch.stack([z, x])
         kernel = torch.stack([torch.ones_like(y), y])
         results = {
@@ -118,23 +118,23 @@ def repeatability(settings: Sequence[str] = ("cpu",), times: int = 20) -> pd.Dat
     """
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(200_000, generator=generator)
-    places = torch.randint(0, 100, (200_000,), generator=generator)
+    indices = torch.randint(0, 100, (200_000,), generator=generator)
     images = torch.randn(8, 16, 48, 64, generator=generator)
     weight = torch.randn(32, 16, 3, 3, generator=generator)
     operations: dict[str, Callable[..., Tensor]] = {
         "sum": lambda x, *_: x.sum(),
         "index_add": lambda x, where, *_: x.new_zeros(100).index_add_(0, where, x),
         "scatter_add": lambda x, where, *_: x.new_zeros(100).scatter_add_(0, where, x),
-        "gradient of a convolution": lambda *given: _gradient(*given[2:]),
+        "gradient of a convolution": lambda *inputs: _gradient(*inputs[2:]),
     }
     rows = []
     for setting in settings:
-        with Setting.parse(setting).apply() as here:
-            given = [tensor.to(here.device) for tensor in (values, places, images, weight)]
+        with Setting.parse(setting).apply() as applied:
+            inputs = [tensor.to(applied.device) for tensor in (values, indices, images, weight)]
             for name, operation in operations.items():
                 row = {"setting": setting, "operation": name, "results": None, "spread": math.nan}
                 with contextlib.suppress(RuntimeError):  # asked to be deterministic, and has no such algorithm
-                    results = [operation(*given).detach().cpu() for _ in range(times)]
+                    results = [operation(*inputs).detach().cpu() for _ in range(times)]
                     row["results"] = len({tuple(result.flatten().tolist()) for result in results})
                     row["spread"] = max(float((result - results[0]).norm() / results[0].norm()) for result in results)
                 rows.append(row)
@@ -174,16 +174,16 @@ def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
     """
     pixels = torch.arange(256, dtype=torch.uint8)
     rows = []
-    with Setting.parse(device).apply() as here:
+    with Setting.parse(device).apply() as applied:
         for dtype in FORMATS:
-            for way, numbers in _to_numbers(pixels, here.device, dtype).items():
+            for way, numbers in _to_numbers(pixels, applied.device, dtype).items():
                 back = numbers * 255
                 returned = int((back.round().to(torch.uint8).cpu() == pixels).sum())
                 cut = int((back.to(torch.uint8).cpu() == pixels).sum())
                 as_division = int((numbers.cpu() == pixels.to(dtype) / 255).sum())
                 rows.append((way, str(dtype).removeprefix("torch."), returned, cut, as_division))
     frame = pd.DataFrame(rows, columns=["way", "format", "returned", "cut", "as_division"])
-    return frame.assign(device=here.device)
+    return frame.assign(device=applied.device)
 
 
 def _to_numbers(pixels: Tensor, device: str, dtype: torch.dtype) -> dict[str, Tensor]:

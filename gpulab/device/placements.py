@@ -178,9 +178,9 @@ def place(
     if len(settings) != 1:
         raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
     setting = Setting.parse(settings[0])
-    here = machine(passport(), setting.kind)
-    if elsewhere := sorted(set(frame.get("machine", ())) - {here}):
-        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
+    this_machine = machine(passport(), setting.kind)
+    if elsewhere := sorted(set(frame.get("machine", ())) - {this_machine}):
+        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {this_machine}; measure gpulab.roofline here")
     with setting.apply(), ready(step, setting) as once:
 
         def again() -> None:

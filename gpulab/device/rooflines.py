@@ -73,11 +73,13 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     parsed = Setting.parse(setting)
-    parts = [(parsed, _operations(parsed))]
-    parts += [(under, _large_product(under, precision)) for precision, under in _precisions(parsed).items()]
+    operations_by_setting = [(parsed, _operations(parsed))]
+    operations_by_setting += [
+        (under, _large_product(under, precision)) for precision, under in _precisions(parsed).items()
+    ]
     rows = []
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        for under, operations in parts:
+        for under, operations in operations_by_setting:
             with under.apply():
                 for counted, work in operations:
                     rows.append((*counted, *timed(under, work, repeats)))
@@ -160,9 +162,12 @@ def _operations(setting: Setting) -> Operations:
     if (setting.kind, precision, arithmetic()["matmul_fp32"]) == ("cuda", "float32", "tf32"):
         precision = "tf32"
     count = COPY_BYTES[setting.kind] // size
-    source, other, target = random(count), random(count), random(count)
+    source, second_source, target = random(count), random(count), random(count)
     yield Counted("copy", "memory", 0.0, 2.0 * size * count), lambda: target.copy_(source)
-    yield Counted("add", "memory", 1.0 * count, 3.0 * size * count), lambda: torch.add(source, other, out=target)
+    yield (
+        Counted("add", "memory", 1.0 * count, 3.0 * size * count),
+        lambda: torch.add(source, second_source, out=target),
+    )
     for edge in (2**power for power in range(4, LARGEST_MATRIX[setting.kind].bit_length())):
         product = Counted(f"matrix product {edge}", "matrix", 2.0 * edge**3, 3.0 * size * edge**2, precision)
         yield product, functools.partial(torch.mm, random(edge, edge), random(edge, edge))

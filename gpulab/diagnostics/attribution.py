@@ -83,13 +83,13 @@ class Attribution:
             return self.kept_between[id(op)] / self.total
         if id(op) in self.comparison.partners:
             arrived = self.arrived[self.number[id(op)]]
-            kept = 0.0
+            attributed = 0.0
             for values, amount in arrived.items():
                 apart = self._gap(*values)
-                kept += amount * _square(_of_this_output(finding.size, op, apart), apart)
+                attributed += amount * _square(_of_this_output(finding.size, op, apart), apart)
         else:
-            kept = self.kept_alone[id(op)] * _square(finding.size, math.sqrt(_own_square(op)))
-        return kept / self.total
+            attributed = self.kept_alone[id(op)] * _square(finding.size, math.sqrt(_own_square(op)))
+        return attributed / self.total
 
     def _begin(self, results: list[tuple[Operation, Operation]] | None) -> float:
         """Give every result its part of the difference, and return the sum of them."""
@@ -99,17 +99,21 @@ class Attribution:
                 groups[a.name if a.name in ("gradient", "updated") else "loss"].append((a, b))
         total = 0.0
         for pairs in groups.values():
-            values = [both for a, b in pairs for both in zip(a.outputs, b.outputs, strict=False)]
-            apart = [self._apart(*both) for both in values]
+            values = [value_pair for a, b in pairs for value_pair in zip(a.outputs, b.outputs, strict=False)]
+            apart = [self._apart(*value_pair) for value_pair in values]
             size = math.hypot(*(float(np.linalg.norm(self.comparison.a.sketches[x])) for x, _ in values))
-            whole = math.hypot(*apart)
-            if not whole:
+            total_distance = math.hypot(*apart)
+            if not total_distance:
                 continue
-            amount = min(1.0, whole / size) if size and math.isfinite(whole) and math.isfinite(size) else 1.0
+            amount = (
+                min(1.0, total_distance / size)
+                if size and math.isfinite(total_distance) and math.isfinite(size)
+                else 1.0
+            )
             owners = [self.number[id(a)] for a, b in pairs for _ in zip(a.outputs, b.outputs, strict=False)]
-            for number, both, part in zip(owners, values, _parts(apart), strict=True):
-                if part:
-                    self.arrived[number][both] += amount * part
+            for number, value_pair, fraction in zip(owners, values, _fractions(apart), strict=True):
+                if fraction:
+                    self.arrived[number][value_pair] += amount * fraction
             total += amount
         return total
 
@@ -128,17 +132,17 @@ class Attribution:
 
     def _pass_back(self, a: Operation, b: Operation, values: Values, amount: float) -> None:
         comparison = self.comparison
-        given = [values] if a.phase == RESULT else [*zip(a.inputs, b.inputs, strict=False)]
-        given = [both for both in given if both[0] != both[1]]
-        gaps = [self._gap(*both) for both in given]
+        input_pairs = [values] if a.phase == RESULT else [*zip(a.inputs, b.inputs, strict=False)]
+        input_pairs = [value_pair for value_pair in input_pairs if value_pair[0] != value_pair[1]]
+        gaps = [self._gap(*value_pair) for value_pair in input_pairs]
         apart = self._gap(*values)
         own = 0.0 if a.phase == RESULT else _square(math.sqrt(_own_square(a, apart) + _own_square(b, apart)), apart)
         between = next((id(op) for op in (b, a) if id(op) in self.found_between), None)
         if between is not None:
             inherited = [
                 gap
-                for both, gap in zip(given, gaps, strict=True)
-                if between in self.begins or comparison.common(*both, a)
+                for value_pair, gap in zip(input_pairs, gaps, strict=True)
+                if between in self.begins or comparison.common(*value_pair, a)
             ]
             excess = max(0.0, 1 - own - _square(INHERITED * math.hypot(0.0, *inherited), apart))
             self.kept_between[id(a)] += amount * excess
@@ -147,9 +151,9 @@ class Attribution:
         if not any(gaps):
             self.lost += amount * (1 - own)
             return
-        for both, part in zip(given, _parts(gaps), strict=True):
-            if part and own < 1:
-                self._arrive(both, amount * (1 - own) * part, a)
+        for value_pair, fraction in zip(input_pairs, _fractions(gaps), strict=True):
+            if fraction and own < 1:
+                self._arrive(value_pair, amount * (1 - own) * fraction, a)
 
     def _arrive(self, values: Values, amount: float, user: Operation) -> None:
         """Bring an amount to who made two values: a pair of operations, or those of one setting alone before them."""
@@ -170,12 +174,12 @@ class Attribution:
             self.kept_between[id(blamed[0])] += excess
         else:
             self.lost += excess
-        parts = _parts([math.sqrt(square) for square in squares])
-        for op, part in zip(alone, parts, strict=False):
-            self.kept_alone[id(op)] += (amount - excess) * part
-        for (op, number, _), part in zip(before, parts[len(alone) :], strict=True):
+        fractions = _fractions([math.sqrt(square) for square in squares])
+        for op, fraction in zip(alone, fractions, strict=False):
+            self.kept_alone[id(op)] += (amount - excess) * fraction
+        for (op, number, _), fraction in zip(before, fractions[len(alone) :], strict=True):
             a, b = self.comparison.partners[id(op)]
-            self.arrived[self.number[id(a)]][a.outputs[number], b.outputs[number]] += (amount - excess) * part
+            self.arrived[self.number[id(a)]][a.outputs[number], b.outputs[number]] += (amount - excess) * fraction
 
 
 def _own_square(op: Operation, apart: float = math.inf) -> float:
@@ -199,7 +203,7 @@ def _square(size: float, apart: float) -> float:
     return min(1.0, (size / apart) ** 2) if apart else 0.0
 
 
-def _parts(sizes: list[float]) -> list[float]:
+def _fractions(sizes: list[float]) -> list[float]:
     """What each makes of the sum of all, in squares; what is infinite makes all of it."""
     if any(map(math.isinf, sizes)):
         sizes = [float(math.isinf(size)) for size in sizes]
@@ -245,20 +249,20 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
             -finding.ratio if finding.ratio > 1 else 0.0,
         )
 
-    told: list[Finding] = []
+    final_findings: list[Finding] = []
 
     def tell(finding: Finding, explainer: Finding | None) -> None:
         final = replace(finding, explained_by=explainer)
-        told.append(final)
-        for other in ordered:
-            if explainers.get(id(other)) is finding:
-                tell(other, final)
+        final_findings.append(final)
+        for candidate in ordered:
+            if explainers.get(id(candidate)) is finding:
+                tell(candidate, final)
 
     ordered = sorted(findings, key=order)
     for finding in ordered:
         if id(finding) not in explainers:
             tell(finding, None)
-    return told
+    return final_findings
 
 
 def _tier(finding: Finding, causes_nan: bool) -> int:
@@ -300,15 +304,15 @@ def _explainers(judge: Judge, findings: list[Finding], weights: Mapping[int, flo
         id(op): finding for finding in findings if _is_short(finding) for op in operations_of(finding, judge.comparison)
     }
     for finding in findings:
-        other = None
+        explainer = None
         if finding.kind == "cause not found":
-            other = _explainer_of_rest(judge, findings)
+            explainer = _explainer_of_rest(judge, findings)
         elif finding.kind == "reduced precision" and finding.op is not None and finding.op.rounded_before:
-            other = _rounded_by(judge.comparison, finding, short)
+            explainer = _rounded_by(judge.comparison, finding, short)
         elif _is_short(finding) and finding.operation == "_to_copy":
-            other = _cast_for(judge.comparison, finding, short, weights)
-        if other is not None and other is not finding:
-            explainers[id(finding)] = other
+            explainer = _cast_for(judge.comparison, finding, short, weights)
+        if explainer is not None and explainer is not finding:
+            explainers[id(finding)] = explainer
     return explainers
 
 
@@ -329,9 +333,9 @@ def _explainer_of_rest(judge: Judge, findings: list[Finding]) -> Finding | None:
     if judge.unexplained is None:
         return None
     attribution = Attribution(judge.comparison, findings, [judge.unexplained])
-    others = [finding for finding in findings if finding.kind not in ("rounding", "cause not found")]
-    shares = [attribution.share(finding) for finding in others]
-    return others[shares.index(max(shares))] if sum(shares) >= EXPLAINED else None
+    candidates = [finding for finding in findings if finding.kind not in ("rounding", "cause not found")]
+    shares = [attribution.share(finding) for finding in candidates]
+    return candidates[shares.index(max(shares))] if sum(shares) >= EXPLAINED else None
 
 
 def _rounded_by(comparison: Comparison, finding: Finding, short: Mapping[int, Finding]) -> Finding | None:
@@ -344,7 +348,7 @@ def _rounded_by(comparison: Comparison, finding: Finding, short: Mapping[int, Fi
         if maker is not None and id(maker) in short:
             return short[id(maker)]
         if maker is not None and not maker.error and not maker.random:
-            front += [given for given in maker.inputs if given not in front]
+            front += [input_value for input_value in maker.inputs if input_value not in front]
     return None
 
 
@@ -355,7 +359,7 @@ def _cast_for(
     assert finding.op is not None
     trace = comparison.trace_of[id(finding.op)]
     values, users = set(finding.op.outputs), []
-    for op in trace.operations[comparison.place[id(finding.op)] + 1 :]:
+    for op in trace.operations[comparison.position[id(finding.op)] + 1 :]:
         if values.isdisjoint(op.inputs):
             continue
         if id(op) in short and op.name != "_to_copy":

@@ -161,10 +161,10 @@ class Audit(report.Report):
         checked = sum(op.ratio is not None for pair in self.pairs for op in (pair.a, pair.b) if op is not None)
         counts = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
         kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
-        other = f" ({alone} more ran under one setting only)" if alone else ""
+        unpaired = f" ({alone} more ran under one setting only)" if alone else ""
         text = (
             f"{self.a.title} against {self.b.title}: {kinds or 'all is well: rounding alone'}. "
-            f"{len(matched) - results} operations and {results} results were matched{other}; {checked} were checked "
+            f"{len(matched) - results} operations and {results} results were matched{unpaired}; {checked} were checked "
             "against float64."
         )
         if not any(pair.one.phase == RESULT for pair in self.pairs):
@@ -223,8 +223,8 @@ def _listed(findings: list[Finding]) -> str:
     return f"{listed}, …" if len(names) > 3 else listed
 
 
-def _at_most(count: int, texts: list[str], more: str, where: str = "") -> list[str]:
-    return texts[:count] + ([f"… and {where}{len(texts) - count} {more}"] if len(texts) > count else [])
+def _at_most(count: int, texts: list[str], rest_label: str, where: str = "") -> list[str]:
+    return texts[:count] + ([f"… and {where}{len(texts) - count} {rest_label}"] if len(texts) > count else [])
 
 
 def audit(

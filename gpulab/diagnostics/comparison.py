@@ -88,7 +88,7 @@ class Comparison:
         self.a, self.b = a, b
         self.pairs = list(_paired(a, b))
         self.trace_of = {id(op): trace for trace in (a, b) for op in trace.operations}
-        self.place = {id(op): place for trace in (a, b) for place, op in enumerate(trace.operations)}
+        self.position = {id(op): position for trace in (a, b) for position, op in enumerate(trace.operations)}
         self.matched = [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
         self.partners = {id(op): pair for pair in self.matched for op in pair}
         self.makers = _makers(a), _makers(b)
@@ -179,7 +179,9 @@ class Comparison:
         """The pair of operations that made two values before they were used, if one did."""
         made_b = {id(op) for op in self.sources[1].get(y, ())}
         pairs = (
-            self.partners.get(id(op)) for op in self.sources[0].get(x, ()) if self.place[id(op)] < self.place[id(user)]
+            self.partners.get(id(op))
+            for op in self.sources[0].get(x, ())
+            if self.position[id(op)] < self.position[id(user)]
         )
         return next((pair for pair in pairs if pair and id(pair[1]) in made_b), None)
 
@@ -249,8 +251,10 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     kernels = a.name != b.name  # each of which may fill in what it was not given
     if names and not kernels:
         names |= a.arguments.keys() | b.arguments.keys()
-    both = {name: (all_a.get(name, _Nothing()), all_b.get(name, _Nothing())) for name in sorted(names - HOW)}
-    return {name: values for name, values in both.items() if not _agree(*values, kernels)}
+    common_arguments = {
+        name: (all_a.get(name, _Nothing()), all_b.get(name, _Nothing())) for name in sorted(names - HOW)
+    }
+    return {name: values for name, values in common_arguments.items() if not _agree(*values, kernels)}
 
 
 def _agree(a: Any, b: Any, kernels: bool) -> bool:
@@ -280,11 +284,11 @@ def check_same_step(a: Trace, b: Trace) -> None:
                 f"the traces are of different data: {name} in {where} makes {first.shape} in one and {second.shape} in "
                 f"the other"
             )
-        for argument, (here, there) in differing(first, second).items():
+        for argument, (value_a, value_b) in differing(first, second).items():
             if distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > SAME_STEP:
                 raise DataError(
                     f"the traces are of different steps: even in float64, {name} in {where} is called with "
-                    f"{argument}={here!r} in one and {argument}={there!r} in the other"
+                    f"{argument}={value_a!r} in one and {argument}={value_b!r} in the other"
                 )
         gaps = [distance(b.sketches[y], a.sketches[x]) for x, y in zip(first.inputs, second.inputs, strict=False)]
         apart = next((gap for gap in gaps if gap > SAME_STEP), None)
@@ -303,21 +307,21 @@ def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
         for op, twin in aligned(trace.operations, a.reference):
             if op and twin and op.shape == twin.shape:
                 exact[id(op)] = twin
-    for one, other in aligned(a.operations, b.operations):
+    for op_a, op_b in aligned(a.operations, b.operations):
         # Where a module calls something more often under one setting, which call stands for which is a guess.
-        guessed = one is not None and calls_a[_call(one)] != calls_b[_call(one)]
-        if one and other and guessed and (one.shape != other.shape or _rearrange_other_values(a, one, b, other)):
-            yield Pair(one, None, exact.get(id(one)))
-            yield Pair(None, other, exact.get(id(other)))
+        guessed = op_a is not None and calls_a[_call(op_a)] != calls_b[_call(op_a)]
+        if op_a and op_b and guessed and (op_a.shape != op_b.shape or _rearrange_other_values(a, op_a, b, op_b)):
+            yield Pair(op_a, None, exact.get(id(op_a)))
+            yield Pair(None, op_b, exact.get(id(op_b)))
         else:
-            yield Pair(one, other, exact.get(id(one)) or exact.get(id(other)))
+            yield Pair(op_a, op_b, exact.get(id(op_a)) or exact.get(id(op_b)))
 
 
-def _rearrange_other_values(a: Trace, one: Operation, b: Trace, other: Operation) -> bool:
+def _rearrange_other_values(a: Trace, op_a: Operation, b: Trace, op_b: Operation) -> bool:
     """Whether two operations compute nothing, as views, and were given what no rounding makes of each other."""
-    if one.bound is not None or other.bound is not None or one.random or other.random:
+    if op_a.bound is not None or op_b.bound is not None or op_a.random or op_b.random:
         return False
-    values = zip(one.inputs, other.inputs, strict=False)
+    values = zip(op_a.inputs, op_b.inputs, strict=False)
     return any(x != y and not distance(b.sketches[y], a.sketches[x]) <= UNEXPLAINED for x, y in values)
 
 

@@ -45,14 +45,14 @@ class Confirmation:
 
     def __str__(self) -> str:
         shares = (("loss", self.loss), ("gradients", self.gradients))
-        said = [
+        texts = [
             f"{share:.0%} of the difference in the {name} goes"
             if share >= 0
             else f"that in the {name} grows by {-share:.0%}"
             for name, share in shares
             if not math.isnan(share)
         ]
-        return f"{self.line}\n      {self.operations} operations {self.how}: {' and '.join(said) or 'nothing to see'}"
+        return f"{self.line}\n      {self.operations} operations {self.how}: {' and '.join(texts) or 'nothing to see'}"
 
 
 def confirm(
@@ -74,7 +74,7 @@ def confirm(
     if len(lines) > 1:
         lines.append((f"all {len(lines)} lines", [finding for _, group in lines for finding in group]))
     before = _differences(a, b)
-    found = []
+    confirmations = []
     for line, group in Progress(lines, unit="line", leave=False, disable=not progress):
         exact, instead = _exact(judge, group), _instead(judge, group)
         after = _differences(_again(step, a, exact[0], {}), _again(step, b, exact[1], _values(step, a, instead)))
@@ -84,8 +84,8 @@ def confirm(
         )
         loss, gradients = (1 - y / x if x else math.nan for x, y in zip(before, after, strict=True))
         if count:
-            found.append(Confirmation(line, how, count, loss, gradients))
-    return sorted(found, key=lambda one: -one.share)
+            confirmations.append(Confirmation(line, how, count, loss, gradients))
+    return sorted(confirmations, key=lambda one: -one.share)
 
 
 def _differences(a: Trace, b: Trace) -> tuple[float, float]:
@@ -95,14 +95,18 @@ def _differences(a: Trace, b: Trace) -> tuple[float, float]:
         ops = [op for op in trace.operations if op.phase == RESULT]
         return {(op.name, op.module): trace.sketches[op.outputs[-1]] for op in ops}
 
-    both = results(a), results(b)
-    common = [key for key in both[0] if key in both[1] and both[0][key].shape == both[1][key].shape]
-    kind = "gradient" if any(name == "gradient" for name, _ in common) else "updated"
-    gradients = [key for key in common if key[0] == kind]
+    results_of_both = results(a), results(b)
+    common = [
+        key
+        for key in results_of_both[0]
+        if key in results_of_both[1] and results_of_both[0][key].shape == results_of_both[1][key].shape
+    ]
+    gradient_name = "gradient" if any(name == "gradient" for name, _ in common) else "updated"
+    gradients = [key for key in common if key[0] == gradient_name]
     losses = [key for key in common if key[0] not in ("gradient", "updated")]
 
     def apart(keys: list[tuple[str, str]]) -> float:
-        return math.hypot(*(float(np.linalg.norm(both[1][key] - both[0][key])) for key in keys))
+        return math.hypot(*(float(np.linalg.norm(results_of_both[1][key] - results_of_both[0][key])) for key in keys))
 
     return apart(losses), apart(gradients)
 
@@ -110,13 +114,13 @@ def _differences(a: Trace, b: Trace) -> tuple[float, float]:
 def _exact(judge: Judge, group: Iterable[Finding]) -> tuple[set[int], set[int]]:
     """The places under both settings of operations that are wrong by themselves."""
     comparison = judge.comparison
-    places: tuple[set[int], set[int]] = set(), set()
+    positions: tuple[set[int], set[int]] = set(), set()
     for finding in group:
         assert finding.op is not None
         if id(finding.op) in judge.wrong_alone and not finding.op.random:
             for op in operations_of(finding, comparison):
-                places[comparison.trace_of[id(op)] is comparison.b].add(comparison.place[id(op)])
-    return places
+                positions[comparison.trace_of[id(op)] is comparison.b].add(comparison.position[id(op)])
+    return positions
 
 
 def _instead(judge: Judge, group: Iterable[Finding]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -128,20 +132,20 @@ def _instead(judge: Judge, group: Iterable[Finding]) -> dict[tuple[int, int], tu
         if id(finding.op) in judge.wrong_alone and not finding.op.random:
             continue
         if finding.instead:
-            made = [_made(comparison, side, value) for side, value in enumerate(finding.instead)]
-            if made[0] and made[1]:
-                instead[made[1]] = made[0]
+            first_results = [_first_result(comparison, side, value) for side, value in enumerate(finding.instead)]
+            if first_results[0] and first_results[1]:
+                instead[first_results[1]] = first_results[0]
         elif pair := comparison.partners.get(id(finding.op)):
-            a, b = (comparison.place[id(op)] for op in pair)
+            a, b = (comparison.position[id(op)] for op in pair)
             instead |= {(b, number): (a, number) for number in range(min(len(op.outputs) for op in pair))}
     return instead
 
 
-def _made(comparison: Comparison, side: int, value: str) -> tuple[int, int] | None:
+def _first_result(comparison: Comparison, side: int, value: str) -> tuple[int, int] | None:
     """The place and the number of the result that a value was first."""
     for op in comparison.makers[side].get(value, ()):
         if value in op.outputs:
-            return comparison.place[id(op)], op.outputs.index(value)
+            return comparison.position[id(op)], op.outputs.index(value)
     return None
 
 
@@ -149,16 +153,21 @@ def _values(
     step: Callable[..., Any], trace: Trace, instead: dict[tuple[int, int], tuple[int, int]]
 ) -> dict[tuple[int, int], Tensor]:
     """The results of one setting that another is given."""
-    kept: dict[tuple[int, int], Tensor] = {}
+    saved_results: dict[tuple[int, int], Tensor] = {}
 
     def keep(call: Call) -> None:
-        kept.update({(call.place, number): t.detach().clone() for number, t in enumerate(call.results)})
+        saved_results.update({(call.position, number): t.detach().clone() for number, t in enumerate(call.results)})
 
     if not instead:
         return {}
-    wanted = {place for place, _ in instead.values()}
-    perform(step, Setting.parse(trace.setting), {}, change=lambda call: keep(call) if call.place in wanted else None)
-    return {there: kept[here] for there, here in instead.items() if here in kept}
+    source_positions = {position for position, _ in instead.values()}
+    perform(
+        step,
+        Setting.parse(trace.setting),
+        {},
+        change=lambda call: keep(call) if call.position in source_positions else None,
+    )
+    return {target: saved_results[source] for target, source in instead.items() if source in saved_results}
 
 
 def _again(step: Callable[..., Any], trace: Trace, exact: set[int], values: dict[tuple[int, int], Tensor]) -> Trace:
@@ -167,14 +176,14 @@ def _again(step: Callable[..., Any], trace: Trace, exact: set[int], values: dict
         return trace
 
     def put_right(call: Call) -> None:
-        if call.place in exact:
+        if call.position in exact:
             placed, named = mapped(in_float64, call.arguments)
             right = tensors(outcome(call.operation, placed, call.operation(*placed, **named)))
-            for t, other in zip(call.results, right, strict=False):
+            for t, exact_result in zip(call.results, right, strict=False):
                 if rounds(t):
-                    t.data.copy_(other)
+                    t.data.copy_(exact_result)
         for number, t in enumerate(call.results):
-            if (call.place, number) in values:
-                t.data.copy_(values[call.place, number])
+            if (call.position, number) in values:
+                t.data.copy_(values[call.position, number])
 
     return perform(step, Setting.parse(trace.setting), {}, change=put_right)

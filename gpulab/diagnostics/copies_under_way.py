@@ -56,7 +56,7 @@ class CopiesUnderWay:
     def __init__(self, tell: Callable[[Overwritten], None]) -> None:
         self.tell = tell
         self.copies: list[_Copy] = []
-        self.found: list[Overwritten] = []
+        self.untold: list[Overwritten] = []
         self.lock = threading.RLock()
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -81,14 +81,14 @@ class CopiesUnderWay:
         finding = Overwritten.of(cause, name, host, {"copied by": line_of(user_frame(sys._getframe(1)))})
         copy = _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
         with self.lock:
-            same_memory = [known for known in self.copies if overlap(known.span, span)]
+            same_memory = [earlier_copy for earlier_copy in self.copies if overlap(earlier_copy.span, span)]
             self.compare(name, same_memory)
-            self.copies = [known for known in self.copies if not known.over()]
+            self.copies = [earlier_copy for earlier_copy in self.copies if not earlier_copy.over()]
             self.copies.append(copy)
 
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Tell of tensors of the host that are about to be read and have not arrived, and of what waits have found."""
-        if not self.copies and not self.found:
+        if not self.copies and not self.untold:
             return
         with self.lock:
             if any(copy.finding.cause == "arriving" for copy in self.copies):
@@ -115,25 +115,25 @@ class CopiesUnderWay:
 
     def find(self, copy: _Copy, name: str) -> None:
         """Keep a finding until it can be told, once for each copy."""
-        self.copies = [known for known in self.copies if known is not copy]
+        self.copies = [other_copy for other_copy in self.copies if other_copy is not copy]
         lines = {**copy.finding.lines, f"met by {name} in": line_of(user_frame(sys._getframe(1)))}
-        self.found.append(replace(copy.finding, operation=name, function=name, lines=lines))
+        self.untold.append(replace(copy.finding, operation=name, function=name, lines=lines))
 
     def settle(self, end: bool = False) -> None:
         """Tell what was found; at the `end`, of what is overwritten and was never waited for, too."""
         with self.lock:
             if end:
                 self.compare("the end of the guard", self.copies)
-            found, self.found = self.found, []
+            findings, self.untold = self.untold, []
         if end:
             self.forget()
-        for finding in found:
+        for finding in findings:
             self.tell(finding)
 
     def forget(self) -> None:
         """Look at nothing any more: waits that come later are nobody's."""
         with self.lock:
-            self.copies, self.found = [], []
+            self.copies, self.untold = [], []
         _going_on.discard(self)
 
 

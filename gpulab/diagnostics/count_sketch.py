@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.diagnostics.fingerprints import content, parts
+from gpulab.diagnostics.fingerprints import component_tensors, content
 
 SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
 IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory f
 
 def tensors(values: Any) -> list[Tensor]:
     """The tensors with content among nested values, in order; of a sparse one its parts."""
-    return [part for value in leaves(values) for part in parts(value) if part.numel()]
+    return [component for value in leaves(values) for component in component_tensors(value) if component.numel()]
 
 
 def leaves(values: Any) -> list[Tensor]:
@@ -79,14 +79,14 @@ def sketch(tensor: Tensor) -> np.ndarray:
     if numbers.numel() <= BLOCK:
         sums = _sums(numbers, 0)
     else:
-        sums = np.sum([_sums(block, place) for place, block in enumerate(numbers.split(BLOCK))], axis=0)
+        sums = np.sum([_sums(block, block_index) for block_index, block in enumerate(numbers.split(BLOCK))], axis=0)
     if not np.isfinite(sums).all():
         within = numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST)
-        sums = np.sum([_sums(block, place) for place, block in enumerate(within.split(BLOCK))], axis=0)
+        sums = np.sum([_sums(block, block_index) for block_index, block in enumerate(within.split(BLOCK))], axis=0)
     return sums
 
 
-def _sums(numbers: Tensor, place: int) -> np.ndarray:
+def _sums(numbers: Tensor, block_index: int) -> np.ndarray:
     """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
     count = numbers.numel()
     width = SKETCH * SKETCH * math.ceil(count / SKETCH**2)
@@ -98,11 +98,11 @@ def _sums(numbers: Tensor, place: int) -> np.ndarray:
             np.multiply(numbers.numpy(), _signs("cpu").numpy()[:count], out=signed[:count])
             folded = signed.reshape(SKETCH, -1, SKETCH).sum(1)
         else:
-            there = numbers.new_zeros(width, dtype=torch.float64)
-            torch.mul(numbers, _signs(str(numbers.device))[:count], out=there[:count])
-            folded = there.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
-        shifted = folded.ravel()[_shifts(place % SKETCH)].sum(0)
-    return -shifted if place % 2 else shifted
+            signed_tensor = numbers.new_zeros(width, dtype=torch.float64)
+            torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed_tensor[:count])
+            folded = signed_tensor.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
+        shifted = folded.ravel()[_shifts(block_index % SKETCH)].sum(0)
+    return -shifted if block_index % 2 else shifted
 
 
 @functools.cache

@@ -51,56 +51,56 @@ def _relative(result: Tensor, exact: Tensor) -> float:
 # --- places of numbers, where several are equal ---------------------------------------------------------------
 
 
-def _selection(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:
+def _selection(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:
     """The numbers at the places named are those at the places that float64 names, and no place is named twice.
 
     Of a `mode` the numbers themselves may be others, which occur as often.
     """
-    x, dim = given["self"], given.get("dim")
-    *values, places = results
+    x, dim = arguments["self"], arguments.get("dim")
+    *values, indices = results
     of_all = not values and not name.startswith("arg")  # the largest number of all, which comes without its place
-    if of_all or given.get("indices") is not None:
+    if of_all or arguments.get("indices") is not None:
         return None
-    twin = operation(**{key: value for key, value in given.items() if key not in ("values", "indices")})
-    exact_places = twin[-1] if isinstance(twin, tuple) else twin
+    twin = operation(**{key: value for key, value in arguments.items() if key not in ("values", "indices")})
+    exact_indices = twin[-1] if isinstance(twin, tuple) else twin
     if "pool" in name:
         sides = 3 if "3d" in name else 2
-        x, places, exact_places = (t.flatten(-sides) for t in (x, places, exact_places))
+        x, indices, exact_indices = (t.flatten(-sides) for t in (x, indices, exact_indices))
         values, dim = [t.flatten(-sides) for t in values], -1
     elif dim is None:
         x, dim = x.flatten(), 0
-        places, exact_places = places.flatten(), exact_places.flatten()
-    elif places.dim() < x.dim():
-        places, exact_places, *values = (t.unsqueeze(dim) for t in (places, exact_places, *values))
+        indices, exact_indices = indices.flatten(), exact_indices.flatten()
+    elif indices.dim() < x.dim():
+        indices, exact_indices, *values = (t.unsqueeze(dim) for t in (indices, exact_indices, *values))
     length = x.shape[dim] if x.dim() else 1
-    if places.shape != exact_places.shape or bool(((places < 0) | (places >= length)).any()):
+    if indices.shape != exact_indices.shape or bool(((indices < 0) | (indices >= length)).any()):
         return math.inf, 1.0
-    if name in NO_PLACE_TWICE and x.dim() and bool((places.sort(dim).values.diff(dim=dim) == 0).any()):
+    if name in NO_PLACE_TWICE and x.dim() and bool((indices.sort(dim).values.diff(dim=dim) == 0).any()):
         return math.inf, 1.0
-    if given.get("stable") and not torch.equal(places, exact_places):
+    if arguments.get("stable") and not torch.equal(indices, exact_indices):
         return math.inf, 1.0
-    taken, exact = (x.gather(dim, where) if x.dim() else x for where in (places, exact_places))
-    error = max((_relative(value, taken) for value in values), default=0.0)
+    selected, exact = (x.gather(dim, where) if x.dim() else x for where in (indices, exact_indices))
+    error = max((_relative(value, selected) for value in values), default=0.0)
     if name == "mode":
-        taken, exact = ((x == t).sum(dim) for t in (taken, exact))
-    elif name == "topk" and not given["sorted"]:
-        taken, exact = (t.sort(dim).values for t in (taken, exact))
-    return max(error, _relative(taken, exact)), 1.0
+        selected, exact = ((x == t).sum(dim) for t in (selected, exact))
+    elif name == "topk" and not arguments["sorted"]:
+        selected, exact = (t.sort(dim).values for t in (selected, exact))
+    return max(error, _relative(selected, exact)), 1.0
 
 
-def _distinct(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+def _distinct(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
     """Each number once, in any order unless `sorted`, with the places and the counts that belong to it."""
     values, inverse, counts = results
-    exact_values, _, exact_counts = operation(**given)
+    exact_values, _, exact_counts = operation(**arguments)
     if values.shape != exact_values.shape:
         return math.inf, 1.0
     order, exact_order = values.argsort(), exact_values.argsort()
     errors = [_relative(values[order], exact_values[exact_order])]
-    if given["sorted"]:
+    if arguments["sorted"]:
         errors.append(_relative(values, exact_values))
-    if given["return_inverse"]:
-        errors.append(_relative(values[inverse], given["self"]))
-    if given["return_counts"]:
+    if arguments["return_inverse"]:
+        errors.append(_relative(values[inverse], arguments["self"]))
+    if arguments["return_counts"]:
         errors.append(_relative(counts[order], exact_counts[exact_order]))
     return max(errors), 1.0
 
@@ -108,26 +108,26 @@ def _distinct(operation: Any, name: str, given: dict[str, Any], results: list[Te
 # --- several numbers written to one place ---------------------------------------------------------------------
 
 
-def _written(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+def _written(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
     """Every place holds one of the numbers that were written to it, or what it held where none was."""
-    if given.get("reduce") is not None or given.get("accumulate") or "value" in given:
+    if arguments.get("reduce") is not None or arguments.get("accumulate") or "value" in arguments:
         return None  # sums, and one number for all places
-    before, (after,) = given["self"], results
+    before, (after,) = arguments["self"], results
     aten: Any = torch.ops.aten
     nothing = torch.zeros_like(after)
     where: tuple[Any, ...]
     if name == "scatter":
-        where = given["dim"], given["index"]
-        read, source = after.gather(*where), given["src"][tuple(map(slice, where[1].shape))]
+        where = arguments["dim"], arguments["index"]
+        read, source = after.gather(*where), arguments["src"][tuple(map(slice, where[1].shape))]
         write, add = aten.scatter, aten.scatter_add
     elif name == "index_copy":
-        where = given["dim"], given["index"]
-        read, source = after.index_select(*where), given["source"]
+        where = arguments["dim"], arguments["index"]
+        read, source = after.index_select(*where), arguments["source"]
         write, add = aten.index_copy, aten.index_add
     else:
-        where = (given["indices"],)
+        where = (arguments["indices"],)
         read = aten.index(after, *where)
-        source = given["values"].expand_as(read)
+        source = arguments["values"].expand_as(read)
         write, add = aten.index_put, functools.partial(aten.index_put, accumulate=True)
     hits = (read == source) | (read.isnan() & source.isnan())
     is_written, holds_one = (add(nothing, *where, t.to(after.dtype)) != 0 for t in (torch.ones_like(hits), hits))
@@ -138,12 +138,12 @@ def _written(operation: Any, name: str, given: dict[str, Any], results: list[Ten
 # --- matrices --------------------------------------------------------------------------------------------------
 
 
-def _least_squares(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+def _least_squares(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
     """No other solution leaves a smaller residual, which is orthogonal to the columns: Aᵀ(B − A X) = 0.
 
     Without full rank there are many. Solvers are backward stable (Higham 2002, Accuracy and Stability, ch. 20).
     """
-    matrix, right, solution = given["self"], given["b"], results[0]
+    matrix, right, solution = arguments["self"], arguments["b"], results[0]
     if matrix.is_complex() or not bool(solution.isfinite().all()):
         return UNKNOWN
     if right.dim() == matrix.dim() - 1:
@@ -153,13 +153,13 @@ def _least_squares(operation: Any, name: str, given: dict[str, Any], results: li
     return norm(gradient) / (size or 1.0), float(max(matrix.shape[-2:]))
 
 
-def _factorisation(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
     """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and order.
 
     Of an n × n matrix roundings lead to about n units in the last place of its size (Higham 2002, Accuracy and
     Stability of Numerical Algorithms, ch. 19): these algorithms are backward stable.
     """
-    matrix: Tensor = given["self" if "self" in given else "A"]
+    matrix: Tensor = arguments["self" if "self" in arguments else "A"]
     factors = results
     if matrix.is_complex() or not all(t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)):
         return UNKNOWN
@@ -173,7 +173,7 @@ def _factorisation(operation: Any, name: str, given: dict[str, Any], results: li
     else:
         values, vectors = (t.to(torch.complex128) if t.is_complex() else t for t in factors)
         if name == "_linalg_eigh":  # which reads one triangle
-            upper = given["UPLO"] == "U"
+            upper = arguments["UPLO"] == "U"
             matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
         matrix, product = matrix.to(vectors.dtype) @ vectors, vectors * values.unsqueeze(-2)
         bases = [vectors] if name == "_linalg_eigh" else []

@@ -195,5 +195,5 @@ def _switch(op: Operation, trace: Trace) -> str:
     if setting.kind == "cuda":
         backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
-    part = "conv" if convolution else "matmul"
-    return f'torch.backends.mkldnn.{part}.fp32_precision = "ieee" computes it in float32'
+    product_type = "conv" if convolution else "matmul"
+    return f'torch.backends.mkldnn.{product_type}.fp32_precision = "ieee" computes it in float32'

@@ -44,21 +44,21 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
     References:
         Carter, Wegman 1979, *Universal classes of hash functions*.
     """
-    ordinary = parts(tensor.detach())
+    ordinary = component_tensors(tensor.detach())
     if not ordinary:
         return None
     with torch._C._DisableTorchDispatch():  # nobody who watches operations is to see these
-        if any(part.device.type != "cpu" for part in ordinary):
-            digests = [_digest(part) for part in ordinary]
+        if any(component.device.type != "cpu" for component in ordinary):
+            digests = [_digest(component) for component in ordinary]
             return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
         hashed = xxhash.xxh3_64()
-        for part in ordinary:
-            flat = _flat(part)
+        for component in ordinary:
+            flat = _flat(component)
             hashed.update(memory(flat))
         return hashed.intdigest()
 
 
-def parts(tensor: Tensor) -> list[Tensor]:
+def component_tensors(tensor: Tensor) -> list[Tensor]:
     """The ordinary tensors that a tensor consists of; none if its content cannot be seen."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.device.type == "meta":
         return []
@@ -66,7 +66,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
         return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in parts(getattr(tensor, name))]
+        return [component for name in names for component in component_tensors(getattr(tensor, name))]
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
         if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):  # a FakeTensor and its like
@@ -123,8 +123,8 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     if len(words) <= TABLE:
         return (words * table[: len(words)]).sum()
     rows = flat.view(torch.int8)
-    wanted = 1 << max(6, (8 * len(rows) // TABLE - 1).bit_length())  # so that what is left is one table long
-    width = min(wanted, len(rows) & -len(rows), WIDEST)
+    ideal_width = 1 << max(6, (8 * len(rows) // TABLE - 1).bit_length())  # so that what is left is one table long
+    width = min(ideal_width, len(rows) & -len(rows), WIDEST)
     if width >= NARROWEST and flat.data_ptr() % 16 == 0 and _multiplies_bytes(str(flat.device)):
         weights = _byte_table(str(flat.device), level)[:width]
         return _digest(torch._int_mm(rows.view(-1, width), weights).view(-1), level + 1)
@@ -140,9 +140,9 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
 @functools.cache
 def _multiplies_bytes(device: str) -> bool:
     """Whether a device has the product of matrices of bytes, in whole numbers of 32 bits."""
-    one, other = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((32, 64), (64, 8)))
+    first, second = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((32, 64), (64, 8)))
     try:
-        return bool((torch._int_mm(one, other) == 64).all())
+        return bool((torch._int_mm(first, second) == 64).all())
     except (RuntimeError, NotImplementedError):
         return False
 

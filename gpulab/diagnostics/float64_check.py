@@ -39,7 +39,7 @@ FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
 NOT_UNIQUE = set(DEFINITIONS)
 # Many products one after the other, whose rounding no perturbation of the inputs shows.
 RECURRENT = {
-    f"{kernel}{way}" for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn") for way in ("", "_backward")
+    f"{kernel}{suffix}" for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn") for suffix in ("", "_backward")
 }
 # Sums that a GPU's atomics, and a CPU, add up one number after the other. Equal numbers then round alike, and not at
 # random: n of them may be off by n roundings.
@@ -135,12 +135,12 @@ def forward_error(
     bounds = [bound + loss * f.eps for bound, loss, f in zip(bounds, lost, formats, strict=True)]
     exact = [torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)]  # overflow
     errors = [(distance(r, e), bound) for r, e, bound in zip(results, exact, bounds, strict=True)]
-    worst = max(range(len(errors)), key=lambda place: _ratio(*errors[place]))
+    worst = max(range(len(errors)), key=lambda index: _ratio(*errors[index]))
     error, bound = errors[worst]
     if math.isnan(bound):  # next to inputs for which there is no result
         return unknown
     by_kernel = before = None
-    factors = [args[place] for place in FACTORS.get(name, ())]
+    factors = [args[index] for index in FACTORS.get(name, ())]
     if error > bound and _is_flushed(twin, results[worst], worst, bound + lost[worst]):
         by_kernel = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
@@ -173,9 +173,9 @@ def _terms(name: str, args: Sequence[Any]) -> list[float]:
         return [weight.numel() / (weight.shape[1] * groups if transposed else weight.shape[0])]
     if name == "convolution_backward":
         gradient, weight, transposed, groups, needed = args[0], args[2], args[7], args[9], args[10]
-        places = gradient.numel() / gradient.shape[1]
+        positions = gradient.numel() / gradient.shape[1]
         inputs = weight.numel() / (weight.shape[0] if transposed else weight.shape[1] * groups)
-        return [n for n, is_needed in zip((inputs, places, places), needed, strict=True) if is_needed]
+        return [n for n, is_needed in zip((inputs, positions, positions), needed, strict=True) if is_needed]
     first = args[PRODUCTS[name][0]]
     return [first.shape[-1] * (len(first) if name == "addbmm" else 1)]  # which sums over the batch as well
 
@@ -185,19 +185,19 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
 
     As many as the inputs have for one of the result; and where shapes do not show it, as the arguments say.
     """
-    numbers, given = twin.numbers, twin.named
+    numbers, arguments = twin.numbers, twin.named
     if name in ("prod", "cumprod"):  # which round once for each factor, as the factors are moved
         return [1.0] * len(exact)
     most, longest = max((t.numel() for t in numbers), default=1), 1.0
-    dims = given.get("dim")
+    dims = arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
         longest *= max((t.shape[dim] for t in numbers if -t.dim() <= dim < t.dim()), default=1)
     if name in SUMS_BY_INDEX:
-        longest = min(longest, _repeats(given)) if "dim" in given else _repeats(given)
+        longest = min(longest, _repeats(arguments)) if "dim" in arguments else _repeats(arguments)
     elif "norm" in name:  # whose means, one for each group, are among the arguments or the results
         longest = most / min(t.numel() for t in (*numbers, *exact) if t.numel())
     elif "ctc_loss" in name:
-        longest = given["log_probs"].shape[0]
+        longest = arguments["log_probs"].shape[0]
     elif "linalg" in name or "cdist" in name or "solve" in name:
         longest = max(size for t in numbers for size in t.shape[-2:])
     elif "upsample" in name and "nearest" not in name:  # the place between two pixels is rounded too
@@ -206,9 +206,9 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
     return [max(1.0, longest, most / e.numel()) for e in exact]
 
 
-def _repeats(given: dict[str, Any]) -> int:
+def _repeats(arguments: dict[str, Any]) -> int:
     """How often a place is named that is named most often; a mask names none twice."""
-    indices = leaves(given.get("indices", given.get("index")))
+    indices = leaves(arguments.get("indices", arguments.get("index")))
     return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
 
 
@@ -258,8 +258,8 @@ def _one_pass(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], 
     """
     lost = [0.0] * len(exact)
     if name in ("var", "var_mean", "std", "std_mean"):
-        x, given = twin.args[0], twin.named
-        squares = x.abs().square().mean(given["dim"] or list(range(x.dim())), keepdim=given["keepdim"])
+        x, arguments = twin.args[0], twin.named
+        squares = x.abs().square().mean(arguments["dim"] or list(range(x.dim())), keepdim=arguments["keepdim"])
         by = reaches[0] * unit * squares
         lost[0] = norm(by) if name.startswith("var") else _move_of_root(exact[0], by)
     elif "norm" in name and "backward" not in name and len(exact) > 2:  # result, means and reciprocal deviations
@@ -282,16 +282,18 @@ def _move_of_root(root: Tensor, by: Tensor) -> float:
 # --- which number format --------------------------------------------------------------------------------------
 
 
-def _is_flushed(twin: Twin, result: Tensor, place: int, bound: float) -> bool:
+def _is_flushed(twin: Twin, result: Tensor, output_index: int, bound: float) -> bool:
     """Whether taking subnormal numbers for zero explains a result; the bound allows those that it may lose."""
     smallest = torch.finfo(result.dtype).smallest_normal
     return (
         result.dtype != torch.float16
-        and distance(result, twin(lambda x: torch.where(x.abs() < smallest, 0.0, x))[place]) <= bound
+        and distance(result, twin(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]) <= bound
     )
 
 
-def _explaining_format(places: Sequence[int], twin: Twin, result: Tensor, error: float, place: int) -> str | None:
+def _explaining_format(
+    factor_positions: Sequence[int], twin: Twin, result: Tensor, error: float, output_index: int
+) -> str | None:
     """The format whose rounding of the factors explains the error best, if any explains half of it."""
     best, least = None, 1 - (EXPLAINED if result.numel() > FEW else FEW_EXPLAINED)
     for format_, mode, of_result in ROUNDINGS:
@@ -299,12 +301,12 @@ def _explaining_format(places: Sequence[int], twin: Twin, result: Tensor, error:
         def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
             return rounded_factor(x.float(), format_, mode).double()
 
-        candidate = twin(rounded, places)[place]
+        candidate = twin(rounded, factor_positions)[output_index]
         if of_result is not None:  # it overflows where the format ends
             candidate = round_to(candidate.float(), of_result).double()
-        left = (distance(result, candidate) / error) ** 2
-        if left < (least if best is None else least / 2):  # TF32 and float16 often round alike
-            best, least = format_, left
+        remaining = (distance(result, candidate) / error) ** 2
+        if remaining < (least if best is None else least / 2):  # TF32 and float16 often round alike
+            best, least = format_, remaining
     return best
 
 
@@ -312,11 +314,11 @@ def _attention(operation: Any) -> Callable[..., Tensor]:
     """Scaled dot-product attention as written down, for kernels that exist on one device or for float32 alone."""
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        given = named_arguments(operation, args, kwargs)
-        mask, causal = given.get("attn_mask", given.get("attn_bias")), given.get("is_causal", False)
+        arguments = named_arguments(operation, args, kwargs)
+        mask, causal = arguments.get("attn_mask", arguments.get("attn_bias")), arguments.get("is_causal", False)
         query, key, value = args[:3]
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=given.get("scale")
+            query, key, value, attn_mask=mask, is_causal=causal, scale=arguments.get("scale")
         )
 
     return attend

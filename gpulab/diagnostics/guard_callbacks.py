@@ -44,8 +44,8 @@ def lightning_guard(on: str = "raise", reads: str = "backward") -> Any:
         def on_train_end(self, *_: Any) -> None:
             self.report.__exit__(None, None, None)
 
-        def on_exception(self, *given: Any) -> None:
-            error = given[-1]
+        def on_exception(self, *args: Any) -> None:
+            error = args[-1]
             if self.report.inside:
                 self.report.__exit__(type(error), error, error.__traceback__)
 

@@ -126,7 +126,7 @@ class Overwritten:
         return replace(self, explanation=f"{self.explanation}; it shares memory with {holder.words}", remedy=remedy)
 
     def __str__(self) -> str:
-        said = CAUSES[self.cause][0].format(
+        headline = CAUSES[self.cause][0].format(
             function=self.function,
             operation=self.operation,
             operand=f"its `{self.operand}`" if self.operand else "a tensor",
@@ -136,4 +136,4 @@ class Overwritten:
         lines = [f"  {did} {line}" for did, line in self.lines.items()]
         if self.line.text:
             lines.insert(1, f"      {self.line.text}")
-        return "\n".join([said + times, *lines, f"  why: {self.explanation}", f"  do: {self.remedy}"])
+        return "\n".join([headline + times, *lines, f"  why: {self.explanation}", f"  do: {self.remedy}"])

@@ -276,9 +276,9 @@ class Guard:
     def _tell(self, finding: Overwritten) -> None:
         """Keep a finding, and end what goes on with an error, if that was wanted."""
         with self._lock:
-            known = self._findings.get(finding.key)
-            if known:
-                finding = replace(known, count=known.count + 1)
+            earlier_finding = self._findings.get(finding.key)
+            if earlier_finding:
+                finding = replace(earlier_finding, count=earlier_finding.count + 1)
             self._findings[finding.key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)

@@ -54,21 +54,21 @@ class Judge:
         self.unexplained: tuple[Operation, Operation] | None = None
         self.findings = list(self._all())
 
-    def _finding(self, kind: str, op: Operation, detail: str, advice: str = "", **more: Any) -> Finding:
+    def _finding(self, kind: str, op: Operation, detail: str, advice: str = "", **fields: Any) -> Finding:
         ratio = math.nan if op.ratio is None else op.ratio
         born = self.comparison.nan_causes.get(id(op))
         if born is not None and born is not op:
             detail += DETAILS["becomes NaN"].format(name=born.name, phase=born.phase, line=born.line)
         title = self.comparison.trace_of[id(op)].title
-        place = (op.name, op.phase, op.module, op.line)
-        return Finding(kind, title, *place, ratio, detail, advice or ADVICE[kind], op=op, **more)
+        location = (op.name, op.phase, op.module, op.line)
+        return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **fields)
 
     def _between(self, kind: str, op: Operation, gap: float, about: str, advice: str = "", **words: Any) -> Finding:
         """A finding that shows side by side: what is said `about` it, of an operation that is so far from its twin."""
-        there = self.comparison.other_trace(op).title
-        detail = DETAILS[about].format(gap=gap, there=there, **words)
-        told = ADVICE[advice or kind].format(place=place_of(op), setting=self.comparison.trace_of[id(op)].title)
-        return self._finding(kind, op, detail, told, size=gap, side_by_side=True)
+        other_title = self.comparison.other_trace(op).title
+        detail = DETAILS[about].format(gap=gap, there=other_title, **words)
+        advice_text = ADVICE[advice or kind].format(place=place_of(op), setting=self.comparison.trace_of[id(op)].title)
+        return self._finding(kind, op, detail, advice_text, size=gap, side_by_side=True)
 
     def _all(self) -> Iterator[Finding]:
         yield from _united(*(list(_overwritten(trace)) for trace in (self.a, self.b)))
@@ -86,7 +86,7 @@ class Judge:
                 if not of_both and all(finding.kind == "reduced precision" for finding in wrong):
                     of_both = list(self._side_by_side(pair.a, pair.b, rightly=not wrong))
                 yield from of_both
-                if self._part(pair.a, pair.b):
+                if self._differ(pair.a, pair.b):
                     explained = bool(of_one or of_both) or self.comparison.values_may_differ
                     explained = explained or self._inherits(pair.a, pair.b)
                     self.parted |= dict.fromkeys((id(pair.a), id(pair.b)), explained)
@@ -148,13 +148,19 @@ class Judge:
         comparison = self.comparison
         values = differing(a, b)
         if a.dtype != b.dtype or ((comparison.values_may_differ or self.drew_otherwise) and not a.random):
-            values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
+            values = {
+                name: value_pair
+                for name, value_pair in values.items()
+                if not all(isinstance(v, float) for v in value_pair)
+            }
         if not values or comparison.same_results(a, b):
             return None
-        here, there = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
+        listed_b, listed_a = (
+            ", ".join(f"{name}={value_pair[side]!r}" for name, value_pair in values.items()) for side in (1, 0)
+        )
         line = f", at {a.line}" if a.line != b.line else ""
         gap = largest([0.0, *comparison.result_gaps(a, b)])
-        words = {"arguments": here, "others": there, "line": line}
+        words = {"arguments": listed_b, "others": listed_a, "line": line}
         return self._between("mismatch", b, gap, "other arguments", "other arguments", **words)
 
     def _side_by_side(self, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:
@@ -182,7 +188,7 @@ class Judge:
             if comparison.in_doubt(b):
                 continue
             if by_both and not comparison.values_may_differ:
-                if not self._known(x, y, a):
+                if not self._cause_is_known(x, y, a):
                     words = {"maker": described(makers[1]), "other_maker": described(makers[0])}
                     yield self._between("mismatch", b, gap, "other wiring", "other wiring", **words)
                 return
@@ -252,9 +258,9 @@ class Judge:
 
     def _missing(self, result: Operation) -> Finding:
         """The finding that a result is there under one setting alone."""
-        there = self.comparison.other_trace(result).title
-        advice = ADVICE["missing"].format(setting=there)
-        return self._finding("mismatch", result, DETAILS["missing"].format(there=there), advice, bounded=False)
+        other_title = self.comparison.other_trace(result).title
+        advice = ADVICE["missing"].format(setting=other_title)
+        return self._finding("mismatch", result, DETAILS["missing"].format(there=other_title), advice, bounded=False)
 
     def _other_function(self, x: str, y: str, user: Operation, gap: float, explained: float) -> Finding | None:
         """What is wrong with the operations of one setting alone that lead to two values that should be one."""
@@ -279,10 +285,10 @@ class Judge:
             return None
         # Two values that should be one come from different operations: blame the one that made it, not its user.
         maker_a, maker_b = comparison.maker(0, x), comparison.maker(1, y)
-        blamed, other = (maker_b, maker_a) if maker_b else (maker_a, maker_b)
+        blamed, other_maker = (maker_b, maker_a) if maker_b else (maker_a, maker_b)
         assert blamed is not None
         words = {
-            "other_maker": named(other) if other else "data or weights",
+            "other_maker": named(other_maker) if other_maker else "data or weights",
             "user": user.name + in_module(user.module),
         }
         finding = self._between("mismatch", blamed, gap, "other function", "other function", **words)
@@ -290,7 +296,7 @@ class Judge:
 
     # --- whether it is known why values part ---------------------------------------------------------------
 
-    def _part(self, a: Operation, b: Operation) -> bool:
+    def _differ(self, a: Operation, b: Operation) -> bool:
         """Whether what a pair made is further apart than the roundings of the step lead."""
         comparison = self.comparison
         if a.nans != b.nans:
@@ -300,11 +306,11 @@ class Judge:
 
     def _inherits(self, a: Operation, b: Operation) -> bool:
         """Whether it is known why results part: a decision that rounding tips, or what came before and is known."""
-        known = [self._known(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False)]
-        parted = [why for why in known if why is not None]
+        causes_known = [self._cause_is_known(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False)]
+        parted = [why for why in causes_known if why is not None]
         return all(parted) if parted else a.name in DECIDES | NOT_UNIQUE
 
-    def _known(self, x: str, y: str, user: Operation) -> bool | None:
+    def _cause_is_known(self, x: str, y: str, user: Operation) -> bool | None:
         """Whether it is known why two values part; None for values that do not."""
         comparison = self.comparison
         if x == y:
@@ -346,14 +352,18 @@ class Judge:
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
     """What both settings show, once."""
     key = attrgetter("kind", "operation", "line")
-    others = {key(finding): finding for finding in second}
-    both = [
-        replace(f, setting=f"{f.setting} and {others[key(f)].setting}", size=math.hypot(f.size, others[key(f)].size))
+    second_by_key = {key(finding): finding for finding in second}
+    merged = [
+        replace(
+            f,
+            setting=f"{f.setting} and {second_by_key[key(f)].setting}",
+            size=math.hypot(f.size, second_by_key[key(f)].size),
+        )
         for f in first
-        if key(f) in others
+        if key(f) in second_by_key
     ]
-    shared = {key(finding) for finding in both}
-    return both + [finding for finding in (*first, *second) if key(finding) not in shared]
+    shared = {key(finding) for finding in merged}
+    return merged + [finding for finding in (*first, *second) if key(finding) not in shared]
 
 
 def _in_the_last_bits(finding: Finding) -> bool:
@@ -368,5 +378,5 @@ def _ran_on_a_gpu(trace: Trace) -> bool:
 def _overwritten(trace: Trace) -> Iterator[Finding]:
     for entry in trace.overwritten:
         detail = DETAILS["overwritten"].format(why=entry["why"])
-        place = (entry["operation"], "backward", "", entry["line"])
-        yield Finding("overwritten", trace.title, *place, math.nan, detail, entry["remedy"], bounded=False)
+        location = (entry["operation"], "backward", "", entry["line"])
+        yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], bounded=False)

@@ -101,23 +101,23 @@ def nearest_holder(span: Span, device: str, thread: int) -> Holder | None:
     for frame, name, value in _variables(thread) if span[1] else ():
         array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
         if array:
-            held, kind = np.lib.array_utils.byte_bounds(value), "NumPy array"
+            value_span, class_name = np.lib.array_utils.byte_bounds(value), "NumPy array"
         elif isinstance(value, Tensor) and is_plain(value) and str(value.device) == device:
-            held, kind = span_of(value), "tensor"
+            value_span, class_name = span_of(value), "tensor"
         else:
             continue
-        if overlap(held, span):
-            words = f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
-            holder = Holder(array, words, held)
+        if overlap(value_span, span):
+            words = f"the {class_name} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
+            holder = Holder(array, words, value_span)
             if array:
                 return holder
             nearest_tensor = nearest_tensor or holder
     return nearest_tensor
 
 
-def overlap(one: Span, other: Span) -> bool:
+def overlap(first: Span, second: Span) -> bool:
     """Whether two pieces of memory have an address in common."""
-    return one[0] < other[1] and other[0] < one[1]
+    return first[0] < second[1] and second[0] < first[1]
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
@@ -129,12 +129,12 @@ def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
         for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
             yield frame, name, value
             if isinstance(value, list | tuple):
-                yield from ((frame, f"{name}[{place}]", part) for place, part in enumerate(value[:1000]))
+                yield from ((frame, f"{name}[{index}]", item) for index, item in enumerate(value[:1000]))
             elif isinstance(value, dict) and len(value) <= 1000:
-                data = [(key, part) for key, part in value.items() if isinstance(part, np.ndarray | Tensor)]
-                yield from ((frame, f"{name}[{key!r}]", part) for key, part in data)
+                data = [(key, item) for key, item in value.items() if isinstance(item, np.ndarray | Tensor)]
+                yield from ((frame, f"{name}[{key!r}]", item) for key, item in data)
             elif not isinstance(value, types.ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
-                yield from ((frame, f"{name}.{key}", part) for key, part in list(vars(value).items()))
+                yield from ((frame, f"{name}.{key}", item) for key, item in list(vars(value).items()))
 
 
 def _frames(thread: int) -> Iterator[types.FrameType]:
@@ -145,6 +145,10 @@ def _frames(thread: int) -> Iterator[types.FrameType]:
             if _is_users(frame.f_code.co_filename):
                 yield frame
             frame = frame.f_back
-    for held in gc.get_objects():
-        if type(held) is types.GeneratorType and held.gi_suspended and _is_users(held.gi_code.co_filename):
-            yield held.gi_frame  # type: ignore[misc]  # a suspended one has a frame
+    for candidate in gc.get_objects():
+        if (
+            type(candidate) is types.GeneratorType
+            and candidate.gi_suspended
+            and _is_users(candidate.gi_code.co_filename)
+        ):
+            yield candidate.gi_frame  # type: ignore[misc]  # a suspended one has a frame

@@ -54,7 +54,7 @@ class _Birth:
 
     def blocks(self, tensor: Tensor) -> range:
         """Which blocks of the memory a tensor lies in."""
-        first, last = (place - self.address for place in span_of(tensor))
+        first, last = (address - self.address for address in span_of(tensor))
         return range(first // BLOCK, math.ceil(last / BLOCK))
 
     def look(self, blocks: range) -> list[int]:
@@ -146,9 +146,9 @@ class SharedReads(TorchDispatchMode):
         if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        known = self.births.get(storage._cdata)
-        if known and not known.storage.expired():
-            return known
+        known_birth = self.births.get(storage._cdata)
+        if known_birth and not known_birth.storage.expired():
+            return known_birth
         if storage.resizable() or not storage.nbytes():
             return None
         line = line_of(user_frame(sys._getframe(1)))
@@ -202,19 +202,19 @@ class SharedReads(TorchDispatchMode):
         self.tell(finding.held_by(holder) if holder else finding)
 
 
-def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among the arguments of an operation, and in lists of them."""
-    for argument in given:
+    for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
         elif isinstance(argument, list | tuple):
-            yield from (part for part in argument if isinstance(part, Tensor))
+            yield from (item for item in argument if isinstance(item, Tensor))
 
 
 @functools.cache
 def _is_view(operation: Any) -> bool:
     """Whether an operation reads no number: what it returns is other words for the same memory."""
-    returned = [given.alias_info for given in operation._schema.returns]
+    returned = [result.alias_info for result in operation._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
 
 
@@ -225,7 +225,7 @@ _lock = threading.Lock()
 _thread = threading.local()
 
 
-def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _noting_birth(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         tensor = make(*args, **kwargs)
@@ -236,7 +236,7 @@ def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         _thread.copies = True  # what is made of the memory now lives no longer than the call
@@ -248,7 +248,7 @@ def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _taken(take: Callable[..., Any]) -> Callable[..., Any]:
+def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(take)
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         for reads in list(_listening):
@@ -261,26 +261,26 @@ def _taken(take: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _asked(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @functools.wraps(query)
     def call(stream_or_event: Any) -> bool:
-        done = query(stream_or_event)
-        if done:
+        finished = query(stream_or_event)
+        if finished:
             waiting()
-        return done
+        return finished
 
     return call
 
 
 # What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.
 REPLACED: list[tuple[Any, str, Callable[[Any], Any]]] = [
-    *((torch, name, _made) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
-    (torch, "tensor", _copied),
-    (torch.utils.dlpack, "from_dlpack", _made),
-    (Tensor, "numpy", _taken),
-    (Tensor, "tolist", _taken),
-    (torch.cuda.Event, "query", _asked),
-    (torch.cuda.Stream, "query", _asked),
+    *((torch, name, _noting_birth) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "tensor", _marking_copies),
+    (torch.utils.dlpack, "from_dlpack", _noting_birth),
+    (Tensor, "numpy", _checking_reads),
+    (Tensor, "tolist", _checking_reads),
+    (torch.cuda.Event, "query", _hearing_queries),
+    (torch.cuda.Stream, "query", _hearing_queries),
 ]
 _torchs: list[Any] = []  # torch's own, meanwhile
 
@@ -289,9 +289,9 @@ def _listen(reads: SharedReads) -> None:
     """Be told of all these. Threads may leave in another order than they came."""
     with _lock:
         if not _listening:
-            for owner, name, told in REPLACED:
+            for owner, name, wrap in REPLACED:
                 _torchs.append(getattr(owner, name))
-                setattr(owner, name, told(_torchs[-1]))
+                setattr(owner, name, wrap(_torchs[-1]))
         _listening.append(reads)
 
 

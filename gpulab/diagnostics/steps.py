@@ -92,30 +92,30 @@ class PreparedStep:
     def __init__(self, step: Step, setting: Setting) -> None:
         self.loss, self.parameters = step.loss, dict[str, nn.Parameter]()
         # What is lazy becomes another class when it is first used.
-        some_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
-        self.model = copy.deepcopy(step.model) if some_lazy else step.model
+        any_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
+        self.model = copy.deepcopy(step.model) if any_lazy else step.model
 
         def converted(tensor: Tensor) -> Tensor:
-            kind = setting.dtype if tensor.is_floating_point() else None
+            dtype = setting.dtype if tensor.is_floating_point() else None
             if tensor.is_complex():  # torch computes with no smaller ones than of two float32
-                kind = torch.complex128 if setting.dtype == torch.float64 else torch.complex64
+                dtype = torch.complex128 if setting.dtype == torch.float64 else torch.complex64
             moved = tensor.to(setting.device)
-            return moved if kind is None else moved.to(kind)  # float64 is made where it is needed, and not sent there
+            return moved if dtype is None else moved.to(dtype)  # float64 is made where it is needed, and not sent there
 
-        def there(value: Any) -> Any:
+        def moved_value(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
-                return {name: tree_map(there, each) for name, each in value.items()}
+                return {name: tree_map(moved_value, item) for name, item in value.items()}
             return converted(value) if isinstance(value, Tensor) else value
 
-        self.batch = tree_map(there, step.batch)
+        self.batch = tree_map(moved_value, step.batch)
         before = _State(self.model)
-        some_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
+        any_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
         try:
             for tensor, _, _, _ in before.tensors:
                 tensor.grad = None
             self.model._apply(converted)
             # Some models' own `to` notes where they are; of dtypes it would make complex numbers real.
-            self.model.to(setting.device, None if some_complex else setting.dtype)
+            self.model.to(setting.device, None if any_complex else setting.dtype)
             for tensor, data, _, _ in before.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
                     tensor.data = data.clone()
@@ -148,8 +148,10 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [(vars(module), dict(vars(module))) for module in model.modules()]
-        held = (value for _, attributes in self.modules for value in attributes.values())
-        self.containers = [(value, copy.copy(value)) for value in held if type(value) in (dict, OrderedDict, list, set)]
+        attribute_values = (value for _, attributes in self.modules for value in attributes.values())
+        self.containers = [
+            (value, copy.copy(value)) for value in attribute_values if type(value) in (dict, OrderedDict, list, set)
+        ]
         tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
         self.tensors = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors]
 
@@ -177,7 +179,7 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
         inputs, targets = batch
     else:
         raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
-    output = _output(model, inputs, some=targets is batch)
+    output = _output(model, inputs, drop_unknown=targets is batch)
     try:
         return loss(output, targets)
     except (TypeError, AttributeError) as error:
@@ -211,36 +213,36 @@ def _own_loss(model: Any, batch: Any) -> Tensor:
     return tensors[0].square().mean()
 
 
-def _output(model: nn.Module, inputs: Any, some: bool = False) -> Any:
-    """What a model makes of its inputs; with `some`, of those that it takes."""
+def _output(model: nn.Module, inputs: Any, drop_unknown: bool = False) -> Any:
+    """What a model makes of its inputs; with `drop_unknown`, of those that it takes."""
     if isinstance(inputs, list | tuple) and len(inputs) == 2:
         try:
             return model(inputs)
         except TypeError as error:
-            whole = f"{type(model).__name__} got a pair as its one input ({error})"
-            raise UsageError(f"{whole}; with loss= a batch is (inputs, targets)") from error
+            message = f"{type(model).__name__} got a pair as its one input ({error})"
+            raise UsageError(f"{message}; with loss= a batch is (inputs, targets)") from error
     if not isinstance(inputs, Mapping):
         return model(inputs)
     parameters = inspect.signature(model.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    known = {name: value for name, value in inputs.items() if anything or name in parameters}
-    if not known:
+    accepted = {name: value for name, value in inputs.items() if anything or name in parameters}
+    if not accepted:
         return model(inputs)
-    if len(known) < len(inputs) and not some:
+    if len(accepted) < len(inputs) and not drop_unknown:
         raise UsageError(
-            f"the batch has {', '.join(inputs.keys() - known.keys())}, which {type(model).__name__} does not take "
+            f"the batch has {', '.join(inputs.keys() - accepted.keys())}, which {type(model).__name__} does not take "
             f"({', '.join(parameters)})"
         )
-    return model(**known)
+    return model(**accepted)
 
 
 def _described(value: Any) -> str:
     """What somebody gave, for an error: its class, with the names of what is in it, or how many there are."""
-    kind = f"a {type(value).__name__}"
+    description = f"a {type(value).__name__}"
     if isinstance(value, list | tuple):
-        return f"{kind} of {len(value)}"
+        return f"{description} of {len(value)}"
     names = list(value) if isinstance(value, Mapping) else [*getattr(value, "__dict__", ())]
-    return f"{kind} with {names}" if names else kind
+    return f"{description} with {names}" if names else description
 
 
 @contextlib.contextmanager
@@ -282,21 +284,21 @@ def find_step(name: str) -> Callable[..., Any]:
     return find_function(name, "step")
 
 
-def find_function(name: str, what: str) -> Callable[..., Any]:
+def find_function(name: str, role: str) -> Callable[..., Any]:
     """The function, or whatever can be called, that `module:name` or `file.py:name` stands for.
 
     A file is read anew each time. As for a script, what lies beside it can be imported.
 
     Args:
         name: Where, and what there.
-        what: What is wanted, in the words of an error: a `step`, a `training`.
+        role: What is wanted, in the words of an error: a `step`, a `training`.
 
     Raises:
         UsageError: Where there is none, with what the import raised.
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():
-        raise UsageError(f"{what} {name!r}: expected module:name or file.py:name, such as my_training:{what}")
+        raise UsageError(f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}")
     check_path(where)
     try:
         if where.endswith(".py"):
@@ -306,12 +308,12 @@ def find_function(name: str, what: str) -> Callable[..., Any]:
             module = importlib.import_module(where)
     except (Exception, SystemExit) as error:
         words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, where)
-        raise UsageError(f"{what} {name!r}: {where} cannot be imported: {words}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        wanted = "function or gpulab.Step" if what == "step" else "function"
-        raise UsageError(f"{what} {name!r}: {where} has no {wanted} named {attribute!r}")
-    return found
+        raise UsageError(f"{role} {name!r}: {where} cannot be imported: {words}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        expected = "function or gpulab.Step" if role == "step" else "function"
+        raise UsageError(f"{role} {name!r}: {where} has no {expected} named {attribute!r}")
+    return function
 
 
 def _look_in(folder: str) -> None:
@@ -322,8 +324,10 @@ def _look_in(folder: str) -> None:
 def _module_of(file: Path) -> types.ModuleType:
     """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
     _look_in(str(file.parent))
-    known = sys.modules.get(file.stem)
-    name = file.stem if known is None or getattr(known, "__file__", None) == str(file) else f"_{file.stem}"
+    loaded_module = sys.modules.get(file.stem)
+    name = (
+        file.stem if loaded_module is None or getattr(loaded_module, "__file__", None) == str(file) else f"_{file.stem}"
+    )
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

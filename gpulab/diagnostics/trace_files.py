@@ -58,7 +58,7 @@ def as_json(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return TENSOR
     if isinstance(argument, list | tuple):
-        return [as_json(part) for part in argument]
+        return [as_json(item) for item in argument]
     if isinstance(argument, complex):
         return str(argument)
     return argument if isinstance(argument, bool | int | float | str) else None
@@ -70,16 +70,16 @@ def by_name(
     """The arguments of a call by the names of the operation's schema, as JSON; and defaults for the others."""
     names = [argument.name for argument in schema.arguments]
     arguments = {name: as_json(value) for name, value in (*zip(names, placed, strict=False), *named.items())}
-    others = [a for a in schema.arguments if a.has_default_value() and a.name not in arguments]
-    return arguments, {a.name: as_json(a.default_value) for a in others}
+    omitted = [a for a in schema.arguments if a.has_default_value() and a.name not in arguments]
+    return arguments, {a.name: as_json(a.default_value) for a in omitted}
 
 
 @functools.cache
 def _schema() -> pyarrow.Schema:
     import pyarrow as pa
 
-    def lists(kind: pyarrow.DataType) -> pyarrow.DataType:
-        return pa.list_(pa.field("element", kind, nullable=False))
+    def lists(element_type: pyarrow.DataType) -> pyarrow.DataType:
+        return pa.list_(pa.field("element", element_type, nullable=False))
 
     text, truth, number = pa.string(), pa.bool_(), pa.float64()
     columns = dict.fromkeys(("name", "phase", "module", "line", "dtype", "arguments", "defaults"), text)
@@ -88,7 +88,9 @@ def _schema() -> pyarrow.Schema:
     columns |= {"sketches": lists(lists(number))}
     perhaps = {"repeats": truth, "error": number, "bound": number, "spread": number}
     perhaps |= {"format": text, "carried": lists(number)}
-    return pa.schema([pa.field(n, kind, nullable=n in perhaps) for n, kind in (columns | perhaps).items()])
+    return pa.schema(
+        [pa.field(n, column_type, nullable=n in perhaps) for n, column_type in (columns | perhaps).items()]
+    )
 
 
 def write(
@@ -111,17 +113,17 @@ def write(
         written.update(new)
         as_json = {name: json.dumps(row[name]) for name in ("arguments", "defaults")}
         records.append(row | as_json | {"sketches": [sketches[value] for value in new]})
-    whole, described = io.BytesIO(), {"format": FORMAT, **notes, "seal": files.UNSEALED}
+    buffer, described = io.BytesIO(), {"format": FORMAT, **notes, "seal": files.UNSEALED}
     pq.write_table(
         pa.Table.from_pylist(records, _schema().with_metadata({KEY: json.dumps(described)})),
-        whole,
+        buffer,
         compression="zstd",
         compression_level=19,
         use_dictionary=False,
         column_encoding={"sketches.list.element.list.element": "BYTE_STREAM_SPLIT"},
         data_page_size=1 << 26,
     )
-    files.write(file, files.seal(whole.getvalue()))
+    files.write(file, files.seal(buffer.getvalue()))
 
 
 def read(

@@ -94,7 +94,7 @@ class Operation:
 class Call(NamedTuple):
     """A call of an operation: its place in the step, its `arguments` (placed and named) before it wrote to any."""
 
-    place: int
+    position: int
     name: str
     operation: Any
     arguments: tuple[Sequence[Any], dict[str, Any]]
@@ -159,12 +159,14 @@ class Tracer(UncompiledDispatchMode):
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
-        now, then = (_without_notes(operation._schema.arguments, *given) for given in ((args, kwargs), before))
+        now, then = (
+            _without_notes(operation._schema.arguments, *call_arguments) for call_arguments in ((args, kwargs), before)
+        )
         inputs = [] if self.change else self._values(self._written(now, then, blind))
         self._find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
-        made = outcome(operation, args, out)
-        results = _results(operation, made)
+        raw_results = outcome(operation, args, out)
+        results = _results(operation, raw_results)
         if not results:
             return out
         rounded = [t for t in results if sk.rounds(t)]
@@ -188,7 +190,7 @@ class Tracer(UncompiledDispatchMode):
             nans=self.measured and any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in rounded),
         )
         if self.measured and not random and not operation.is_view and (rounded or name in NOT_UNIQUE):
-            error = forward_error(operation, name, before[0], before[1], made)
+            error = forward_error(operation, name, before[0], before[1], raw_results)
             op.error, op.bound, op.format, op.rounded_before = astuple(error)
             again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
@@ -216,14 +218,14 @@ class Tracer(UncompiledDispatchMode):
     def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
         """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
         written = []
-        for place, (now, then) in enumerate(zip(sk.leaves(arguments), sk.leaves(before), strict=True)):
+        for index, (now, then) in enumerate(zip(sk.leaves(arguments), sk.leaves(before), strict=True)):
             memory, version = self.unwritten.get(id(now), (lambda: None, 0))
-            if not (blind and place == 0) and (memory() is not now or version != now._version):
+            if not (blind and index == 0) and (memory() is not now or version != now._version):
                 written.append(then)
         return written
 
     def _values(self, values: Any) -> list[str]:
-        return [self._value(t) for t in _kept(values)]
+        return [self._value(t) for t in _numeric_tensors(values)]
 
     def _value(self, tensor: Tensor) -> str:
         """The name of a tensor's content; its sketch is kept."""
@@ -235,10 +237,10 @@ class Tracer(UncompiledDispatchMode):
     def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
         """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
         leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
-        both = [(then, now) for then, now in leaves if now.numel() and not now.is_sparse]
-        changed = [now for then, now in both if then.shape != now.shape or not _same_bits(then, now)]
-        whole = [now._base for now in changed if now._base is not None]  # which has changed with its part
-        return [self._value(t) for t in ([] if blind else changed) + whole]
+        before_and_after = [(then, now) for then, now in leaves if now.numel() and not now.is_sparse]
+        changed = [now for then, now in before_and_after if then.shape != now.shape or not _same_bits(then, now)]
+        bases = [now._base for now in changed if now._base is not None]  # which has changed with its part
+        return [self._value(t) for t in ([] if blind else changed) + bases]
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:
@@ -246,7 +248,9 @@ class Tracer(UncompiledDispatchMode):
 
         def enter(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
             if not self.path:
-                self.names = {id(part): name or type(module).__name__ for name, part in module.named_modules()}
+                self.names = {
+                    id(submodule): name or type(module).__name__ for name, submodule in module.named_modules()
+                }
                 if id(module) not in self.roots:
                     self.roots[id(module)] = module, self._buffers(module)
             self.path.append(self.names.get(id(module), type(module).__name__))
@@ -298,40 +302,40 @@ class Tracer(UncompiledDispatchMode):
             names |= {
                 id(parameter): name for name, parameter in module.named_parameters() if id(parameter) not in names
             }
-        found: list[tuple[str, str, list[str]]] = []
-        kept, _ = tree_flatten_with_path(returned)
-        for path, value in kept:
+        entries: list[tuple[str, str, list[str]]] = []
+        returned_leaves, _ = tree_flatten_with_path(returned)
+        for path, value in returned_leaves:
             if isinstance(value, Tensor | float):
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                label = "loss" if len(kept) == 1 else f"result {torch.utils._pytree.keystr(path)}"
-                found.append((label, "", self._quietly(tensor)))
-        for place, leaf in enumerate(self.leaves.values(), 1):
-            names.setdefault(id(leaf), f"tensor {place} of shape {tuple(leaf.shape)}")
-        found += [("gradient", names[leaf], values) for leaf, values in self.gradients.items()]
+                label = "loss" if len(returned_leaves) == 1 else f"result {torch.utils._pytree.keystr(path)}"
+                entries.append((label, "", self._quietly(tensor)))
+        for number, leaf in enumerate(self.leaves.values(), 1):
+            names.setdefault(id(leaf), f"tensor {number} of shape {tuple(leaf.shape)}")
+        entries += [("gradient", names[leaf], values) for leaf, values in self.gradients.items()]
         for leaf in self.leaves.values():
             values = self._quietly(leaf)
             if values != self.leaf_contents.get(_as_it_is(leaf), values):
-                found.append(("updated", names[id(leaf)], values))
+                entries.append(("updated", names[id(leaf)], values))
         for module, before in self.roots.values():
             now = self._buffers(module).items()
-            found += [("updated", name, values) for name, values in now if values != before.get(name)]
-        for label, name, values in sorted(found):
+            entries += [("updated", name, values) for name, values in now if values != before.get(name)]
+        for label, name, values in sorted(entries):
             if values:
                 shape, dtype = list(self.sketches[values[-1]].shape), "float64"
                 self.operations.append(Operation(label, RESULT, name, "", values, values, shape, dtype))
 
 
-def _kept(values: Any) -> list[Tensor]:
+def _numeric_tensors(values: Any) -> list[Tensor]:
     """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
-    found = sk.tensors(values)
-    return [t for t in found if t.dtype != torch.uint8] if any(map(sk.rounds, found)) else found
+    tensors = sk.tensors(values)
+    return [t for t in tensors if t.dtype != torch.uint8] if any(map(sk.rounds, tensors)) else tensors
 
 
-def _results(operation: Any, made: Any) -> list[Tensor]:
+def _results(operation: Any, raw_results: Any) -> list[Tensor]:
     """What an operation made of tensors, without its notes."""
-    if isinstance(made, tuple) and len(made) == len(operation._schema.returns):
-        made, _ = _without_notes(operation._schema.returns, made, {})
-    return _kept(made)
+    if isinstance(raw_results, tuple) and len(raw_results) == len(operation._schema.returns):
+        raw_results, _ = _without_notes(operation._schema.returns, raw_results, {})
+    return _numeric_tensors(raw_results)
 
 
 def _without_notes(
@@ -353,9 +357,9 @@ def _as_it_is(leaf: Tensor) -> tuple[int, torch.dtype, torch.device]:
 def _spread(again: list[Tensor], results: list[Tensor]) -> float:
     """How far the results of an operation that was called again are from the first ones, relative to these."""
     distances = [
-        sk.distance(sk.sketch(other), sk.sketch(one))
-        for other, one in zip(again, results, strict=False)
-        if sk.rounds(one)
+        sk.distance(sk.sketch(repeated), sk.sketch(original))
+        for repeated, original in zip(again, results, strict=False)
+        if sk.rounds(original)
     ]
     return max(distances, default=math.inf)
 
@@ -363,8 +367,8 @@ def _spread(again: list[Tensor], results: list[Tensor]) -> float:
 def _same_bits(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)
-    return torch.equal(*(t.detach().contiguous().view(-1).view(kind) for t in (x, y)))
+    integer_type = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)
+    return torch.equal(*(t.detach().contiguous().view(-1).view(integer_type) for t in (x, y)))
 
 
 def _copy(value: Any) -> Any:

@@ -34,9 +34,9 @@ UNKNOWN = 2.0**-17  # the error that is granted to a float32 kernel without a tw
 IN_TF32 = 2.0**-10  # and to one that may multiply in TF32
 # Kernels of different devices that compute the same thing.
 TWINS = {"_unsafe_view": "view"}
-for _way in ("", "_backward"):
-    TWINS |= {f"{library}_batch_norm{_way}": f"native_batch_norm{_way}" for library in ("cudnn", "miopen")}
-    TWINS |= {f"{kernel}{_way}": f"attention{_way}" for kernel in ATTENTION}
+for _suffix in ("", "_backward"):
+    TWINS |= {f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}" for library in ("cudnn", "miopen")}
+    TWINS |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
 
 
 @dataclass
@@ -93,11 +93,11 @@ class Trace:
             DataError: naming the file, for one that is missing, cut short, damaged or foreign.
         """
         notes, rows, sketches = trace_files.read(file, content, most)
-        parts: dict[bool, list[Operation]] = {False: [], True: []}
+        by_reference: dict[bool, list[Operation]] = {False: [], True: []}
         for row in rows:
-            parts[row.pop("reference")].append(Operation(**row))
+            by_reference[row.pop("reference")].append(Operation(**row))
         try:
-            trace = cls(operations=parts[False], reference=parts[True], sketches=sketches, **notes)
+            trace = cls(operations=by_reference[False], reference=by_reference[True], sketches=sketches, **notes)
             trace._check()
         except (ValueError, TypeError, AttributeError, UsageError) as error:
             raise DataError(f"{file}: a damaged trace: {error!r}") from None
@@ -238,13 +238,13 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
         for one in trace.operations:
             one.repeats = None if one.random or one.phase == RESULT else one.steady
         return
-    made_before, made = _made(first), _made(trace)
+    values_made_before, values_made = _values_made(first), _values_made(trace)
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue
         if before is not None and before.inputs != op.inputs:
             pairs = zip(before.inputs, op.inputs, strict=False)
-            op.anew = any(x != y and x not in made_before and y not in made for x, y in pairs)
+            op.anew = any(x != y and x not in values_made_before and y not in values_made for x, y in pairs)
         same = before is not None and (before.inputs != op.inputs or before.outputs == op.outputs)
         op.repeats = op.steady and same and not op.anew
         if before is not None and before.inputs == op.inputs and before.outputs != op.outputs:
@@ -253,7 +253,7 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
             op.spread = max([op.spread or 0.0, *distances])
 
 
-def _made(trace: Trace) -> set[str]:
+def _values_made(trace: Trace) -> set[str]:
     """The values that operations of an execution made; not those that one passed on, as a copy does."""
     return {value for op in trace.operations for value in (*op.outputs, *op.changed) if value not in op.inputs}
 
@@ -290,11 +290,11 @@ def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
     """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all."""
 
     def shake(call: Call) -> None:
-        amount = amounts[call.place] if call.place < len(amounts) else 0.0
+        amount = amounts[call.position] if call.position < len(amounts) else 0.0
         if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
             return
         for t in filter(sk.rounds, call.results):  # by .data, which autograd does not count
-            moves = sk.moves(t, 131 * call.place + draw)
+            moves = sk.moves(t, 131 * call.position + draw)
             size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if call.name in FACTORS else math.nan
             if math.isfinite(size):
                 t.data.add_(moves, alpha=amount * size)
@@ -304,10 +304,10 @@ def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
     return shake
 
 
-def _alike(amounts: list[float], others: list[float]) -> bool:
+def _alike(amounts: list[float], other_amounts: list[float]) -> bool:
     """Whether roundings of some sizes lead about as far as, or less far than, those of others."""
-    pairs = list(zip(amounts, others, strict=True))
-    return math.hypot(*amounts) <= 2 * math.hypot(*others) and all(x <= 8 * max(y, UNKNOWN) for x, y in pairs)
+    pairs = list(zip(amounts, other_amounts, strict=True))
+    return math.hypot(*amounts) <= 2 * math.hypot(*other_amounts) and all(x <= 8 * max(y, UNKNOWN) for x, y in pairs)
 
 
 def _carried(

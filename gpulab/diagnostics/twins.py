@@ -39,7 +39,7 @@ class Twin:
         return [t for t in leaves((self.args, self.kwargs)) if rounds(t)]
 
     def __call__(
-        self, change: Callable[[Tensor], Tensor] = lambda x: x, places: Sequence[int] | None = None
+        self, change: Callable[[Tensor], Tensor] = lambda x: x, positions: Sequence[int] | None = None
     ) -> list[Tensor]:
         """The results of arguments that are changed first, all or those at some places."""
 
@@ -51,10 +51,10 @@ class Twin:
             return change(value) if isinstance(value, Tensor) and rounds(value) else value
 
         placed = [
-            mapped(changed if places is None or place in places else copied, value)
-            for place, value in enumerate(self.args)
+            mapped(changed if positions is None or position in positions else copied, value)
+            for position, value in enumerate(self.args)
         ]
-        out = self.operation(*placed, **mapped(copied if places is not None else changed, self.kwargs))
+        out = self.operation(*placed, **mapped(copied if positions is not None else changed, self.kwargs))
         if gave_up(self.operation, out):
             raise RuntimeError("a factorisation failed")
         return rounded_results(outcome(self.operation, placed, out))[: self.results]

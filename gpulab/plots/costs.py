@@ -50,14 +50,16 @@ def roofline(frame: pd.DataFrame) -> Picture:
         tint, ceiling = style.colour(setting), np.minimum(bandwidth * intensities, peak)
         axes.plot(intensities, ceiling, color=tint, lw=1.5, label=label)
         for kind, (marker, _) in ROOFED.items():
-            some = device[(device.kind == kind) & (device.flop > 0)]
-            style.points(axes, some.intensity, some.gflops, tint, bool(machine), marker=marker, s=28, linewidths=None)
+            of_kind = device[(device.kind == kind) & (device.flop > 0)]
+            style.points(
+                axes, of_kind.intensity, of_kind.gflops, tint, bool(machine), marker=marker, s=28, linewidths=None
+            )
     layers = bounds(frame.assign(setting=frame.machine + frame.setting))
     below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 8}
     named = layers.drop_duplicates("operation").sort_values("intensity")
-    for place, row in enumerate(named.itertuples()):
+    for index, row in enumerate(named.itertuples()):
         axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
-        axes.annotate(f"{row.operation} ", (row.intensity, 0.02 + 0.06 * place), color=INK, **below)
+        axes.annotate(f"{row.operation} ", (row.intensity, 0.02 + 0.06 * index), color=INK, **below)
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.legend(fontsize=8, frameon=False, loc="upper left")

@@ -53,9 +53,9 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
     networks, correlations = list(measured.experiment.unique())[:2], []
     figure, panels = style.canvas(len(networks), height=3.7)
     for axes, network in zip(panels, networks, strict=True):
-        some = measured[measured.experiment == network]
-        floor = 0.5 * some.index_fraction[some.index_fraction > 0].min()  # where those without a way down stand
-        shown = some.assign(height=some.index_fraction.clip(lower=floor))
+        rows = measured[measured.experiment == network]
+        floor = 0.5 * rows.index_fraction[rows.index_fraction > 0].min()  # where those without a way down stand
+        shown = rows.assign(height=rows.index_fraction.clip(lower=floor))
         for (setting, recorded, _), runs in shown.groupby(["setting", "recorded", "profile"]):
             tint, look = style.colour(setting), {"hollow": recorded, "marker": style.shape(setting)}
             style.points(axes, runs.loss, runs.height, tint, s=7, alpha=0.45, **(look | {"linewidths": 0.7}))
@@ -66,11 +66,11 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         for profile, runs in shown.groupby("profile") if shown.profile.nunique() > 1 else ():
             last = runs[runs.final]
             axes.annotate(profile, (last.loss.median(), last.height.median()), ha="right", xytext=(-7, 0), **NEAR)
-        style.log_scale(axes.xaxis, some.loss.min(), some.loss.max())
+        style.log_scale(axes.xaxis, rows.loss.min(), rows.loss.max())
         style.decades(axes.yaxis, 6)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
         axes.set_xlabel(f"{network}: {style.metric_label('loss', [network])}")
-        correlation = some.loss.corr(some.index_fraction, method="spearman")
+        correlation = rows.loss.corr(rows.index_fraction, method="spearman")
         correlations.append(correlation)
     panels[0].set_ylabel("directions that lead down\n(share of all)")
     numbers = " and ".join(f"{correlation:+.2f}" for correlation in correlations)
@@ -263,9 +263,9 @@ def saddle_surface(surface: Surface) -> Picture:
     bar.ax.tick_params(labelsize=7)
     least, greatest = losses[len(across) // 2], losses[:, len(along) // 2]
     slices = (along, least, DOWN, "least"), (across, greatest, UP, "greatest")
-    for (places, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
-        right.plot(places, values, color=tint, lw=1.6, label=f"along the {name}: {curvature:.2g}")
-        right.plot(places, loss + curvature * places**2 / 2, color=tint, lw=0.9, ls="--")
+    for (positions, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
+        right.plot(positions, values, color=tint, lw=1.6, label=f"along the {name}: {curvature:.2g}")
+        right.plot(positions, loss + curvature * positions**2 / 2, color=tint, lw=0.9, ls="--")
     right.plot(0, loss, zorder=5, **HERE)
     low, high = losses.min(), max(least.max(), greatest.max())
     right.set_ylim(low - 0.08 * (high - low), high + 0.25 * (high - low))

@@ -49,13 +49,13 @@ def estimation(verdict: Verdict) -> Picture:
     tints = style.level_colours(factor, levels)
     blocks = sorted(verdict.runs[block].unique())
     # How far from its row a seed is drawn, the same in every row.
-    aside = dict(zip(blocks, style.spread(len(blocks), 0.2), strict=True))
+    offsets = dict(zip(blocks, style.spread(len(blocks), 0.2), strict=True))
     dots: Look = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
     figure, (left, right) = style.canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
 
     runs = verdict.runs.assign(recorded=style.is_recorded(verdict.runs))
     experiments = runs.get("experiment", ())
-    runs["height"] = runs[factor].map(rows) + runs[block].map(aside)
+    runs["height"] = runs[factor].map(rows) + runs[block].map(offsets)
     diverged = runs.status == "diverged"
     metric = runs[verdict.metric]
     if not diverged.all():
@@ -68,11 +68,11 @@ def estimation(verdict: Verdict) -> Picture:
     gaps = np.flatnonzero(joined[block] != joined[block].shift())  # one line for all: of thousands, each takes its time
     line = np.insert(joined[[verdict.metric, "height"]].to_numpy(float), gaps, np.nan, axis=0)
     left.plot(*line.T, color=FAINT, lw=0.5, alpha=0.7, zorder=1)
-    for (level, recorded), some in runs[~diverged].groupby([factor, "recorded"]):
-        style.points(left, some[verdict.metric], some.height, tints[level], recorded, **dots)
-    for level, some in runs[diverged].groupby(factor):
+    for (level, recorded), group in runs[~diverged].groupby([factor, "recorded"]):
+        style.points(left, group[verdict.metric], group.height, tints[level], recorded, **dots)
+    for level, group in runs[diverged].groupby(factor):
         edge: Look = {"marker": "x", "s": 24, "transform": left.get_yaxis_transform(), "zorder": 4}
-        left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)
+        left.scatter(np.full(len(group), 0.97), group.height, color=tints[level], **edge)
     if diverged.any():
         left.margins(x=0.12)  # room for the crosses
     left.set_yticks(range(len(levels)), [re.sub(BROKEN, r"\1\n", words, count=1) for words in called.values()])
@@ -85,11 +85,11 @@ def estimation(verdict: Verdict) -> Picture:
     pairs = verdict.pairs[verdict.pairs.difference.notna()]
     for row in table.to_dict("records"):
         level = row[factor]
-        some, place = pairs[pairs[factor] == level], rows[level]
-        heights = place - 0.08 + 0.8 * some[block].map(aside)
-        style.points(right, some.difference / unit, heights, tints[level], hollow[level], **dots)
+        group, row_height = pairs[pairs[factor] == level], rows[level]
+        heights = row_height - 0.08 + 0.8 * group[block].map(offsets)
+        style.points(right, group.difference / unit, heights, tints[level], hollow[level], **dots)
         largest = f"largest {row['largest_difference'] / unit:.2g}" if row["largest_difference"] else "exactly the same"
-        right.annotate(f" {row['decision']}\n {largest}", (1.0, place), fontsize=7, **BESIDE)
+        right.annotate(f" {row['decision']}\n {largest}", (1.0, row_height), fontsize=7, **BESIDE)
     below = table[factor].map(rows).astype(float) + 0.33
     for low, high, width in (("low", "high", 1.0), ("equivalent_low", "equivalent_high", 3.2)):
         right.hlines(below, table[low] / unit, table[high] / unit, color=INK, lw=width, zorder=4)
@@ -126,14 +126,14 @@ def decided(verdict: Verdict) -> str:
     """The title: how many levels came to which decision."""
     decisions = verdict.decisions
     called = names([verdict.reference, *decisions], verdict.factor)
-    usual = called[verdict.reference]
+    reference_name = called[verdict.reference]
     if not decisions:
-        return f"Only {usual}: nothing to compare with"
+        return f"Only {reference_name}: nothing to compare with"
     if len(decisions) == 1:
         ((level, decision),) = decisions.items()
-        return f"{called[level]}, against {usual}: {decision}"
+        return f"{called[level]}, against {reference_name}: {decision}"
     counts = verdict.table.decision.value_counts()
-    return f"Against {usual}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
+    return f"Against {reference_name}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
 
 
 @draw.register
@@ -160,10 +160,10 @@ def changes(reproduction: Reproduction) -> Picture:
     figure, (axes,) = style.canvas(1, height=1.6 + 0.26 * len(shown))
     band = style.margin_band(axes, reproduction.margin, reproduction.margin)
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
-    for look, some in shown.groupby("look"):
+    for look, group in shown.groupby("look"):
         tint, marker, size = LOOKS[str(look)]
         dots: Look = {"c": tint, "marker": marker, "s": size, "zorder": 3}
-        drawn, edge = some[~some.lost], some[some.lost]
+        drawn, edge = group[~group.lost], group[group.lost]
         axes.plot([drawn.low, drawn.high], [drawn.index.map(rows)] * 2, color=tint, lw=1.2, zorder=2)
         axes.scatter(drawn.difference, drawn.index.map(rows), **dots)
         axes.scatter(np.full(len(edge), 0.98), edge.index.map(rows), transform=axes.get_yaxis_transform(), **dots)

@@ -81,9 +81,12 @@ def escape_law(table: pd.DataFrame) -> Picture:
     axes.set(ylim=(-1, np.log(1 / low) * 1.05), ylabel="steps until it left × ln(1 + ηλ)")
     alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
     parsed = map(Setting.parse, alone.setting)
-    numbers = [each.precision or each.emulate or ("tf32" if each.tf32 else "float32") for each in parsed]
-    for name, some in alone.groupby(numbers):  # which arithmetic rounded it off the saddle
-        above = (some.x.median(), some.time.quantile(0.9))
+    numbers = [
+        parsed_setting.precision or parsed_setting.emulate or ("tf32" if parsed_setting.tf32 else "float32")
+        for parsed_setting in parsed
+    ]
+    for name, group in alone.groupby(numbers):  # which arithmetic rounded it off the saddle
+        above = (group.x.median(), group.time.quantile(0.9))
         axes.annotate(name, above, xytext=(6, 10), textcoords="offset points", fontsize=8, zorder=5)
     pushed = ~table.emulated.astype(bool) & (table.batch_size == 0) & (table.perturbation > 0)
     dot: Look = {"ls": "", "marker": "o", "ms": 6}
@@ -135,9 +138,9 @@ def escape_paths(paths: pd.DataFrame, radius: float) -> Picture:
     figure, panels = _panel_each(paths.optimizer.unique(), "displacement along the ways down")
     by = ["optimizer", "setting", "master_weights", "batch_size", "learning_rate", "perturbation", "seed"]
     escapes = paths.groupby(by, sort=False)
-    for (optimizer, setting, kept, batch_size, *_), path in escapes:
+    for (optimizer, setting, master_weights, batch_size, *_), path in escapes:
         path = path[path.unstable > FLOOR]
-        height, width, line = path.unstable, 1.2, MASTER if kept else style.dashes(setting)
+        height, width, line = path.unstable, 1.2, MASTER if master_weights else style.dashes(setting)
         if batch_size:
             height = height.rolling(len(path) // 40 + 1, center=True, min_periods=1).median()
             width, line = 4.5 / (1 + settings.index(setting)), batch_line
@@ -148,8 +151,8 @@ def escape_paths(paths: pd.DataFrame, radius: float) -> Picture:
         style.decades(axes.yaxis)
         axes.set(title=f"{optimizer_words(optimizer)}, learning rate {rates}", xlabel="steps of the optimiser")
     [*panels.values()][:2][-1].annotate(" left", (1, radius), fontsize=8, **BESIDE)
-    left = (escapes.tail(1).unstable > radius).sum()
-    headline = f"{left} of {escapes.ngroups} trainings leave the saddle"
+    left_count = (escapes.tail(1).unstable > radius).sum()
+    headline = f"{left_count} of {escapes.ngroups} trainings leave the saddle"
     look: Look = {"ls": "-"} if batches.all() else {}
     keys = style.setting_keys(paths, **look)
     if batches.any():
@@ -195,11 +198,11 @@ def escape_phases(table: pd.DataFrame) -> Picture:
         own = shown[shown.optimizer == optimizer]
         axes.axhspan(low, 1, color=FAINT, alpha=0.2, lw=0, zorder=0)
         axes.axhline(1, color=INK, lw=1)
-        for setting, part in own.groupby("setting", sort=False):
+        for setting, of_setting in own.groupby("setting", sort=False):
             tint = style.colour(setting)
-            middle = part.groupby("learning_rate").step_ratio.median()
+            middle = of_setting.groupby("learning_rate").step_ratio.median()
             axes.plot(middle.index, middle, color=tint, lw=0.9, ls=style.dashes(setting), zorder=2)
-            out, stay = part[part.left], part[~part.left]
+            out, stay = of_setting[of_setting.left], of_setting[~of_setting.left]
             for hollow in (True, False):  # a ring around what was made here
                 group, size = out[style.is_recorded(out) == hollow], 46 if hollow else 14
                 look: Look = {"marker": style.shape(setting), "s": size}

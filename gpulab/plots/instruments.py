@@ -51,11 +51,11 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
     axes.set_axis_off()
     for row, name in enumerate(names):
         sign, exponent, fraction = format_bits(x, name)
-        for place, bit in [(0, sign), *enumerate(exponent, 9 - len(exponent)), *enumerate(fraction, 9)]:
-            tint = SIGN if place == 0 else EXPONENT if place < 9 else FRACTION
+        for column, bit in [(0, sign), *enumerate(exponent, 9 - len(exponent)), *enumerate(fraction, 9)]:
+            tint = SIGN if column == 0 else EXPONENT if column < 9 else FRACTION
             face, ink = (tint, "white") if bit == "1" else ("white", tint)
-            axes.add_patch(Rectangle((place + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=tint, lw=0.8))
-            axes.text(place + 0.5, row + 0.52, bit, ha="center", va="center", fontsize=6, color=ink)
+            axes.add_patch(Rectangle((column + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=tint, lw=0.8))
+            axes.text(column + 0.5, row + 0.52, bit, ha="center", va="center", fontsize=6, color=ink)
         value = round_to(torch.tensor([x], dtype=torch.float32), name).item()
         off = abs(value - x)
         axes.text(-0.4, row + 0.5, name, ha="right", va="center", fontsize=8)
@@ -91,18 +91,18 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     ulp = np.spacing(np.float32(exact)).astype(float)
     away = np.round((shuffled.double().numpy() - exact) / ulp).astype(int)
     named = table[table.order != "exact"]
-    places = np.round((named["sum"].to_numpy(float) - exact) / ulp).astype(int)
+    offsets = np.round((named["sum"].to_numpy(float) - exact) / ulp).astype(int)
     values, counts = np.unique(away, return_counts=True)
     figure, (axes,) = style.canvas(1, height=3.6)
     axes.bar(values, counts, width=0.8, color=style.colour("cpu:threads=1"))
     axes.axvline(0, color=INK, lw=1, ls="--")
     label: Look = {"va": "center", "fontsize": 7.5, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
-    for height, place in enumerate(np.unique(places)):
+    for height, offset in enumerate(np.unique(offsets)):
         level = counts.max() * (1.12 + 0.11 * height)
-        axes.plot([place, place], [0, level], color=ON_GPU, lw=0.8, zorder=0)
-        side = "right" if place > values.mean() else "left"
-        axes.annotate(f"  {', '.join(named.order[places == place])}  ", (place, level), ha=side, **label)
-        axes.plot(place, level, marker="o", ms=4, color=ON_GPU, zorder=5)
+        axes.plot([offset, offset], [0, level], color=ON_GPU, lw=0.8, zorder=0)
+        side = "right" if offset > values.mean() else "left"
+        axes.annotate(f"  {', '.join(named.order[offsets == offset])}  ", (offset, level), ha=side, **label)
+        axes.plot(offset, level, marker="o", ms=4, color=ON_GPU, zorder=5)
     distance = "distance from the exact sum (units in the last place of float32)"
     axes.set(xlabel=distance, ylabel=f"how many of {len(away)} random orders")
     right = (away == 0).mean()

@@ -36,10 +36,10 @@ def predictions(run: Run) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         Rows of pictures: frame t, frame t + 1, predicted, difference
     """
-    coming, predicted = (tensor[:, 0] for tensor in run.predict())
-    settled = min(10, len(coming) // 2)  # so many frames fill the state first
-    moment = np.linspace(settled, len(coming) - 1, 5).astype(int)
-    before, after, guess = coming[moment - 1], coming[moment], predicted[moment]
+    next_frames, predicted = (tensor[:, 0] for tensor in run.predict())
+    settled = min(10, len(next_frames) // 2)  # so many frames fill the state first
+    moment = np.linspace(settled, len(next_frames) - 1, 5).astype(int)
+    before, after, guess = next_frames[moment - 1], next_frames[moment], predicted[moment]
     rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
     error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
     headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {still:.3g}"

@@ -51,10 +51,10 @@ def losses(frame: pd.DataFrame) -> Picture:
     for _, seed in frame.drop_duplicates(["setting", "seed"]).sort_values("place").groupby("seed"):
         axes.plot(seed.place, seed.final_loss, color=FAINT, lw=0.7, zorder=1)
     for (setting, recorded), runs in frame.groupby(["setting", "recorded"]):
-        place = runs.place.iloc[0] + (0.15 if recorded and not frame.recorded.all() else 0.0)
-        style.points(axes, np.full(len(runs), place), runs.final_loss, style.colour(setting), recorded, alpha=0.9)
+        position = runs.place.iloc[0] + (0.15 if recorded and not frame.recorded.all() else 0.0)
+        style.points(axes, np.full(len(runs), position), runs.final_loss, style.colour(setting), recorded, alpha=0.9)
         if diverged := int((runs.status == "diverged").sum()):
-            top = (place, 0.98)
+            top = (position, 0.98)
             axes.annotate(f"{diverged} diverged", top, xycoords=("data", "axes fraction"), ha="center", va="top")
     style.loss_scale(axes)
     axes.set_xticks(range(len(order)), [words.replace(", ", "\n") for words in called.values()], fontsize=8)
@@ -101,13 +101,13 @@ def differences(verdict: Verdict) -> Picture:
     for level in [*verdict.table[factor], *again[factor].unique()]:
         shown = pairs.difference[pairs[factor] == level].dropna().astype(float)
         largest = shown.abs().max()
-        said = f"largest {largest:.2g}" if largest > 0 else "exactly the same" if largest == 0 else "no pair"
-        rows.append(style.Row(called[level], shown, tints.get(level, tints[reference]), hollow, said))
+        note = f"largest {largest:.2g}" if largest > 0 else "exactly the same" if largest == 0 else "no pair"
+        rows.append(style.Row(called[level], shown, tints.get(level, tints[reference]), hollow, note))
     levels = [row.name for row in rows]
-    usual = called[reference]
+    reference_name = called[reference]
     rows.append(style.Row("one seed against another", (), INK, words=f"standard deviation {verdict.between_seeds:.2g}"))
     unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
-    label = f"change of the same seed against {usual}: {unit}"
+    label = f"change of the same seed against {reference_name}: {unit}"
     figure, axes = style.rows_of_points(rows, label, reference=0)
     base = verdict.runs[verdict.runs[factor] == reference][metric].to_numpy(float)
     between = (base[:, None] - base)[~np.eye(len(base), dtype=bool)]
@@ -126,7 +126,7 @@ def differences(verdict: Verdict) -> Picture:
         )
     if np.isnan(verdict.ratio):
         headline = "One seed has no spread to compare with"
-    alt = f"Change of {metric} against {usual}: {'; '.join(levels)}; and between seeds."
+    alt = f"Change of {metric} against {reference_name}: {'; '.join(levels)}; and between seeds."
     return style.finished(figure, headline, alt, keys)
 
 
@@ -179,8 +179,8 @@ def curves(
         ends.append((baseline_label, baseline, {"color": INK, "lw": 1, "ls": ":"}))
     style.loss_scale(axes)
     style.end_labels(axes, ends)
-    seen = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
-    axes.set(xlabel=seen, ylabel=style.metric_label("loss", histories.experiment))
+    x_label = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
+    axes.set(xlabel=x_label, ylabel=style.metric_label("loss", histories.experiment))
     last = histories.groupby("id").loss.last()
     counts = f"{len(levels)} {factor}{'s' if len(levels) > 1 else ''} × {histories.seed.nunique()} seeds"
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"

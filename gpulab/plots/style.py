@@ -105,14 +105,14 @@ def colour(setting: str) -> str:
         >>> gl.plots.colour("cpu"), gl.plots.colour("cuda:tf32=off")
         ('#0072B2', '#D55E00')
     """
-    others = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU
-    return COLOURS.get(setting, others[zlib.crc32(setting.encode()) % len(others)])
+    palette = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU
+    return COLOURS.get(setting, palette[zlib.crc32(setting.encode()) % len(palette)])
 
 
 def shape(setting: str) -> str:
     """The marker that a setting has where colour alone does not tell."""
-    other = "^" if Setting.parse(setting).emulated else "osDhp"[zlib.crc32(setting.encode()) % 5]
-    return SHAPES.get(setting, other)
+    fallback = "^" if Setting.parse(setting).emulated else "osDhp"[zlib.crc32(setting.encode()) % 5]
+    return SHAPES.get(setting, fallback)
 
 
 def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
@@ -121,13 +121,13 @@ def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
         return {level: colour(str(level)) for level in levels}
     palette = [*COLOURS.values(), *OTHER_CPU, *OTHER_GPU]
     palette.insert(1, palette.pop(4))  # the first two stand far apart
-    return {level: palette[place % len(palette)] for place, level in enumerate(levels)}
+    return {level: palette[index % len(palette)] for index, level in enumerate(levels)}
 
 
 def setting_order(frame: pd.DataFrame) -> list[str]:
     """The settings of a frame, in the order of the palette, the unknown ones last."""
-    places = {setting: place for place, setting in enumerate(COLOURS)}
-    return sorted(frame.setting.unique(), key=lambda setting: (places.get(setting, len(places)), setting))
+    ranks = {setting: rank for rank, setting in enumerate(COLOURS)}
+    return sorted(frame.setting.unique(), key=lambda setting: (ranks.get(setting, len(ranks)), setting))
 
 
 def dashes(setting: str) -> str:
@@ -182,13 +182,13 @@ def setting_keys(frame: pd.DataFrame, shapes: bool = False, **look: Any) -> list
 
 
 def origin_keys(
-    frame: pd.DataFrame, here: str = "made here, on ", elsewhere: str = "recorded on ", **look: Any
+    frame: pd.DataFrame, made_here: str = "made here, on ", elsewhere: str = "recorded on ", **look: Any
 ) -> list[Line2D]:
     """What is filled and what is hollow, with the machines where it was made."""
     recorded, keys = is_recorded(frame), []
     for hollow in sorted(recorded.unique()):
         machines = sorted(set(map(str, frame.machine[recorded == hollow].dropna()))) if "machine" in frame else []
-        keys.append(point_key((elsewhere if hollow else here) + ", ".join(machines), hollow, **look))
+        keys.append(point_key((elsewhere if hollow else made_here) + ", ".join(machines), hollow, **look))
     return keys
 
 
@@ -286,29 +286,29 @@ def rows_of_points(rows: Sequence[Row], label: str, reference: float, room: floa
     figure, (axes,) = canvas(1, height=1.3 + room * len(rows))
     axes.axvline(reference, color=INK, lw=0.8, zorder=1)
     size = 8 if room > 0.3 else 7
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         if count := len(row.values):
-            points(axes, row.values, place + spread(count), row.tint, row.hollow, s=18, alpha=0.9)
+            points(axes, row.values, position + spread(count), row.tint, row.hollow, s=18, alpha=0.9)
         inside = count and np.isnan(row.values).all()
-        axes.annotate(f" {row.words}", (0 if inside else 1, place), fontsize=size, **BESIDE)
+        axes.annotate(f" {row.words}", (0 if inside else 1, position), fontsize=size, **BESIDE)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=size)
     axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=label)
     return figure, axes
 
 
 def stacked_shares(
-    parts: pd.DataFrame, whole: pd.Series, tints: Mapping[str, str], label: str, headline: str, alt: str
+    part_seconds: pd.DataFrame, total_seconds: pd.Series, tints: Mapping[str, str], label: str, headline: str, alt: str
 ) -> Picture:
     """A bar for each row of seconds, divided by the shares of its columns, and beside it the whole in milliseconds."""
-    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(parts))
-    shares = parts[[*tints]].div(parts.sum(axis=1), axis=0)
+    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(part_seconds))
+    shares = part_seconds[[*tints]].div(part_seconds.sum(axis=1), axis=0)
     shares.plot.barh(stacked=True, color=tints, width=0.7, ax=axes, legend=False)
     bars: Any
     for bars, tint in zip(axes.containers, tints.values(), strict=True):
         words = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
         ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
         axes.bar_label(bars, words, label_type="center", color=ink, fontsize=8)
-    for row, seconds in enumerate(whole):
+    for row, seconds in enumerate(total_seconds):
         axes.annotate(f"{1e3 * seconds:.3g} ms", (1.01, row), va="center", fontsize=8, annotation_clip=False)
     axes.invert_yaxis()
     axes.set(xlim=(0, 1), xlabel=label, ylabel="")

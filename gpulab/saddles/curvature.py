@@ -156,8 +156,8 @@ def read_curvature(store: str | Path) -> pd.DataFrame:
     """What `curvature_along` kept in a folder; damaged files are named in a warning and skipped."""
     import pandas as pd
 
-    parts = [_unpacked(rows, record) for rows, record in read_tables(Path(store))]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*KEYS, *MEASURED])
+    frames = [_unpacked(rows, record) for rows, record in read_tables(Path(store))]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*KEYS, *MEASURED])
 
 
 def row_spectra(frame: pd.DataFrame) -> Iterator[tuple[Any, SpectralDensity]]:
@@ -170,18 +170,18 @@ def _along_training(
     plan: Plan, options: dict[str, Any], store: str | Path | None, command: str | None, bar: Progress
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
-    here = passport()
+    machine_passport = passport()
     plan.draw_weights()
-    planned = plan.identity(here)
+    planned = plan.identity(machine_passport)
     identity = {**planned.record, "id": identities.run_id({**planned.record, "looked": options})}
     file = None if store is None else Path(store) / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
         try:
-            kept = _unpacked(*read_table(file))
+            stored_frame = _unpacked(*read_table(file))
         except DataError as error:
             raise DataError(f"{error}; without this file, the training is made and looked at again") from None
         bar.update(1 + options["snapshots"])
-        return kept
+        return stored_frame
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     last = 1 + plan.frames // plan.window
     moments = set(np.geomspace(last, 1, options["snapshots"]).round() - 1)  # a single one is the end of the training
@@ -196,8 +196,8 @@ def _along_training(
                 snapshots[step] = copies
         passed += 1
 
-    asked = plan.name, plan.data, plan.setting, plan.seed, plan.profile
-    run = train(*asked, frames=plan.frames, watch=watch, progress=False)
+    arguments = plan.name, plan.data, plan.setting, plan.seed, plan.profile
+    run = train(*arguments, frames=plan.frames, watch=watch, progress=False)
     bar.update()
     rows = []
     for step, snapshot in snapshots.items():
@@ -208,7 +208,7 @@ def _along_training(
         rows.append({"step": run.record["diverged_at"], **dict.fromkeys(MEASURED, math.nan), "size": 0, **empty})
     bar.update(options["snapshots"] - len(snapshots))
     record = {**identity, "looked": options, "tolerance": ZERO, "status": run.status, "command": command}
-    record |= {"started": started, "passport": dict(here), "weights": run.record["summary"]["weights"]}
+    record |= {"started": started, "passport": dict(machine_passport), "weights": run.record["summary"]["weights"]}
     frame = _frame(rows, record)
     if file is not None:
         flat = {name: [row.ravel().astype(np.float32) for row in frame[name]] for name in ("nodes", "node_weights")}

@@ -206,7 +206,7 @@ def check_start(model: nn.Module, saddle: Saddle, batch_size: int | None) -> Non
         raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
     if isinstance(saddle, CriticalPoint) and not saddle.found:
         raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
-    if wrong := [part for part in saddle.batch if not isinstance(part, Tensor)]:
+    if wrong := [item for item in saddle.batch if not isinstance(item, Tensor)]:
         raise UsageError(f"the data of the saddle are a {type(wrong[0]).__name__}: expected tensors")
     shapes = [[tuple(parameter.shape) for parameter in trained(net)] for net in (model, saddle.model)]
     if shapes[0] != shapes[1]:

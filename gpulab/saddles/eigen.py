@@ -238,10 +238,10 @@ def _inner(a: Float[Tensor, "m n"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
     if a.dtype == torch.float64:
         return (a @ b.T).cpu()
     pieces = a.shape[1] // PIECE
-    whole = pieces * PIECE
-    left, right = (rows[:, :whole].reshape(len(rows), pieces, PIECE) for rows in (a, b))
+    covered_columns = pieces * PIECE
+    left, right = (rows[:, :covered_columns].reshape(len(rows), pieces, PIECE) for rows in (a, b))
     sums = left.transpose(0, 1) @ right.permute(1, 2, 0)
-    return sums.cpu().double().sum(0) + (a[:, whole:] @ b[:, whole:].T).cpu().double()
+    return sums.cpu().double().sum(0) + (a[:, covered_columns:] @ b[:, covered_columns:].T).cpu().double()
 
 
 def _lengths(rows: Float[Tensor, "k n"]) -> Float[Tensor, " k"]:

@@ -233,8 +233,8 @@ def escape(
             expected = law.expected(start.abs(), -values, directions[:, 0], radius)
             expected_rate = math.nan if math.isfinite(law.longest) else math.log1p(float(law.gain(-values[:1])))
         if steps is None:
-            more = 100 if name == "sgd" else 2 * SETTLED
-            steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + more, LONGEST))
+            extra_steps = 100 if name == "sgd" else 2 * SETTLED
+            steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + extra_steps, LONGEST))
         descent.move_to(begin)
         ratio = step_ratio(optimizer, learning_rate, descent.weights, descent.gradient(next(descent.batches()))[1])
         rows: list[list[float]] = []
@@ -256,9 +256,9 @@ def escape(
     beyond = history.step[history.unstable > radius]
     options = str(parsed), name, master_weights, learning_rate, batch_size, seed, perturbation, radius
     theory = float(noise.norm()), float(start.norm()), expected, expected_rate
-    left = int(beyond.iloc[0]) if len(beyond) else None
+    left_at = int(beyond.iloc[0]) if len(beyond) else None
     moved = descent.moved[0] if descent.moved else math.nan
-    return Escape(*options, saddle.curvature, history, left, *theory, moved, ratio)
+    return Escape(*options, saddle.curvature, history, left_at, *theory, moved, ratio)
 
 
 def _patience(optimizer: str) -> int:
@@ -303,16 +303,16 @@ class EscapeTable(Report):
         """
         from scipy import stats
 
-        left = self.table[self.table.left & (self.table.law > 0)]
-        if left.law.nunique() < 3:
-            raise DataError(f"{left.law.nunique()} different escapes: a slope needs 3")
-        fit = stats.linregress(left.law, left.steps)
-        reach = stats.t.ppf(0.975, len(left) - 2) * fit.stderr
+        escaped = self.table[self.table.left & (self.table.law > 0)]
+        if escaped.law.nunique() < 3:
+            raise DataError(f"{escaped.law.nunique()} different escapes: a slope needs 3")
+        fit = stats.linregress(escaped.law, escaped.steps)
+        reach = stats.t.ppf(0.975, len(escaped) - 2) * fit.stderr
         return float(fit.slope), float(fit.slope - reach), float(fit.slope + reach)
 
     def __str__(self) -> str:
-        left, held = int(self.table.left.sum()), int(self.table.held.sum())
-        return f"{len(self.table)} trainings from a saddle: {left} left, {held} were held there"
+        left_count, held_count = int(self.table.left.sum()), int(self.table.held.sum())
+        return f"{len(self.table)} trainings from a saddle: {left_count} left, {held_count} were held there"
 
 
 def escape_table(
@@ -367,7 +367,7 @@ def escape_table(
     """
     import pandas as pd
 
-    here = passport()
+    machine_passport = passport()
     every_seed = range(seeds) if isinstance(seeds, int) else seeds
     if isinstance(optimizers, Mapping) and learning_rate is not None:
         raise UsageError(f"learning_rate={learning_rate!r}: optimizers={optimizers!r} has its own learning rates")
@@ -376,12 +376,12 @@ def escape_table(
     starts = {
         seed: saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle for seed in every_seed
     }
-    asked = list(itertools.product(starts.items(), settings, chosen, perturbations, batch_sizes))
-    if not asked:
+    combinations = list(itertools.product(starts.items(), settings, chosen, perturbations, batch_sizes))
+    if not combinations:
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
     options: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
-    with Progress(asked, unit="escape", leave=False, disable=not progress) as bar:
+    with Progress(combinations, unit="escape", leave=False, disable=not progress) as bar:
         for (seed, start), setting, (optimizer, rate), push, size in bar:
             bar.set_postfix_str(str(setting))
             options |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
@@ -390,7 +390,7 @@ def escape_table(
             row = {name: value for name, value in vars(result).items() if name != "history"}
             row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}
             row |= {"law": result.law, "left": result.left, "held": result.held, "recorded": False}
-            row |= {"emulated": parsed.emulated, "machine": machine(here, parsed.kind)}
+            row |= {"emulated": parsed.emulated, "machine": machine(machine_passport, parsed.kind)}
             rows.append(row)
             paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))
@@ -411,5 +411,5 @@ def recorded_escapes() -> pd.DataFrame:
     """
     import pandas as pd
 
-    parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])
+    tables = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["setting", "steps", "recorded"])

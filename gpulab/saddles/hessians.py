@@ -126,8 +126,8 @@ class Hessian:
     @torch.no_grad()
     def _rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         shapes = [tensor.shape for tensor in self.parameters.values()]
-        parts = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
-        tangents = [part.reshape(len(vectors), *shape) for part, shape in zip(parts, shapes, strict=True)]
+        blocks = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
+        tangents = [block.reshape(len(vectors), *shape) for block, shape in zip(blocks, shapes, strict=True)]
         with self.inside() if self.method == REVERSE else contextlib.nullcontext():
             products = self._product(*tangents)
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
@@ -225,8 +225,10 @@ def hessian(
             backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
             if getattr(backward, "__code__", None) is ONCE:  # whose gradients autograd would take for constants
                 raise UsageError(f"{type(node).__name__} has no second derivatives: it is marked once_differentiable")
-        if held := [name for name, tensor in selected.items() if id(tensor) in leaves]:
-            raise UsageError(f"the loss holds {held[0]} itself: ask the model for it each time (model.{held[0]})")
+        if captured := [name for name, tensor in selected.items() if id(tensor) in leaves]:
+            raise UsageError(
+                f"the loss holds {captured[0]} itself: ask the model for it each time (model.{captured[0]})"
+            )
         if not value.requires_grad:
             raise UsageError("the loss does not depend on the parameters by operations that torch can differentiate")
         if not math.isfinite(float(value.detach())):
@@ -249,14 +251,14 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
     every: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     selected = every
     if names is not None:
-        wanted: set[int] = set()
+        selected_ids: set[int] = set()
         aliases = list(model.named_parameters(remove_duplicate=False))  # a tied one has several names
         for prefix in [names] if isinstance(names, str) else names:
             matching = {id(t) for name, t in aliases if t.requires_grad and f"{name}.".startswith(f"{prefix}.")}
             if not matching:
                 raise UsageError(f"parameters={prefix!r}: expected one of {', '.join(every)}, or a module of theirs")
-            wanted |= matching
-        selected = {name: tensor for name, tensor in every.items() if id(tensor) in wanted}
+            selected_ids |= matching
+        selected = {name: tensor for name, tensor in every.items() if id(tensor) in selected_ids}
     if not selected:
         raise UsageError(f"{type(model).__name__} has no parameters that require gradients")
     kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}

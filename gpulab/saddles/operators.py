@@ -56,14 +56,14 @@ def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[
     looked at only where the two are further apart than half of the digits would have them.
     """
     check_products(products)
-    kind = torch.float32 if products.device.type == "mps" else torch.float64
-    scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(kind)  # whose square may be nothing
-    first, products = vectors.to(kind), products.to(kind) / scale
-    both, length = first.T @ products, float(first.norm(dim=0).max()) / len(first) ** 0.5
-    size, apart = length * float(products.norm(dim=0).max()), float((both - both.T).abs().max())
+    dtype = torch.float32 if products.device.type == "mps" else torch.float64
+    scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)  # whose square may be nothing
+    first, products = vectors.to(dtype), products.to(dtype) / scale
+    cross_products, length = first.T @ products, float(first.norm(dim=0).max()) / len(first) ** 0.5
+    size, apart = length * float(products.norm(dim=0).max()), float((cross_products - cross_products.T).abs().max())
     if apart <= torch.finfo(vectors.dtype).eps ** 0.5 * size:
         return
-    again = 3 * (A @ (vectors / 3)).to(kind) / scale
+    again = 3 * (A @ (vectors / 3)).to(dtype) / scale
     if apart > 100 * length * float((again - products).norm(dim=0).max()):
         apart, size = apart * float(scale), size * float(scale)
         raise DataError(f"the operator is not symmetric: uᵀAv and vᵀAu differ by {apart:.3g}, of {size:.3g}")

@@ -73,8 +73,8 @@ def name_of(optimizer: str | Factory, built: optim.Optimizer) -> str:
     """
     if isinstance(optimizer, str):
         return optimizer
-    usual = inspect.signature(type(built)).parameters
-    own = {k: v for k, v in built.defaults.items() if k in usual and k not in HOW and v != usual[k].default}
+    parameters = inspect.signature(type(built)).parameters
+    own = {k: v for k, v in built.defaults.items() if k in parameters and k not in HOW and v != parameters[k].default}
     options = ", ".join(f"{name}={value}" for name, value in own.items())
     return type(built).__name__.lower() + (f"({options})" if options else "")
 
@@ -184,8 +184,10 @@ def step_ratio(optimizer: str | Factory, rate: float, weights: Sequence[Tensor],
             settling.step()
         except RuntimeError as error:
             raise UsageError(f"optimizer={optimizer!r}: it makes no step of these gradients: {error}") from None
-    step, places = (torch.cat([x.detach().flatten() for x in parts]) for parts in (zeros, map(_half_place, weights)))
-    return float(step.norm() / places.norm())
+    step, half_places = (
+        torch.cat([x.detach().flatten() for x in tensors]) for tensors in (zeros, map(_half_place, weights))
+    )
+    return float(step.norm() / half_places.norm())
 
 
 def _half_place(weights: Tensor) -> Tensor:

@@ -148,20 +148,20 @@ def spectral_density(
     check_count("probes", probes)
     check_count("steps", steps)
     # In float64 where there is one: sums over millions of numbers, whatever the operator's type.
-    kind = torch.float32 if H.device.type == "mps" else torch.float64
+    dtype = torch.float32 if H.device.type == "mps" else torch.float64
     vector = random_signs(n, probes, H, seed) / math.sqrt(n)
     before = torch.zeros((), dtype=H.dtype, device=H.device)
-    beta = torch.zeros(probes, dtype=kind, device=H.device)
+    beta = torch.zeros(probes, dtype=dtype, device=H.device)
     alphas, betas = [], []
     # Nothing here waits for the device: what is computed on it is read when all is done.
     for step in Progress(range(steps), unit="step", leave=False, delay=2, disable=not progress):
         product = H @ vector
         if step == 0 and probes > 1:
             check_symmetric(H, vector, product)
-        alpha = (vector * product).sum(0, dtype=kind)
+        alpha = (vector * product).sum(0, dtype=dtype)
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
         product.addcmul_(before, beta.to(H.dtype), value=-1)
-        beta = torch.linalg.vector_norm(product, dim=0, dtype=kind)
+        beta = torch.linalg.vector_norm(product, dim=0, dtype=dtype)
         # Where nothing is left the space is complete: a vector of zeros adds nodes without weight.
         before, vector = vector, product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
         alphas.append(alpha)
@@ -349,8 +349,8 @@ class Direction:
     found: bool
 
     def __repr__(self) -> str:
-        what = "curvature" if self.found else "no negative curvature: the smallest is"
-        return f"{what} {self.value:.6g}, residual {self.residual:.1e}"
+        heading = "curvature" if self.found else "no negative curvature: the smallest is"
+        return f"{heading} {self.value:.6g}, residual {self.residual:.1e}"
 
 
 def most_negative(

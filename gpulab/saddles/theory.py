@@ -164,16 +164,16 @@ class LinearAutoencoderSaddle:
     @functools.cached_property
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each pair (component, unit), (D, h): the entries a, b, c of the block [[a, b], [b, c]], and a c − b²."""
-        features, hidden, held = len(self.moments), len(self.mixing), list(self.components)
-        lost, kept = self.moments.clone(), self.moments.new_zeros(hidden)
-        kept[: len(held)] = self.moments[held]
-        lost[held] = 0
-        a, c = kept.expand(features, hidden).clone(), lost[:, None].repeat(1, hidden)
+        features, hidden, held_components = len(self.moments), len(self.mixing), list(self.components)
+        lost, held_moments = self.moments.clone(), self.moments.new_zeros(hidden)
+        held_moments[: len(held_components)] = self.moments[held_components]
+        lost[held_components] = 0
+        a, c = held_moments.expand(features, hidden).clone(), lost[:, None].repeat(1, hidden)
         b = -c
-        c[:, len(held) :] = 0
+        c[:, len(held_components) :] = 0
         determinant = a * c - b * b
-        b[held] = c[held] = kept
-        determinant[held] = 0
+        b[held_components] = c[held_components] = held_moments
+        determinant[held_components] = 0
         scale = 2 / features
         return scale * a, scale * b, scale * c, scale**2 * determinant
 
@@ -188,7 +188,7 @@ class LinearAutoencoderSaddle:
     def _vector(self, block: int, higher: bool = False) -> Float[Tensor, " n"]:
         """The eigenvector of a block's lower eigenvalue, or of its higher one, in the space of the weights."""
         component, unit = divmod(block, len(self.mixing))
-        a, b, low = (float(part[component, unit]) for part in (*self._blocks[:2], self._spectrum[0]))
+        a, b, low = (float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0]))
         p, q = (b, low - a) if (b, low - a) != (0, 0) else (1.0, 0.0)
         if higher:
             p, q = -q, p
@@ -198,13 +198,13 @@ class LinearAutoencoderSaddle:
         decoder, encoder = (torch.zeros_like(layer.weight) for layer in (self.model.decoder, self.model.encoder))
         decoder[:, unit] = p / math.hypot(p, q) * self.basis[:, component]
         encoder[row] = q / math.hypot(p, q) * self.basis[:, column]
-        parts = {"encoder.weight": self.mixing.T @ encoder, "decoder.weight": decoder @ self.mixing}
-        return torch.cat([parts[name].flatten() for name, _ in self.model.named_parameters()])
+        by_parameter = {"encoder.weight": self.mixing.T @ encoder, "decoder.weight": decoder @ self.mixing}
+        return torch.cat([by_parameter[name].flatten() for name, _ in self.model.named_parameters()])
 
     def __repr__(self) -> str:
-        held = ", ".join(map(str, self.components)) or "none"
+        held_components = ", ".join(map(str, self.components)) or "none"
         numbers = f"loss {self.loss:.6g}, index {self.index}, least curvature {self.curvature:.4g}"
-        return f"Critical point of a linear autoencoder, components held: {held}; {numbers}"
+        return f"Critical point of a linear autoencoder, components held: {held_components}; {numbers}"
 
 
 def linear_autoencoder_saddle(
@@ -248,29 +248,31 @@ def linear_autoencoder_saddle(
     matrix, moments, basis = _principal_components(data)
     features = len(moments)
     try:
-        held = tuple(map(operator.index, components))
+        held_components = tuple(map(operator.index, components))
     except TypeError:
         raise UsageError(f"components={components!r}: expected a sequence of whole numbers such as [0, 2]") from None
-    if outside := [component for component in held if not 0 <= component < features]:
+    if outside := [component for component in held_components if not 0 <= component < features]:
         raise UsageError(f"component {outside[0]}: the data have {features}, numbered from 0 to {features - 1}")
-    if len(set(held)) < len(held):
-        raise UsageError(f"components={held}: each can be held once")
-    least = max(1, len(held))
+    if len(set(held_components)) < len(held_components):
+        raise UsageError(f"components={held_components}: each can be held once")
+    least = max(1, len(held_components))
     hidden = least if hidden is None else hidden
     if not isinstance(hidden, int) or hidden < least:
         raise UsageError(f"hidden={hidden!r}: expected a whole number from {least}, one unit for each component")
     mixing = torch.eye(hidden, dtype=torch.float64)
-    return LinearAutoencoderSaddle(_model(basis, held, mixing), matrix, held, moments, basis, mixing)
+    return LinearAutoencoderSaddle(
+        _model(basis, held_components, mixing), matrix, held_components, moments, basis, mixing
+    )
 
 
 def _model(basis: Tensor, components: tuple[int, ...], mixing: Tensor) -> LinearAutoencoder:
     """The network that holds these columns of the basis, in units that are mixed."""
     model = LinearAutoencoder(len(basis), len(mixing)).double()
-    held = basis.new_zeros(len(basis), len(mixing))
-    held[:, : len(components)] = basis[:, list(components)]
+    held_columns = basis.new_zeros(len(basis), len(mixing))
+    held_columns[:, : len(components)] = basis[:, list(components)]
     with torch.no_grad():
-        model.decoder.weight.copy_(held @ mixing)
-        model.encoder.weight.copy_((held @ mixing).T)
+        model.decoder.weight.copy_(held_columns @ mixing)
+        model.encoder.weight.copy_((held_columns @ mixing).T)
     return model
 
 

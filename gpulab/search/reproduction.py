@@ -224,8 +224,8 @@ def reproduce(
     arguments, originals = recorded_training(old.runs, metric) if train is None else own_training(train, old.runs)
     arguments["store"] = str(folder_of(stores.default_store() if store is None else store))
     space = Space(search, originals, parsed)
-    if taken := sorted(space.original.keys() & {*UNTRIED, "trial", "changes", "distance", "p_equivalent_holm"}):
-        raise UsageError(f"search: {taken[0]!r} is a column of the search's own table; call that option otherwise")
+    if clashing := sorted(space.original.keys() & {*UNTRIED, "trial", "changes", "distance", "p_equivalent_holm"}):
+        raise UsageError(f"search: {clashing[0]!r} is a column of the search's own table; call that option otherwise")
     check_runs_here(parsed)
     points, table = _search(old, space, arguments, trials, workers, progress)
     confirmed = bool(table.confirmed.any())
@@ -277,7 +277,7 @@ def _search(
         for point in itertools.islice(space.candidates(limit), trials):
             bar.set_description(words := space.words(point))
             row = {"trial": len(rows), "changes": words, **point, "distance": space.distance(point), **UNTRIED}
-            earlier = sum(not math.isnan(other["fresh_alpha"]) for other in rows)
+            earlier = sum(not math.isnan(earlier_row["fresh_alpha"]) for earlier_row in rows)
             try:
                 row |= verdicts_on(target, functools.partial(losses_of, point), earlier)
             except Exception as error:  # whatever a function of the user's raises
@@ -290,8 +290,8 @@ def _search(
         raise GpulabError(f"every trial failed ({len(rows)}); the first: {rows[0]['note']}")
     table = pd.DataFrame(rows)
     # A trial that was pruned or failed counts in Holm's correction with p = 1.
-    whole = (table.state == "finished") & table.p_equivalent.notna()
-    table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(whole, 1.0)))
+    counted = (table.state == "finished") & table.p_equivalent.notna()
+    table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(counted, 1.0)))
     return points, table
 
 
@@ -343,8 +343,8 @@ def _evidence(result: Reproduction, row: Any) -> str:
         return f"O{searched[1:]}"
     margin = "as asked"
     if isinstance(result.margin_asked, str):
-        asked = result.margin_asked.replace("sd", " sd")
-        margin = f"{asked} between the target's seeds, cautiously estimated"
+        margin_words = result.margin_asked.replace("sd", " sd")
+        margin = f"{margin_words} between the target's seeds, cautiously estimated"
     return (
         f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{result.margin:.2g} "
         f"({margin}), difference {row.fresh_difference:.2g}, equivalence p = "
@@ -362,22 +362,22 @@ def _confirmed_by_parameter(result: Reproduction) -> Iterator[str]:
     count = sum(flags.astype(int) for flags in changed.values())
     groups = {name: flags & (count == 1) for name, flags in changed.items()} | {"several together": count > 1}
     for name, flags in groups.items():
-        some = table[flags]
-        unsettled = int((some.decision == "inconclusive").sum())
+        matching = table[flags]
+        unsettled = int((matching.decision == "inconclusive").sum())
         note = f" ({unsettled} inconclusive)" if unsettled else ""
-        if len(some):
-            yield f"{name} {int(some.confirmed.sum())} of {len(some)}{note}"
+        if len(matching):
+            yield f"{name} {int(matching.confirmed.sum())} of {len(matching)}{note}"
 
 
 def _smaller(result: Reproduction) -> str:
     """What is known of smaller changes, or where nothing worked, of any."""
-    table, kind = result.table[result.table.distance > 0], "change"
+    table, noun = result.table[result.table.distance > 0], "change"
     if result.confirmed:
-        table, kind = table[table.distance < result.table.distance[result.chosen]], "smaller change"
+        table, noun = table[table.distance < result.table.distance[result.chosen]], "smaller change"
     unsettled = int(((table.decision == "inconclusive") & (table.state == "finished")).sum())
-    words = f"No {kind} was tried in vain"
+    words = f"No {noun} was tried in vain"
     if len(table):
-        words = f"{len(table)} {kind}{'' if len(table) == 1 else 's'} tried in vain, {unsettled} of them inconclusive"
+        words = f"{len(table)} {noun}{'' if len(table) == 1 else 's'} tried in vain, {unsettled} of them inconclusive"
     if result.smaller_left is None:
         return f"{words}; the space holds more."
     return f"{words}; {result.smaller_left or 'none'} in the space left untried."

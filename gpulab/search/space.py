@@ -45,7 +45,7 @@ class Dimension:
             return 0.0
         if self.by_ratio:
             return abs(math.log2(value / self.original))
-        if self.is_option or not all(_is_number(each) for each in self.values):
+        if self.is_option or not all(_is_number(candidate) for candidate in self.values):
             return 1.0
         order = sorted(self.values)
         return float(abs(order.index(value) - order.index(self.original)))
@@ -83,8 +83,8 @@ def checked_dimension(name: str, offered: Any, originals: Mapping[str, Any], set
     original = originals[name]
     for value in values:
         if not _is_alike(value, original):
-            kind = type(original).__name__
-            raise UsageError(f"search {name}: {value!r} where the original is {original!r}; expected type {kind}")
+            type_name = type(original).__name__
+            raise UsageError(f"search {name}: {value!r} where the original is {original!r}; expected type {type_name}")
     ends = None
     by_ratio = isinstance(offered, tuple) or name in BY_RATIO
     if by_ratio and not all(_is_number(value) and value > 0 for value in [original, *values]):
@@ -115,7 +115,9 @@ class Space:
         if not isinstance(search, Mapping) or not search:
             raise UsageError(f"search {search!r}: expected what may change, such as {{'learning_rate': [1e-4, 3e-4]}}")
         self.setting = setting
-        self.dimensions = [checked_dimension(str(name), each, originals, setting) for name, each in search.items()]
+        self.dimensions = [
+            checked_dimension(str(name), offered, originals, setting) for name, offered in search.items()
+        ]
         self.original: Point = {d.name: d.original for d in self.dimensions}
 
     def points(self) -> list[Point] | None:
@@ -123,7 +125,7 @@ class Space:
         values = [d.values for d in self.dimensions]
         if any(d.ends for d in self.dimensions) or math.prod(map(len, values)) > ENUMERABLE:
             return None
-        points = [dict(zip(self.original, each, strict=True)) for each in itertools.product(*values)]
+        points = [dict(zip(self.original, combination, strict=True)) for combination in itertools.product(*values)]
         return sorted(points, key=self.distance)
 
     def candidates(self, limit: Callable[[], float]) -> Iterator[Point]:
@@ -141,10 +143,10 @@ class Space:
                 {d.name: d.at(float(share)) for d, share in zip(self.dimensions, shares, strict=True)}
                 for shares in drawn
             ]
-        seen = set()
+        yielded = set()
         for point in [self.original, *sorted(alone, key=self.distance), *combinations]:
-            if repr(point) not in seen and self.distance(point) < limit():
-                seen.add(repr(point))
+            if repr(point) not in yielded and self.distance(point) < limit():
+                yielded.add(repr(point))
                 yield point
 
     def count_nearer(self, limit: float, tried: list[Point]) -> int | None:
@@ -152,7 +154,7 @@ class Space:
         if limit == 0:
             return 0
         points = self.points()
-        return None if points is None else sum(self.distance(each) < limit and each not in tried for each in points)
+        return None if points is None else sum(self.distance(point) < limit and point not in tried for point in points)
 
     def distance(self, point: Point) -> float:
         """How far a point is from the original."""

@@ -28,9 +28,9 @@ def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> No
         frame = frame.assign(options=[_without(text, besides) for text in frame.options])
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
-        more = f" and {len(protocols) - 3} more" if len(protocols) > 3 else ""
+        rest = f" and {len(protocols) - 3} more" if len(protocols) > 3 else ""
         advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
-        raise UsageError(f"the frame mixes {protocols[:3].to_dict('records')}{more}; {advice}")
+        raise UsageError(f"the frame mixes {protocols[:3].to_dict('records')}{rest}; {advice}")
 
 
 def _without(options: Any, names: Collection[str]) -> str:
@@ -45,21 +45,21 @@ def _without(options: Any, names: Collection[str]) -> str:
 NAME_THEM = "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block)"
 
 
-def find_column(names: Iterable[Any], wanted: Any, advice: str = "") -> Any:
-    """The name that is `wanted`, or else the one that ends in it after a dot or slash, such as `metrics.loss`.
+def find_column(names: Iterable[Any], column: Any, advice: str = "") -> Any:
+    """The name that is `column`, or else the one that ends in it after a dot or slash, such as `metrics.loss`.
 
     `UsageError` lists what several there are, or what there is, and gives the advice.
     """
     by_text = {str(name): name for name in names}
-    if wanted in by_text.values():
-        return wanted
-    ending = [text for text in by_text if re.search(rf"[./]{re.escape(str(wanted))}$", text)]
+    if column in by_text.values():
+        return column
+    ending = [text for text in by_text if re.search(rf"[./]{re.escape(str(column))}$", text)]
     if len(ending) == 1:
         return by_text[ending[0]]
     if ending:
-        raise UsageError(f"column {wanted!r} could be any of {', '.join(ending)}; give the whole name")
+        raise UsageError(f"column {column!r} could be any of {', '.join(ending)}; give the whole name")
     shown = ", ".join([*by_text][:40]) + (f" and {len(by_text) - 40} more" if len(by_text) > 40 else "")
-    raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}" + (advice and f"; {advice}"))
+    raise UsageError(f"no column {column!r}; there are {shown or 'none'}" + (advice and f"; {advice}"))
 
 
 def run_states(frame: pd.DataFrame) -> pd.Series | None:
@@ -95,19 +95,19 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
 
 def _name_columns(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A copy whose columns, index levels among them, are called as asked for; each must be one, and ours to use."""
-    wanted = [metric, factor, block]
-    in_index = [name for name in frame.index.names if name in wanted and name not in frame]
+    requested = [metric, factor, block]
+    in_index = [name for name in frame.index.names if name in requested and name not in frame]
     frame = frame.reset_index(in_index) if in_index else frame.copy()
     frame.index = frame.index.set_names([None] * frame.index.nlevels)
     if twice := sorted(set(map(str, frame.columns[frame.columns.duplicated()]))):
         raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
-    columns = [find_column(frame.columns, name, NAME_THEM) for name in wanted]
-    for name, column in zip(wanted, columns, strict=True):
+    columns = [find_column(frame.columns, name, NAME_THEM) for name in requested]
+    for name, column in zip(requested, columns, strict=True):
         if columns.count(column) > 1:
             raise UsageError(f"column {column!r} stands for two of metric, factor and block; choose another")
         if name in OWN and not (name == metric and name in OWN[3:]):
             raise UsageError(f"column {name!r} has a meaning of its own; choose another, or rename it")
-    return frame.rename(columns=dict(zip(columns, wanted, strict=True)))
+    return frame.rename(columns=dict(zip(columns, requested, strict=True)))
 
 
 def _check_numbers(finished: pd.Series, metric: str) -> None:
@@ -164,9 +164,9 @@ def pair(
         unended = f"; none of {len(unfinished)} is finished or diverged, but {ends}" if len(unfinished) else ""
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
     if len(levels) > MOST_LEVELS:
-        some = ", ".join(map(repr, levels[:3]))
+        sample = ", ".join(map(repr, levels[:3]))
         raise UsageError(
-            f"factor {factor!r} has {len(levels):,} levels ({some}, …), and may have {MOST_LEVELS:,}: choose another "
+            f"factor {factor!r} has {len(levels):,} levels ({sample}, …), and may have {MOST_LEVELS:,}: choose another "
             "column, or fewer rows"
         )
     if reference is None:
@@ -177,24 +177,30 @@ def pair(
             raise UsageError(f"no runs under {reference!r}; there are {sorted(by_text)}")
         reference = by_text[str(reference)]
     of_reference = runs[runs[factor] == reference]
-    others = runs[runs[factor] != reference]
+    other_runs = runs[runs[factor] != reference]
     reruns = frame[(frame["rerun"] > 0) & (frame[factor] == reference)]
     columns = metric, factor, block
-    return reference, runs, _beside(others, of_reference, *columns), _beside(reruns, of_reference, *columns), unfinished
+    return (
+        reference,
+        runs,
+        _beside(other_runs, of_reference, *columns),
+        _beside(reruns, of_reference, *columns),
+        unfinished,
+    )
 
 
 def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A row for each run that the reference has a run beside, from the same seed, with the difference of the two."""
     columns = [block, metric, "status", "weights"]
-    both = runs[[factor, *columns]].merge(of_reference[columns], on=block, suffixes=("", "_base"))
-    diverged, base_diverged = both.status == "diverged", both.status_base == "diverged"
-    pairs = both[[factor, block]].assign(
-        reference=both[f"{metric}_base"],
-        other=both[metric],
-        difference=(both[metric] - both[f"{metric}_base"]).where(~diverged & ~base_diverged),
+    merged = runs[[factor, *columns]].merge(of_reference[columns], on=block, suffixes=("", "_base"))
+    diverged, base_diverged = merged.status == "diverged", merged.status_base == "diverged"
+    pairs = merged[[factor, block]].assign(
+        reference=merged[f"{metric}_base"],
+        other=merged[metric],
+        difference=(merged[metric] - merged[f"{metric}_base"]).where(~diverged & ~base_diverged),
         reference_diverged=base_diverged,
         other_diverged=diverged,
-        same_bits=(both.weights == both.weights_base) & both.weights.notna(),
+        same_bits=(merged.weights == merged.weights_base) & merged.weights.notna(),
     )
     return pairs.sort_values(block, kind="stable", ignore_index=True)
 
@@ -206,5 +212,5 @@ def finished(runs: pd.DataFrame, metric: str, factor: str, level: Any) -> np.nda
 
 def is_yes_or_no(runs: pd.DataFrame, metric: str) -> bool:
     """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
-    known = runs[metric][runs.status == "finished"]
-    return bool(len(known) and known.isin((0.0, 1.0)).all())
+    finished_values = runs[metric][runs.status == "finished"]
+    return bool(len(finished_values) and finished_values.isin((0.0, 1.0)).all())

@@ -176,18 +176,18 @@ def seeds_to_settle(
     bootstrap of the pairs (Rubin 1981), so that an effect seen on few is not taken for the true one. `losses` is the
     metric under the reference, shape (seeds,).
     """
-    n, seen = len(pairs), pairs.difference.to_numpy(float)
-    if np.count_nonzero(~np.isnan(seen)) < 2:
+    n, observed = len(pairs), pairs.difference.to_numpy(float)
+    if np.count_nonzero(~np.isnan(observed)) < 2:
         return math.nan
     margins = margins_by_seeds(margin, losses)
     shares = np.random.default_rng(0).dirichlet(np.ones(n), SIMULATIONS)
     # The bootstrap draws values whose variance is (n − 1) / (n + 1) of the sample's; those of yes and no stay.
-    middle, stretch = np.nanmean(seen), 1.0 if yes_or_no else math.sqrt((n + 1) / (n - 1))
-    differences = np.nan_to_num([*seen, *(middle + stretch * (seen - middle))])
+    middle, stretch = np.nanmean(observed), 1.0 if yes_or_no else math.sqrt((n + 1) / (n - 1))
+    differences = np.nan_to_num([*observed, *(middle + stretch * (observed - middle))])
     differences /= (scale := np.abs(differences).max() or 1.0)
-    finished = np.tile(~np.isnan(seen), 2)
+    finished = np.tile(~np.isnan(observed), 2)
     lost = np.tile(pairs.other_diverged.to_numpy(int) - pairs.reference_diverged.to_numpy(int), 2)
-    each = alpha / (2 if lost.any() else 1)  # Holm's correction for the second test
+    test_alpha = alpha / (2 if lost.any() else 1)  # Holm's correction for the second test
 
     def settled(index: int) -> float:
         """The share that is settled at `SEEDS[index]` seeds."""
@@ -198,8 +198,8 @@ def seeds_to_settle(
         may_diverge_apart = (apart > 0) & ~(scipy.stats.beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
         margin = margins[index] / scale
         p_different, p_equivalent = _p_values(counts, differences, counts @ finished, margin, generator, yes_or_no)
-        different = (apart > 0) & (2 * scipy.stats.binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
-        different |= p_different <= each
+        different = (apart > 0) & (2 * scipy.stats.binom.cdf(np.minimum(worse, better), apart, 0.5) <= test_alpha)
+        different |= p_different <= test_alpha
         return float((different | ((p_equivalent <= alpha) & ~may_diverge_apart)).mean())
 
     first_above_n = int(np.searchsorted(SEEDS, n, side="right"))

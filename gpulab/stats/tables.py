@@ -77,11 +77,13 @@ def _read_parquet(content: bytes) -> pd.DataFrame:
     # Not by `row_group(…).column(…)`, which at a flipped bit may end the process.
     sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
     _check_size(metadata.num_rows * metadata.num_columns, sum(sizes))
-    columns = [each for each in schema if not pyarrow.types.is_nested(each.type)]
-    plain = [each.with_type(getattr(each.type, "value_type", each.type)) for each in columns]  # no dictionaries
-    _check_distinct(names := [each.name for each in plain])
+    columns = [field for field in schema if not pyarrow.types.is_nested(field.type)]
+    plain = [field.with_type(getattr(field.type, "value_type", field.type)) for field in columns]  # no dictionaries
+    _check_distinct(names := [field.name for field in plain])
     # A text that stands in many cells is in the file once, and here, too, until it is known how long all are together.
-    texts = [each.name for each in plain if each.type in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary())]
+    texts = [
+        field.name for field in plain if field.type in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary())
+    ]
     with pyarrow.parquet.ParquetFile(source, read_dictionary=texts) as file:
         table = file.read(names, use_threads=False)
     for name in texts:

@@ -341,9 +341,9 @@ def _numbers(row: Any, block: str, alpha: float) -> Iterator[str]:
     interval = _interval(row.low, row.high, row.confidence, 0.95)
     yield f"difference {row.difference:.2g}{interval}, {_p(row.p_different, row.p_different_holm, alpha)}"
     if row.p_rest <= alpha:
-        others = f"the other {row.seeds - row.jumped} moved the other way (mean {row.rest:+.2g}, "
-        others += f"{_p(row.p_rest, row.p_rest, alpha)}): the difference mixes the two"
-        yield f"{row.jumped} of {row.seeds} {block}s jumped (mean {row.jump:+.2g}), {others}"
+        other_seeds = f"the other {row.seeds - row.jumped} moved the other way (mean {row.rest:+.2g}, "
+        other_seeds += f"{_p(row.p_rest, row.p_rest, alpha)}): the difference mixes the two"
+        yield f"{row.jumped} of {row.seeds} {block}s jumped (mean {row.jump:+.2g}), {other_seeds}"
     if row.decision != "different" and row.margin > 0:
         ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
         yield f"equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
@@ -401,11 +401,13 @@ def _p(raw: float, corrected: float, alpha: float) -> str:
     return f"{'' if corrected == raw or math.isnan(raw) else 'corrected '}p = {p_text(corrected, alpha)}"
 
 
-def _interval(low: float, high: float, confidence: float, usual: float = math.nan, limit: float = 0.0) -> str:
+def _interval(
+    low: float, high: float, confidence: float, usual_confidence: float = math.nan, limit: float = 0.0
+) -> str:
     """The interval in brackets, with its level where that is not the usual one; nothing where there is none."""
     if math.isnan(low):
         return ""
-    level = "" if math.isclose(confidence, usual) else f" ({100 * confidence:.3g} %)"
+    level = "" if math.isclose(confidence, usual_confidence) else f" ({100 * confidence:.3g} %)"
     return f" [{_digits(low, -limit)}, {_digits(high, limit)}]{level}"
 
 

@@ -16,7 +16,7 @@ from gpulab.errors import UsageError
 def whole_numbers(text: str, separator: str = ",", count: int | None = None, name: str = "") -> list[int]:
     """The numbers in a text such as `3,16,32`; `UsageError` for anything else."""
     try:
-        numbers = [int(part) for part in text.replace("×", "x").split(separator)]
+        numbers = [int(digits) for digits in text.replace("×", "x").split(separator)]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 0 or (count and len(numbers) != count):
@@ -117,19 +117,19 @@ DATA_OPTIONS = [name for name, option in OPTIONS.items() if "data" in option.of]
 FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
 
 
-def factors_of_run(**given: Any) -> dict[str, Any]:
+def factors_of_run(**factors: Any) -> dict[str, Any]:
     """The factors that `gpulab.train` takes as arguments of its own, checked, each with its value.
 
     Raises:
         UsageError: For an unknown factor, or a value that there is not.
     """
     own = {name: option for name, option in FACTORS.items() if option.of == "run"}
-    if unknown := sorted(given.keys() - own):
+    if unknown := sorted(factors.keys() - own):
         raise UsageError(f"no factor {unknown[0]!r}; there are {', '.join(own)}")
-    for name, value in given.items():
+    for name, value in factors.items():
         if (choices := own[name].choices) and value not in choices:
             raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
-    return {name: given.get(name, option.usual) for name, option in own.items()}
+    return {name: factors.get(name, option.usual) for name, option in own.items()}
 
 
 def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:

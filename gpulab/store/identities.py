@@ -40,22 +40,24 @@ class Identity:
 
 def identified(
     identity: dict[str, Any],
-    here: Mapping[str, Any],
-    known: Mapping[str, str] | None = None,
+    machine_passport: Mapping[str, Any],
+    digests: Mapping[str, str] | None = None,
     unknown: tuple[str, ...] = (),
 ) -> Identity:
     """An identity with its id, which is another on another chip or torch.
 
-    `here` is the passport, `known` has digests of what names in the identity stand for, which are recorded, too.
+    `digests` has those of what names in the identity stand for, which are recorded, too.
     """
-    known = {name: digest for name, digest in (known or {}).items() if digest}
-    named = {**identity, "configuration": of_content(identity["configuration"], known), **known}
-    named["chip"] = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
-    named |= {key: here["software"][key] for key in ("torch", "gpulab")}
+    digests = {name: digest for name, digest in (digests or {}).items() if digest}
+    named = {**identity, "configuration": of_content(identity["configuration"], digests), **digests}
+    named["chip"] = (
+        machine_passport["cpu"]["model"] if identity["setting"].startswith("cpu") else machine_passport["gpus"]
+    )
+    named |= {key: machine_passport["software"][key] for key in ("torch", "gpulab")}
     if unknown:
         named["unknown"] = uuid.uuid4().hex
     name = run_id(named)
-    return Identity(name, {"id": name, **identity, **known}, unknown)
+    return Identity(name, {"id": name, **identity, **digests}, unknown)
 
 
 def run_id(identity: dict[str, Any]) -> str:
@@ -141,5 +143,8 @@ def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
     check_unchanged(dict(stamps))
     if len(digests) == 1:
         return digests[0].hexdigest()
-    named = [json.dumps(file.name).encode() + each.digest() for (file, _), each in zip(stamps, digests, strict=True)]
+    named = [
+        json.dumps(file.name).encode() + file_digest.digest()
+        for (file, _), file_digest in zip(stamps, digests, strict=True)
+    ]
     return hashlib.sha256(b"".join(named)).hexdigest()

@@ -216,8 +216,8 @@ def entries(store: Path) -> list[str]:
     """The paths of the runs in a store, in order, and then of its files of packed ones."""
     if not store.is_dir():
         return [str(store)] if os.path.lexists(store) else []
-    with os.scandir(store) as found:
-        visible = [entry for entry in found if entry.name[0] != "."]
+    with os.scandir(store) as directory:
+        visible = [entry for entry in directory if entry.name[0] != "."]
     # What is no link needs no look at it; and one at a link to itself may not raise.
     folders = [entry.path for entry in visible if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path)]
     packed = {entry.path for entry in visible if entry.name.endswith(".parquet")} - {*folders}
@@ -253,8 +253,8 @@ def _frame(paths: list[str], recorded: bool) -> pd.DataFrame:
             if not os.path.isdir(entry) or run_files.is_run(entry):  # other folders are nobody's business
                 damaged.append(str(error))
     if damaged:
-        said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
-        warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)
+        listed = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
+        warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {listed}", stacklevel=3)
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
     own = dict.fromkeys(name for row in rows.values() for name in row if name not in COLUMNS)
     frame = pd.DataFrame(list(rows.values()), columns=[*COLUMNS, *own]).astype(numbers)  # JSON's null becomes NaN

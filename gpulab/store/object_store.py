@@ -96,7 +96,7 @@ class Remote:
         from gpulab.progress import Progress
 
         with self.reaching():
-            sizes = {each["path"]: each["size"] for batch in self.api.list(self.store) for each in batch}
+            sizes = {entry["path"]: entry["size"] for batch in self.api.list(self.store) for entry in batch}
         uploaded = {name: size for name, size in sizes.items() if re.fullmatch(r"[^./][^/]*\.parquet", name)}
         self.objects.mkdir(parents=True, exist_ok=True)
         downloaded = {entry.name: entry.stat().st_size for entry in os.scandir(self.objects)}

@@ -113,9 +113,9 @@ def measured(device: str, **tables: Any) -> dict[str, Any]:
     Returns:
         These, with the `passport`, the name of the `machine` and the `command` that is running.
     """
-    here = passport()
+    machine_passport = passport()
     command = shlex.join(["python", *sys.argv])
-    return {"machine": machine(here, device), "command": command, "passport": here, **tables}
+    return {"machine": machine(machine_passport, device), "command": command, "passport": machine_passport, **tables}
 
 
 def read_measured(kind: str) -> list[dict[str, Any]]:
@@ -227,9 +227,9 @@ def packed(runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]], compressed: 
     shared: dict[str, dict[str, int]] = {name: {} for name in SHARED}
     rows = []
     for record, history in runs:
-        more = {name: value for name, value in record.items() if name not in (*SHARED, *PLAIN, "summary")}
+        other_fields = {name: value for name, value in record.items() if name not in (*SHARED, *PLAIN, "summary")}
         row = {name: record.get(name) for name in PLAIN} | {name: record["summary"].get(name) for name in SUMMARY}
-        row["more"] = json.dumps(more)
+        row["more"] = json.dumps(other_fields)
         for name, values in shared.items():
             row[name] = values.setdefault(json.dumps(record.get(name)), len(values))
         columns = {f"history_{name}": history[name].to_numpy() for name in HISTORY}

@@ -45,13 +45,13 @@ LARGEST_RECORD = 1 << 24  # bytes
 # --- runs that are done ------------------------------------------------------------------------------------
 
 
-def begun(identity: Identity, here: Mapping[str, Any], **notes: str | None) -> dict[str, Any]:
-    """The record of a run that begins now; `here` is the passport, `notes` are no part of what identifies it."""
+def begun(identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None) -> dict[str, Any]:
+    """The record of a run that begins now; `notes` are no part of what identifies it."""
     return {
         "format": records.FORMAT,
         **identity.record,
         "arithmetic": arithmetic(),
-        "passport": dict(here),
+        "passport": dict(machine_passport),
         **notes,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -64,9 +64,10 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
     the store lacks is copied from the store that `$GPULAB_PREPARED` names, which is only read.
     """
     if identity.unknown:
-        what = ", ".join(identity.unknown)
+        unknown_names = ", ".join(identity.unknown)
         warnings.warn(
-            f"{what}: its content cannot be known: this run is not resumed, nor taken for another", stacklevel=3
+            f"{unknown_names}: its content cannot be known: this run is not resumed, nor taken for another",
+            stacklevel=3,
         )
     folder = store / identity.id
     if not os.path.lexists(folder):

@@ -19,8 +19,13 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,255}$")]  # 
 
 def _object(fields: Mapping[str, Any]) -> Any:
     """A JSON object with at least these fields; one whose name ends in ? may be missing, a dict is an object in it."""
-    kinds = {name: _object(kind) if isinstance(kind, dict) else kind for name, kind in fields.items()}
-    named = {name.rstrip("?"): NotRequired[kind] if name[-1] == "?" else kind for name, kind in kinds.items()}
+    field_types = {
+        name: _object(field_type) if isinstance(field_type, dict) else field_type for name, field_type in fields.items()
+    }
+    named = {
+        name.rstrip("?"): NotRequired[field_type] if name[-1] == "?" else field_type
+        for name, field_type in field_types.items()
+    }
     return with_config(ConfigDict(extra="allow", strict=True))(TypedDict("Object", named))  # type: ignore[operator]
 
 
@@ -69,33 +74,33 @@ Checkpoint = _object({"step": Whole, "state": dict[str, Any], "ways": list[str]}
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
 
 
-def fits(kind: Any, value: Any) -> bool:
-    """Whether a value is of a kind.
+def fits(schema: Any, value: Any) -> bool:
+    """Whether a value fits a schema.
 
     Examples:
         >>> fits(Name, "a/b")
         False
     """
     try:
-        _adapter(kind).validate_python(value, strict=True)
+        _adapter(schema).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True
 
 
-def check(kind: Any, document: Any, file: str | Path) -> Any:
-    """The document; `DataError`, naming the file, the place and the value, unless it is of this kind.
+def check(schema: Any, document: Any, file: str | Path) -> Any:
+    """The document; `DataError`, naming the file, the place and the value, unless it fits the schema.
 
     Examples:
         >>> check(Whole, 3, "a file")
         3
     """
     try:
-        _adapter(kind).validate_python(document, strict=True)
+        _adapter(schema).validate_python(document, strict=True)
     except RecursionError:
         raise DataError(f"{file}: a damaged record: nested too deeply") from None
     except ValidationError as error:

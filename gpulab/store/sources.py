@@ -36,8 +36,8 @@ def digest(function: Any, file: Path | None, bound: list[Any]) -> str:
         text: Any = of_gpulab(file.relative_to(PACKAGE).as_posix(), *function.__globals__["PARTS"])
     else:
         text = _files_text(file) if file else sorted(_typed(function, {}).items())
-        parts = getattr(function, "__globals__", {}).get("GPULAB_PARTS")
-        text = [text, of_gpulab(*parts)] if parts else text
+        part_names = getattr(function, "__globals__", {}).get("GPULAB_PARTS")
+        text = [text, of_gpulab(*part_names)] if part_names else text
     return hashlib.sha256(json.dumps([text, content(bound)]).encode()).hexdigest()
 
 
@@ -83,11 +83,11 @@ def innermost(train: Any) -> tuple[Any, list[Any]]:
 def plain(value: Any) -> str:
     """A value as JSON; what JSON has not goes by its name, or by how it is written unless that is an address."""
 
-    def other(thing: Any) -> str:
-        text = repr(thing)
-        return getattr(thing, "__qualname__", type(thing).__qualname__ if " at 0x" in text else text)
+    def as_text(item: Any) -> str:
+        text = repr(item)
+        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
 
-    return json.dumps(value, default=other, sort_keys=True, skipkeys=True)
+    return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)
 
 
 def is_plain(value: Any) -> bool:
@@ -121,19 +121,19 @@ def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
     if id(value) in inside:
         return "itself"
     of = functools.partial(content, inside=(*inside, id(value)))
-    kind = type(value).__qualname__
+    type_name = type(value).__qualname__
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        return [kind, str(value.dtype), list(value.shape), hashlib.sha256(bytes_of(value)).hexdigest()]
+        return [type_name, str(value.dtype), list(value.shape), hashlib.sha256(bytes_of(value)).hexdigest()]
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        return [kind, str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+        return [type_name, str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, bytes | bytearray):
-        return [kind, hashlib.sha256(value).hexdigest()]
+        return [type_name, hashlib.sha256(value).hexdigest()]
     if isinstance(value, Mapping):
-        return [kind, [[of(key), of(each)] for key, each in value.items()]]
+        return [type_name, [[of(key), of(item)] for key, item in value.items()]]
     if isinstance(value, list | tuple | deque):
-        return [kind, [*map(of, value)]]
+        return [type_name, [*map(of, value)]]
     if isinstance(value, set | frozenset):
-        return [kind, sorted(map(of, value), key=json.dumps)]
+        return [type_name, sorted(map(of, value), key=json.dumps)]
     if isinstance(value, WRITTEN):
         return str(value)
     if isinstance(value, nn.Module):
@@ -142,21 +142,21 @@ def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
     if isinstance(value, type | functools.partial) or inspect.isroutine(value):  # of code, and what it is bound to
         return _code(value, of)
     try:
-        reduce = copyreg.dispatch_table.get(type(value), lambda thing: thing.__reduce_ex__(4))
+        reduce = copyreg.dispatch_table.get(type(value), lambda instance: instance.__reduce_ex__(4))
         copied: Any = reduce(value)  # what a copy would be made of
     except Exception:  # whatever a class says that cannot be copied
-        raise UnknownContentError(f"a {kind} in it") from None
+        raise UnknownContentError(f"a {type_name} in it") from None
     if isinstance(copied, str):
-        return [kind, copied]
-    return [kind, *(of(list(part) if isinstance(part, Iterator) else part) for part in copied[:5])]
+        return [type_name, copied]
+    return [type_name, *(of(list(element) if isinstance(element, Iterator) else element) for element in copied[:5])]
 
 
-def _code(thing: Any, of: Any) -> Any:
+def _code(definition: Any, of: Any) -> Any:
     """A function or class by its name and, unless it is of a library, its text and what it is bound to."""
-    if isinstance(thing, type):
-        own = [base for base in thing.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
-        return [thing.__qualname__, [digest(base, file_of(base), []) for base in own]]
-    function, bound = innermost(thing)
+    if isinstance(definition, type):
+        own = [base for base in definition.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
+        return [definition.__qualname__, [digest(base, file_of(base), []) for base in own]]
+    function, bound = innermost(definition)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)!s}"
     if inspect.isbuiltin(function) or name.partition(".")[0] in LIBRARIES:
         return [name, of(bound)]
@@ -167,9 +167,9 @@ def of_module(module: nn.Module, of: Any = content) -> Any:
     """What a module is, and holds beside its parameters and parts: attributes, buffers and hooks."""
     ours = type(module).__module__.partition(".")[0] != "torch"
     skipped = ("_parameters", "_modules", "_backward_hooks", "_is_full_backward_hook")
-    held = {name: value for name, value in vars(module).items() if name not in skipped}
-    hooks = {name: list(value.values()) for name, value in held.items() if "_hooks" in name and value}
-    rest = {n: v for n, v in held.items() if "_hooks" not in n and (ours or n[0] != "_" or n == "_buffers")}
+    attributes = {name: value for name, value in vars(module).items() if name not in skipped}
+    hooks = {name: list(value.values()) for name, value in attributes.items() if "_hooks" in name and value}
+    rest = {n: v for n, v in attributes.items() if "_hooks" not in n and (ours or n[0] != "_" or n == "_buffers")}
     state = {n: v for n, v in rest.items() if not isinstance(v, nn.Parameter)} | hooks
     return [_code(type(module), of), of(state)]
 
@@ -190,9 +190,9 @@ def _files_text(start: Path) -> list[tuple[str, str]]:
     while (root / "__init__.py").is_file():
         root = root.parent
     texts: dict[str, str] = {}
-    left = [start]
-    while left:
-        file = left.pop()
+    pending = [start]
+    while pending:
+        file = pending.pop()
         name = file.relative_to(root).as_posix()
         if name in texts or not file.is_file():
             continue
@@ -203,7 +203,7 @@ def _files_text(start: Path) -> list[tuple[str, str]]:
         tree.body = [n for n in tree.body if not isinstance(n, ast.If) or ast.unparse(n.test) not in MAIN]
         texts[name] = ast.unparse(tree)
         if "site-packages" not in file.parts:
-            left += _beside(tree, file.parent, root)
+            pending += _beside(tree, file.parent, root)
     return sorted(texts.items())
 
 
@@ -220,31 +220,31 @@ def _beside(tree: ast.Module, folder: Path, root: Path) -> Iterator[Path]:
         else:
             continue
         for name in names:
-            parts = name.split(".")
-            for count in range(1, len(parts) + 1):
-                module = start.joinpath(*parts[:count])
+            components = name.split(".")
+            for count in range(1, len(components) + 1):
+                module = start.joinpath(*components[:count])
                 yield from (module.with_suffix(".py"), module / "__init__.py")
 
 
-def _typed(thing: Any, texts: dict[str, str], name: str = "") -> dict[str, str]:
+def _typed(definition: Any, texts: dict[str, str], name: str = "") -> dict[str, str]:
     """The text of a function or class that is in no file, and of what it names that was typed in, too."""
-    name = name or thing.__qualname__
+    name = name or definition.__qualname__
     if name in texts:
         return texts
-    inside = (getattr(value, "__func__", value) for value in [thing, *vars(thing).values()])
+    inside = (getattr(value, "__func__", value) for value in [definition, *vars(definition).values()])
     codes: list[Any] = [value.__code__ for value in inside if hasattr(value, "__code__")]
     try:
-        texts[name] = textwrap.dedent(inspect.getsource(thing))
+        texts[name] = textwrap.dedent(inspect.getsource(definition))
     except (OSError, TypeError):
         texts[name] = repr([(code.co_code, [c for c in code.co_consts if not hasattr(c, "co_code")]) for code in codes])
-    known = getattr(inspect.getmodule(thing), "__dict__", {}) | getattr(thing, "__globals__", {})
+    namespace = getattr(inspect.getmodule(definition), "__dict__", {}) | getattr(definition, "__globals__", {})
     while codes:
         code = codes.pop()
         codes += [inner for inner in code.co_consts if hasattr(inner, "co_code")]
-        for other in code.co_names:
-            value = known.get(other)
+        for global_name in code.co_names:
+            value = namespace.get(global_name)
             if isinstance(value, str | int | float | bool | tuple | list | dict):
-                texts[other] = plain(value)
-            elif getattr(value, "__module__", "") == thing.__module__ and hasattr(value, "__qualname__"):
-                _typed(value, texts, other)
+                texts[global_name] = plain(value)
+            elif getattr(value, "__module__", "") == definition.__module__ and hasattr(value, "__qualname__"):
+                _typed(value, texts, global_name)
     return texts

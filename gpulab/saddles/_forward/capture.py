@@ -83,8 +83,8 @@ class Capture(UncompiledDispatchMode):
             variables = {id(leaf): number for leaf, number in zip(leaves, numbers, strict=True) if number is not None}
             arguments, options = tree_unflatten(leaves, spec)
             detached = [self._detach(value) for value in values]
-            made = detached[0] if isinstance(results, Tensor) else detached
-            tangents = self.linearize(Operation(functional, arguments, options, made, variables))
+            detached_results = detached[0] if isinstance(results, Tensor) else detached
+            tangents = self.linearize(Operation(functional, arguments, options, detached_results, variables))
             if functional is not function:
                 self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
                 self.variables.pop(args[0], None)
@@ -94,8 +94,8 @@ class Capture(UncompiledDispatchMode):
     def tangent(self, tensor: Tensor, function: Any = None) -> int | None:
         """The number of the variable that is the tangent of a tensor, for a function; None for a constant."""
         if self.overwritten and (tensor.requires_grad or not self.forward):
-            for time, other in self.overwritten.get(_address(tensor), ()):
-                if self.current.get(tensor, 0) < time and _overlap(tensor, other):
+            for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
+                if self.current.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
                     raise UnsupportedError("a tensor is used whose memory was overwritten by way of another one")
         number = self.variables.get(tensor)
         if number is not None and not self.forward and not tensor.requires_grad and tensor in self.results:

@@ -80,8 +80,8 @@ def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
 
 
 @functools.cache
-def _kernel(more: bool) -> Callable[..., Tensor]:
-    """The sum of two products, and with `more` of a sum so far. Only these: each kernel compiles for half a second."""
-    names, rest = ("T v, T c, T w, T d, T total", " + total") if more else ("T v, T c, T w, T d", "")
+def _kernel(with_total: bool) -> Callable[..., Tensor]:
+    """The sum of two products, and `with_total` of a sum so far. Only these: each kernel compiles for half a second."""
+    names, rest = ("T v, T c, T w, T d, T total", " + total") if with_total else ("T v, T c, T w, T d", "")
     code = f"template <typename T> T products({names}) {{ return c * v + d * w{rest}; }}"
     return torch.cuda.jiterator._create_jit_fn(code)

@@ -44,8 +44,8 @@ class Geometry:
         options = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), 1
         if which == "output":
             return aten.convolution(first, second, None, *options)
-        made = first.new_empty(1).expand(shape)  # of which only the shape is read
-        inputs, weight = (made, second) if which == "input" else (second, made)
+        placeholder = first.new_empty(1).expand(shape)  # of which only the shape is read
+        inputs, weight = (placeholder, second) if which == "input" else (second, placeholder)
         mask = [which == "input", which == "weight", False]
         return aten.convolution_backward(first, inputs, weight, None, *options, mask)[mask.index(True)]
 
@@ -146,33 +146,33 @@ def convolve(geometry: Geometry, which: str, first: Tensor, second: Tensor, shap
     """
     if not first.is_cuda:
         return geometry.apply(which, first, second, shape)
-    ways: list[Callable[[], Tensor]] = [partial(geometry.apply, which, first, second, shape)]
+    candidates: list[Callable[[], Tensor]] = [partial(geometry.apply, which, first, second, shape)]
     if which != "weight" and (mirrored := geometry.mirrored(second)) is not None:
 
         def by_mirror() -> Tensor:
-            other = "input" if which == "output" else "output"
-            return mirrored.apply(other, first, second.transpose(0, 1).flip(*range(2, second.ndim)), shape)
+            mirrored_role = "input" if which == "output" else "output"
+            return mirrored.apply(mirrored_role, first, second.transpose(0, 1).flip(*range(2, second.ndim)), shape)
 
-        ways.append(by_mirror)
+        candidates.append(by_mirror)
     flags = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
     key = geometry, which, first.shape, second.shape, first.dtype, first.device, flags
     if key not in _FASTER and not torch.cuda.is_current_stream_capturing():
         room = WORKSPACE + 2 * math.prod(shape) * first.element_size()
-        times = [_seconds(way, first.device, room) for way in ways]
+        times = [_seconds(candidate, first.device, room) for candidate in candidates]
         _FASTER[key] = times.index(min(times))
-    return ways[_FASTER.get(key, 0)]()
+    return candidates[_FASTER.get(key, 0)]()
 
 
 _FASTER: dict[Any, int] = {}
 
 
-def _seconds(way: Callable[[], Tensor], device: torch.device, room: int) -> float:
-    """How long a way takes on the GPU, after a first time in which it may take only so many bytes more."""
+def _seconds(candidate: Callable[[], Tensor], device: torch.device, room: int) -> float:
+    """How long a candidate takes on the GPU, after a first time in which it may take only so many bytes more."""
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved(device) + room) / total), device)
     try:
-        way()
+        candidate()
     except torch.OutOfMemoryError:
         return math.inf
     finally:
@@ -180,6 +180,6 @@ def _seconds(way: Callable[[], Tensor], device: torch.device, room: int) -> floa
     torch.cuda.current_stream().synchronize()
     started = time.perf_counter()
     for _ in range(TRIALS):
-        way()
+        candidate()
     torch.cuda.current_stream().synchronize()
     return time.perf_counter() - started

@@ -48,14 +48,14 @@ class Builder:
         if name.endswith("_like") or name.startswith("new_") or not any(_floats(result) for result in results):
             return []
         rule = RULES.get(operation.function)
-        made = rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
-        if made is NotImplemented:
+        variables = rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
+        if variables is NotImplemented:
             by_torch = ByTorch(operation)
             numbers = iter(self.steps_of(by_torch, by_torch.variables, sum(by_torch.float_results)))
-            made = [next(numbers) if floats else None for floats in by_torch.float_results]
+            variables = [next(numbers) if floats else None for floats in by_torch.float_results]
         if operation.function not in COPIES:
-            self.bytes += sum(r.nbytes for r, n in zip(results, as_list(made), strict=False) if n is not None)
-        return as_list(made)
+            self.bytes += sum(r.nbytes for r, n in zip(results, as_list(variables), strict=False) if n is not None)
+        return as_list(variables)
 
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
         """The map from the inputs to these variables."""
@@ -287,12 +287,14 @@ def convolution(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options:
 def convolution_backward(b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Any, *options: Any) -> Any:
     if (geometry := Geometry.of(options)) is None:
         return NotImplemented
-    made = []
-    for which, like, other, wanted in zip(("input", "weight"), (x, w), (w, x), options[-1], strict=False):
-        by_gradient = Convolution(geometry, which, 0, other, like.shape)
+    gradients = []
+    for which, like, other_factor, needed in zip(("input", "weight"), (x, w), (w, x), options[-1], strict=False):
+        by_gradient = Convolution(geometry, which, 0, other_factor, like.shape)
         by_other = Convolution(geometry, which, 1, g, like.shape)
-        made.append(b.add(b.apply(by_gradient, g), b.apply(by_other, other), shape=like.shape) if wanted else None)
-    return [*made, b.apply(BiasGradient(g.ndim), g) if options[-1][2] else None]
+        gradients.append(
+            b.add(b.apply(by_gradient, g), b.apply(by_other, other_factor), shape=like.shape) if needed else None
+        )
+    return [*gradients, b.apply(BiasGradient(g.ndim), g) if options[-1][2] else None]
 
 
 COPIES = aten.detach.default, aten.clone.default

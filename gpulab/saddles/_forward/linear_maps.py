@@ -192,10 +192,10 @@ def fused(steps: Sequence[Step], results: Results) -> list[Step]:
             outer, inputs, position = step.function, list(step.inputs), 0
             while position < len(inputs):
                 inner = combinations.get(inputs[position]) if uses[inputs[position]] == 1 else None
-                both = outer.fused(position, inner.function) if inner else None
-                if inner and both:
-                    outer, inputs[position : position + 1] = both, inner.inputs
-                position += len(inner.inputs) if inner and both else 1
+                combined = outer.fused(position, inner.function) if inner else None
+                if inner and combined:
+                    outer, inputs[position : position + 1] = combined, inner.inputs
+                position += len(inner.inputs) if inner and combined else 1
             step = Step(outer, tuple(inputs), step.outputs)
             combinations[step.outputs[0]] = step
         changed.append(step)
