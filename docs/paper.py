@@ -61,12 +61,10 @@ def replication():
     of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
     unlike = of.isin(shared) != against.isin(shared)
     trips = companion.round_trips(runs)
-    memory = table.condition.str.endswith("shared memory") & table.reference.str.endswith("own memory")
     return {
         "comparisons": comparisons(table),
         "statistics": statistics(table, runs),
         "counts": counts(full, half, runs),
-        "authors_tested": table[memory & (table.endpoint == "final loss")].seeds.sum(),
         **devices_apart(half, runs),
         "alike": f"{first[~unlike].gradient_difference.max():.1e}",
         "unlike": share(first[unlike].gradient_difference.min()),
@@ -92,8 +90,8 @@ def rows_of(table):
 
 def in_markdown(heads, widths, rows):
     """A table whose columns have these widths on a page, against each other."""
-    lines = [heads, "|".join("-" * width for width in widths), *map(" | ".join, rows)]
-    return "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
+    lines = [f"| {heads} |", f"|{'|'.join('-' * width for width in widths)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def comparisons(table):
@@ -124,9 +122,8 @@ def statistics(table, runs):
 
 def counts(full, half, runs):
     """A row for each size and device: pairs that differ in memory alone, and whether a test was laid down."""
-    on_gpu = full[(full.endpoint == "final loss")]
-    on_cpu = half[(half.endpoint == "final loss") & (half.condition == "CPU, shared memory")]
-    on_cpu = on_cpu[on_cpu.reference == "CPU, own memory"]
+    on_gpu = full[full.endpoint == "final loss"]
+    on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, own memory")]
     losses = losses_by_condition(runs)
     worse = losses["GPU, shared memory"] > losses["GPU, own memory"]
     rows = [
@@ -147,7 +144,8 @@ def devices_apart(half, runs):
     losses = losses_by_condition(runs)
     own = losses["CPU, own memory"] / losses["GPU, own memory"] - 1
     direct = losses["CPU, shared memory"] / losses["GPU, own memory"]
-    close = own.drop(own.abs().idxmax()).abs()
+    furthest = own.abs().idxmax()
+    close = own.drop(furthest).abs()
     rows = half[half.endpoint == "final loss"].set_index(["condition", "reference"])
     device = rows.loc[("CPU, own memory", "GPU, own memory")]
     line = rows.loc[("CPU, shared memory", "CPU, own memory")]
@@ -161,7 +159,7 @@ def devices_apart(half, runs):
     return {
         "close": f"{len(close)} of {len(own)}",
         "within": share(close.max()),
-        "outlier": share(-own.min(), 0),
+        "outlier": f"{share(abs(own[furthest]), 0)} {'lower' if own[furthest] < 0 else 'higher'}",
         "direct": f"{(direct > 1).sum()} of {len(direct)}",
         "direct_ratio": f"{direct.median():.2f}",
         **intervals,

@@ -42,6 +42,14 @@ class Audit(report.Report):
         pairs: Each operation as it is in `a` and in `b`, where it is, with the same one in float64.
         confirmed: With `confirm`, what was left of the difference when the lines that were found were put right.
         first_nan: For each trace the operation that made the first NaN, or None.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> step = gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4))
+        >>> answer = gl.audit(step, "cpu", "cpu:emulate=bfloat16", progress=False)
+        >>> answer.kind, answer.faulty
+        ('reduced precision', False)
     """
 
     def __init__(self, a: Trace, b: Trace) -> None:

@@ -81,6 +81,20 @@ class Overwritten:
         explanation: Why it happened, with what shares the memory.
         remedy: What to do.
         count: How often it was found.
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> import gpulab as gl
+        >>> frame, weight = np.ones(3, np.float32), torch.ones(3, requires_grad=True)
+        >>> try:
+        ...     with gl.guard():
+        ...         loss = (weight * torch.from_numpy(frame)).sum()
+        ...         frame[:] = 2
+        ...         loss.backward()
+        ... except gl.OverwrittenError as error:
+        ...     print(error.finding.cause, list(error.finding.lines), error.finding.remedy)
+        numpy ['saved by'] copy it: torch.tensor(frame) or torch.as_tensor(frame.copy())
     """
 
     cause: str

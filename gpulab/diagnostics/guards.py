@@ -144,6 +144,15 @@ class Guard:
         checked: how many uses of saved tensors were compared.
         unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
             transform such as vmap, while a CUDA graph is being captured).
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> report, weight = gl.guard(on="warn"), torch.ones(3, requires_grad=True)
+        >>> with report:
+        ...     (weight * torch.ones(3)).sum().backward()
+        >>> print(report)
+        nothing was overwritten in 1 uses of saved tensors
     """
 
     def __init__(self, on: str = "raise", reads: str = "backward") -> None:

@@ -52,6 +52,13 @@ class Trace:
         passport: The machine.
         arithmetic: The flags in force, such as TF32.
         label: What reports call the trace, instead of its setting.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> trace = gl.record(gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", progress=False)
+        >>> "addmm" in [operation.name for operation in trace.operations], trace.overwritten
+        (True, [])
     """
 
     setting: str

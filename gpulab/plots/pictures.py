@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from gpulab.data.base import Data
-from gpulab.errors import UsageError
 from gpulab.plots import style
 from gpulab.report import Picture
 from gpulab.training.run import Run
@@ -92,9 +91,8 @@ def sample(run: Run) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         Rows of pictures: image, reconstructed, difference
     """
-    if run.data is None:
-        raise UsageError("a run of a training function of your own: gpulab does not know what its network makes")
-    return predictions(run) if run.data.sequential else reconstructions(run)
+    is_film = run.data is not None and run.data.sequential
+    return predictions(run) if is_film else reconstructions(run)
 
 
 def frames(data: Data, every: int = 30) -> Picture:
