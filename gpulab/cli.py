@@ -1,8 +1,7 @@
-"""The command line: `gpulab devices | train | experiment | reproduce | verdict | runs | check | pack | …`."""
+"""The command line: `gpulab devices | train | experiment | verdict | runs | pack | record | audit | guard`."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
@@ -111,8 +110,6 @@ def train(
         options = {"model_options": options}
     asked = Specification(model, setting, seed, profile, rerun, options)
     run = train_one(**asked.arguments(), store=store or stores.default_store(), **how)
-    if not run.path:  # of several processes the first keeps the run, and tells of it
-        return
     say(run)
     say(f"kept in {run.path}")
     if picture:
@@ -132,18 +129,14 @@ def experiment(
     seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
     profile: Profile = "quick",
     reruns: Annotated[int, option("how often each seed and setting is run", min=1)] = 1,
-    workers: Annotated[
-        int,
-        option("processes that train at the same time; with 1, up to 16 small networks share a CUDA GPU in one", min=1),
-    ] = 1,
+    workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
     metric: Annotated[str | None, option("what the verdict compares", "final_loss, or the first")] = None,
     store: Store = None,
     picture: Picture = None,
-    engine: Annotated[str, option("local, ray (a cluster), or slurm, which prints a job array")] = "local",
+    engine: Annotated[str, option("local, or ray (a cluster)")] = "local",
     address: Annotated[str | None, option("of the Ray cluster", "$RAY_ADDRESS or a local")] = None,
     cpus: Annotated[float | None, option("of each run on a cluster", "its threads, or 1")] = None,
     gpus: Annotated[float | None, option("of each run on a cluster, such as 0.25", "1")] = None,
-    tasks: Annotated[int, option("how many the job array has", min=1)] = 16,
     share: Annotated[str | None, option("K/N does every N-th run from the K-th on, for one task")] = None,
 ) -> None:
     """Train every seed under every setting, here or on a cluster, and compare. What is done already is skipped."""
@@ -154,11 +147,6 @@ def experiment(
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
-    if engine == "slurm":
-        if share or address:
-            raise UsageError("--share and --address go with other engines: each task of the array has its own share")
-        say(_job_array(exp, tasks, cpus, gpus))
-        return
     k, n = whole_numbers(share, "/", 2, "--share") if share else (0, 1)
     frame = exp.run(engine=engine, address=address, cpus=cpus, gpus=gpus, share=(k, n))
     say_runs(frame, f", kept in {exp.folder}")
@@ -171,24 +159,6 @@ def experiment(
     answer = compare(frame, metric or ("final_loss" if "final_loss" in metrics else metrics[0]))
     say(answer)
     save_plot(answer, picture)
-
-
-def _job_array(exp: Any, tasks: int, cpus: float | None, gpus: float | None) -> str:
-    """The script for Slurm: the same command for each task, but for how the tasks are made."""
-    from gpulab.training.cluster import slurm_script
-    from gpulab.training.request import planned
-
-    jobs = exp.jobs()
-    for job in {job["setting"]: job for job in jobs}.values():
-        planned(**job)  # which refuses what makes no sense, here and not in every task
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("engine", "cpus", "gpus", "tasks", "store", "picture"):
-        parser.add_argument(f"--{name}")
-    _, words = parser.parse_known_args(sys.argv[1:])
-    store = exp.folder if exp.remote else exp.folder.absolute()
-    devices = max(job.get("devices") or 1 for job in jobs)
-    command = ["gpulab", *words, "--store", str(store)]
-    return slurm_script(command, min(tasks, len(jobs)), [*exp.settings], cpus, gpus, devices, exp.workers)
 
 
 @app.command()
@@ -291,10 +261,10 @@ def runs(
 ) -> None:
     """List the runs in a store."""
     from gpulab.store import listing as stores
-    from gpulab.store.object_store import url_of
+    from gpulab.store import run_files
 
-    folder = either(store, kept_in) or stores.default_store()
-    if not recorded and not url_of(folder) and not folder.exists():
+    folder = run_files.store_folder(either(store, kept_in) or stores.default_store())
+    if not recorded and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = rows_where(stores.recorded_runs() if recorded else stores.runs(folder), where)
     if csv:
@@ -307,71 +277,19 @@ def runs(
 
 
 @app.command()
-def check(
-    store: StoreArgument = None,
-    kept_in: StoreOption = None,
-    look: Annotated[bool, option("look only, and mend nothing", flag="--look")] = False,
-) -> None:
-    """Read and verify everything in a store, and mend it. Exit status 1 where something was damaged.
-
-    Damaged runs are set aside, in `.damaged` inside the store, so that the next `gpulab experiment` does them again.
-    What killed processes left half-written is removed.
-    """
-    from gpulab.store import checks
-
-    troubles = checks.check(either(store, kept_in), mend=not look)
-    for trouble in troubles.itertuples():
-        say(f"{trouble.path}: {trouble.problem}: {trouble.remedy}")
-    freed = troubles.megabytes[troubles.remedy == checks.REMOVED].sum()
-    set_aside = int((troubles.remedy == checks.SET_ASIDE).sum())
-    would = "would be " if look else ""
-    say(f"whole: {troubles.attrs['runs']}; {would}set aside: {set_aside}; {would}freed: {freed:.3g} MB")
-    if set_aside:
-        raise typer.Exit(1)
-
-
-@app.command()
 def pack(
     store: Annotated[Path, argument(STORE)],
     file: Annotated[Path, argument("the file to write, such as my-runs.parquet", callback=writable)],
     where: Where = None,
-    share: Annotated[
-        bool, option("for others' atlases: nothing private in it, and shown before it is written", flag="--share")
-    ] = False,
-    yes: Annotated[bool, option("share without asking", flag="--yes")] = False,
 ) -> None:
     """Pack runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
     from gpulab.store import listing as stores
-    from gpulab.training import sharing
 
     frame = rows_where(stores.runs(store), where)
     if frame.empty:
         raise GpulabError(f"{store}: no runs to pack")
-    if share:
-        chosen = sharing.shared_runs(frame)
-        say(chosen)
-        if yes and (names := chosen.private()):
-            raise UsageError(f"{', '.join(names)} occurs in it: look, and say so without --yes")
-        if chosen.runs and not yes:
-            typer.confirm(f"Write this to {file}?", abort=True)
-        say(f"SHA-256 {chosen.save(file)}")
-    count = len(chosen.runs) if share else stores.pack(frame, file)
+    count = stores.pack(frame, file)
     say(f"{count} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
-
-
-@app.command()
-def merge(
-    file: Annotated[Path, argument("what `gpulab pack --share` wrote")],
-    store: Annotated[Path | None, option("the folder to add to", "$GPULAB_ATLAS, data/atlas or ./atlas")] = None,
-) -> None:
-    """Check a file of shared runs and add them to an atlas, all or none. Exit status 2 where it is refused."""
-    from gpulab.training import sharing
-
-    folder = store or sharing.atlas_folder()
-    try:
-        say(f"{sharing.merge(file, folder)} runs added to {folder}{sharing.remarks(file, folder)}")
-    except DataError as error:
-        raise UsageError(f"refused: {error}") from None
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from gpulab._lazy import attach
 
 NAMES = {
-    "check": "checks",
     "history": "listing",
     "pack": "listing",
     "recorded_runs": "listing",

@@ -103,7 +103,6 @@ OPTIONS: dict[str, Option] = {
         factor=True,
         choices=("cpu", "device"),
     ),
-    "devices": Option("how many devices share each batch, a process each", int, default="1", usual=1, factor=True),
     "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
     "truncation": Option(
         "what PredNet's backpropagation through time is cut off from: loss or state",

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from gpulab.errors import DataError, UsageError
 from gpulab.store import identities, records, run_files
 from gpulab.store.factors import FACTORS, factors_of_record
-from gpulab.store.object_store import remote
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,8 +47,7 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     that is there twice, as a folder and packed, is listed once.
 
     Args:
-        store: A folder, a file of packed runs, or `s3://bucket/prefix` (also `gs://`, `az://`), from which what is new
-            is downloaded into the user's cache. By default `$GPULAB_STORE`, or the folder `runs`.
+        store: A folder, or a file of packed runs. By default `$GPULAB_STORE`, or the folder `runs`.
 
     Returns:
         A data frame with a row for each run, empty where there is no such store.
@@ -60,8 +58,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
           `seed`, `rerun` (0 for the first run).
         - `loader` (how frames reached the device), `decoder` (of JPEG frames), `flip` (the initial weight whose last
           bit was changed), `fast` (whether gradients may be computed in fewer operations), `draws` (whose generator
-          drew the initial weights), `devices` (how many shared each batch), `covariance` (how the whitener computes
-          it), `truncation` (what PredNet's backpropagation through time is cut off from).
+          drew the initial weights), `covariance` (how the whitener computes it), `truncation` (what PredNet's
+          backpropagation through time is cut off from).
         - `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`, `frames_per_second` (missing
           where other trainings shared the GPU), `weights` (the SHA-256 of the trained weights: equal digests, equal
           bits), `gradients` (whether by autograd or by formulas that are written out; None where nobody noted it),
@@ -77,17 +75,14 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         one for each number that it gave.
 
     Raises:
-        UsageError: For a malformed address.
-        GpulabError: Where object storage cannot be reached, or its library is not installed.
+        UsageError: For an address such as `s3://bucket`, which is no folder.
 
     Examples:
         >>> import gpulab as gl
         >>> gl.runs("a-folder-that-is-not-there").empty
         True
     """
-    store = default_store() if store is None else store
-    bucket = remote(store)
-    return _frame(entries(bucket.pull() if bucket else Path(store)), recorded=False)
+    return _frame(entries(run_files.store_folder(default_store() if store is None else store)), recorded=False)
 
 
 def recorded_runs(study: str | None = None) -> pd.DataFrame:
@@ -176,15 +171,14 @@ def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], p
         try:
             yield row, *by_path(row.path)[row.id]
         except DataError as error:
-            raise DataError(f"{error}; gpulab check sets a damaged run aside") from None
+            raise DataError(f"{error}; doing the same experiment again sets a damaged run aside") from None
 
 
 def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     """Pack runs, without their weights, into one file that can be shared.
 
     Args:
-        store: A folder of runs, another file of packed runs, or `s3://bucket/prefix`; or the rows of `gpulab.runs` that
-            are to be packed.
+        store: A folder of runs, or another file of packed runs; or the rows of `gpulab.runs` that are to be packed.
         file: The file to write. `gpulab.runs(file)` reads it. In a store it is found if its name ends in `.parquet`.
 
     Returns:
@@ -254,7 +248,9 @@ def _frame(paths: list[str], recorded: bool) -> pd.DataFrame:
                 damaged.append(str(error))
     if damaged:
         listed = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
-        warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {listed}", stacklevel=3)
+        warnings.warn(
+            f"{len(damaged)} damaged run(s) skipped (the same experiment done again mends them): {listed}", stacklevel=3
+        )
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
     own = dict.fromkeys(name for row in rows.values() for name in row if name not in COLUMNS)
     frame = pd.DataFrame(list(rows.values()), columns=[*COLUMNS, *own]).astype(numbers)  # JSON's null becomes NaN

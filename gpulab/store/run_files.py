@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files
-from gpulab.errors import DataError, GpulabError
+from gpulab.errors import DataError, UsageError
 from gpulab.settings import arithmetic
 from gpulab.store import records, schemas
 from gpulab.store.identities import Identity, weights_digest
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 RECORD, RESULTS = "run.json", "results.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
-PREPARED = "GPULAB_PREPARED"  # in the environment: a store to take finished runs from, such as a lecturer's
 FORMAT = 3  # of results and checkpoints
 WEIGHT = "weights."  # how the names of weights begin among the results
 RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
@@ -60,8 +59,7 @@ def begun(identity: Identity, machine_passport: Mapping[str, Any], **notes: str 
 def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
-    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known. One that
-    the store lacks is copied from the store that `$GPULAB_PREPARED` names, which is only read.
+    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
     """
     if identity.unknown:
         unknown_names = ", ".join(identity.unknown)
@@ -70,9 +68,6 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
             stacklevel=3,
         )
     folder = store / identity.id
-    if not os.path.lexists(folder):
-        with contextlib.suppress(OSError, GpulabError):  # what cannot be copied is trained
-            _copy(Path(os.environ.get(PREPARED) or store) / identity.id, store)
     if not os.path.lexists(folder):
         return None
     try:
@@ -84,16 +79,12 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
     return None if with_weights and weights is None else folder
 
 
-def _copy(run: Path, store: Path) -> None:
-    """Copy a prepared run, if there is one, without its permissions."""
-    if not (run / RECORD).is_file():
-        return
-    with _scratch(store) as scratch:
-        for file in filter(Path.is_file, run.rglob("*")):
-            copy = scratch / file.relative_to(run)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
-        scratch.rename(store / run.name)
+def store_folder(store: str | Path) -> Path:
+    """The folder of a store. Raises `UsageError` for an address such as `s3://bucket`, which is none."""
+    files.check_path(store)
+    if re.match(r"[a-z0-9]{2,}:[/\\]", str(store)):  # one letter is a drive; a path has lost one of its slashes
+        raise UsageError(f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first")
+    return Path(store)
 
 
 def is_run(path: str | Path) -> bool:

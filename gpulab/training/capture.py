@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpulab.training.loop import Plain
 
+# Capturing waits for the whole device and changes what all graphs share, so threads do it one at a time.
+CAPTURING = threading.Lock()
 Updates = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
@@ -68,11 +71,13 @@ class Graph:
                 tensor.copy_(value)
         del kept, tensor, value  # memory that capturing needs
         self.graph = torch.cuda.CUDAGraph()
-        # cuBLAS has a workspace a stream: another graph of that stream, replayed beside this one, would use it, too.
-        torch._C._cuda_clearCublasWorkspaces()
-        with torch.cuda.graph(self.graph):
-            self.losses, self.after = updates(self.frames, self.before)
-        torch._C._cuda_clearCublasWorkspaces()
+        with CAPTURING:
+            # cuBLAS has a workspace a stream, and all graphs are captured on one: replayed beside this one, another
+            # graph would use it, too.
+            torch._C._cuda_clearCublasWorkspaces()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.losses, self.after = updates(self.frames, self.before)
+            torch._C._cuda_clearCublasWorkspaces()
 
     def __call__(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The losses and the state after a window, valid until the next call."""

@@ -1,47 +1,29 @@
-"""Experiments on a cluster of Ray's: the same runs as on one machine, in the same store, on whichever node is free.
+"""Experiments on a Ray cluster: each run is a task, done on whichever node is free, and kept by the driver.
 
-Ray (Moritz et al. 2018, arXiv 1712.05889) says where a run goes and when a node has died. All else is as on one
-machine: every run has a process of its own, the store must be one that every node sees, and claims in it keep two
-experiments from doing one run twice. A run whose node dies is begun again on another, from its last checkpoint.
+Ray (Moritz et al. 2018, arXiv 1712.05889) says where a run goes, and begins it again elsewhere when its node dies: a
+death costs the runs that were being done there, and nothing else. The store is the driver's own; no other node needs to
+see it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import math
 import os
-import shlex
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gpulab.errors import GpulabError, UsageError, extra
-from gpulab.passports import Passport
+from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.store.object_store import remote
-from gpulab.training.workers import Worker, as_text, outcome
+from gpulab.store import run_files
+from gpulab.training.workers import INSIDE
 
-DEATHS = 5  # of nodes under a run, after which it counts as failed
-HERE = ("local", "127.")  # how addresses begin that only this machine sees
-TOLD = 1.0  # seconds between what a run says of its progress
-
-
-def ray(address: str) -> ModuleType:
-    """Ray, which is told before it starts to send nothing."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if address.startswith(HERE):  # else Ray replaces 127.0.0.1 by the address that others see
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    with extra("cluster"):
-        import ray
-    return ray
+MAX_RETRIES = 4  # of a run whose node died
+AT_ONCE = 64  # runs that are handed to the cluster, which does as many of them as fit
+LOCAL = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}  # a cluster that listens to this machine alone
 
 
 class RayCluster:
@@ -52,16 +34,13 @@ class RayCluster:
             alone, without a dashboard, and ends with this.
         cpus: CPUs kept for each run; by default the threads of its setting, or 1.
         gpus: GPUs kept for each run under a setting of a GPU: 1, or a fraction, so that several share one.
-        most: Runs at the same time at most; 1, an experiment's default, says as many as fit.
 
     Raises:
         UsageError: For an address or a share of a node that makes no sense.
         GpulabError: Where Ray is not installed, or the cluster does not answer.
     """
 
-    def __init__(
-        self, address: str | None = None, cpus: float | None = None, gpus: float | None = None, most: int = 1
-    ) -> None:
+    def __init__(self, address: str | None = None, cpus: float | None = None, gpus: float | None = None) -> None:
         if cpus is not None and not cpus > 0:
             raise UsageError(f"cpus={cpus!r}: expected a number above 0")
         if gpus is not None and not 0 < gpus <= 1:
@@ -69,106 +48,60 @@ class RayCluster:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         if address.startswith("ray://"):
             raise UsageError(f"address {address!r}: run this on a node of the cluster, with address='auto'")
-        self.ray, self.cpus, self.gpus, self.stopped = ray(address), cpus, gpus, False
-        only_here = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"} if address == "local" else {}
+        self.ray, self.cpus, self.gpus, self.count = import_ray(address), cpus, gpus, AT_ONCE
         usual = signal.getsignal(signal.SIGTERM)
         try:
-            self.ray.init(address, logging_level="error", log_to_driver=False, **only_here)
+            self.ray.init(address, logging_level="error", log_to_driver=False, **LOCAL if address == "local" else {})
         except Exception as error:  # Ray raises what comes, also where a busy machine starts too slowly
             raise GpulabError(f"address {address!r}: no Ray cluster answers: {error}") from None
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, usual)  # Ray's own ends the process with what is being done unsaved
-        self.nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        self.count = most if most > 1 else 0  # as many as fit, which depends on the settings
-        self.lock, self.going = threading.Lock(), dict[int, Any]()
 
-    def asked(self, setting: str) -> dict[str, float]:
-        """What the cluster is to keep for a run under a setting."""
+    def task_options(self, setting: str) -> dict[str, Any]:
+        """What a run under a setting asks of its node: resources, and the environment of its process."""
         parsed = Setting.parse(setting)
-        if parsed.kind == "cpu":
-            return {"num_cpus": self.cpus or parsed.threads or 1, "num_gpus": 0}
         if parsed.device != parsed.kind:
             raise UsageError(f"{setting}: a cluster chooses the GPU of a run: write {parsed.kind}")
-        return {"num_cpus": self.cpus or 1, "num_gpus": self.gpus or 1}
+        gpus = 0 if parsed.kind == "cpu" else self.gpus or 1
+        environment = {**parsed.environment(), INSIDE: "1"}
+        # A process does one run, so that no setting leaks into the next.
+        return {
+            "num_cpus": self.cpus or parsed.threads or 1,
+            "num_gpus": gpus,
+            "max_calls": 1,
+            "runtime_env": {"env_vars": environment},
+        }
 
     def passports(self, setting: str) -> list[Passport]:
-        """Those of the kinds of nodes that can do a run under a setting; `UsageError` where none can."""
-        asked = self.asked(setting)
-        cpus, gpus = asked["num_cpus"], asked["num_gpus"]
-        nodes = [{"CPU": 0.0, "GPU": 0.0, **node["Resources"]} for node in self.nodes]
-        fits = [min(node["CPU"] // cpus, (node["GPU"] + 1e-9) // gpus if gpus else math.inf) for node in nodes]
-        if not sum(fits):
-            most = {name: max(node[name] for node in nodes) for name in ("CPU", "GPU")}
-            raise UsageError(
-                f"a run under {setting} asks for {cpus:g} CPU and {gpus:g} GPU on one node; of {len(nodes)} nodes "
-                f"none has as much (the most are {most['CPU']:g} CPU and {most['GPU']:g} GPU): start a larger one"
-            )
-        self.count = max(self.count, int(sum(fits)))
-        if not gpus:
-            return self.kinds
-        return [
-            Passport({**kind, "gpus": [gpu]})
-            for kind in self.kinds
-            for number, gpu in enumerate(kind["gpus"])
-            if gpu not in kind["gpus"][:number]
-        ]
-
-    @functools.cached_property
-    def kinds(self) -> list[Passport]:
-        """The passports of the nodes, those that are alike once, with all their GPUs."""
+        """Those of the nodes that can do a run under a setting; `UsageError` where none can."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ask = self.ray.remote(num_cpus=0, max_retries=0)(_passport_here)
-        on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in self.nodes]
-        texts = self.ray.get([ask.options(scheduling_strategy=strategy).remote() for strategy in on_each])
-        return [Passport(json.loads(text)) for text in dict.fromkeys(texts)]
+        options = self.task_options(setting)
+        wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        able = [n for n in nodes if all(n["Resources"].get(name, 0) >= number for name, number in wanted.items())]
+        if not able:
+            raise UsageError(f"a run under {setting} asks for {wanted} on one node; none of {len(nodes)} has as much")
+        on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in able]
+        ask = self.ray.remote(passport)
+        return self.ray.get([ask.options(**options, scheduling_strategy=strategy).remote() for strategy in on_each])
 
-    def room(self, job: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
-        """Ray keeps what a job asks for."""
-        return contextlib.nullcontext()
-
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Have a job done on a node, and begun again on another when that dies."""
-        errors = self.ray.exceptions
-        store = None if remote(job["store"]) else Path(job["store"]).absolute()
-        text = as_text(job if store is None else {**job, "store": str(store)})
-        go = self.ray.remote(num_returns="streaming", max_retries=0, **self.asked(job["setting"]))(_train_here)
-        for _ in range(DEATHS):
-            if self.stopped:
-                raise GpulabError("interrupted")
-            messages = go.remote(job["setting"], text)
-            with self.lock:
-                self.going[id(messages)] = messages
-            try:
-                done = outcome((json.loads(self.ray.get(message)) for message in messages), tell)
-            except errors.RayTaskError as error:  # of this file's own code
-                raise GpulabError(f"on its node: {error.cause!r}") from None
-            except errors.TaskCancelledError:
-                raise GpulabError("interrupted") from None
-            except errors.RayError as error:  # the node, or what Ray runs on it
-                died = str(error).partition("\n")[0]
-            else:
-                if store is not None and not (store / done).exists():
-                    raise GpulabError(
-                        f"{done} was kept on its node, in {store}, which is not this machine's {store}: "
-                        "name a store that every node sees"
-                    )
-                return done
-            finally:
-                with self.lock:
-                    del self.going[id(messages)]
-        raise GpulabError(f"{DEATHS} nodes died under it: {died}")
+    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> str:  # noqa: ARG002
+        """Have a run done on a node, keep it, and return its id."""
+        task = self.ray.remote(max_retries=MAX_RETRIES, **self.task_options(job["setting"]))(train_on_node)
+        try:
+            record, history, weights = self.ray.get(task.remote({**job, "store": None}))
+        except self.ray.exceptions.RayTaskError as error:
+            raise GpulabError(f"on its node: {error.cause}") from None
+        except self.ray.exceptions.RayError as error:
+            raise GpulabError(f"nodes died under it {MAX_RETRIES + 1} times: {error}".partition("\n")[0]) from None
+        return run_files.write_run(Path(job["store"]), record, history, weights).name
 
     def stop(self) -> None:
-        """Ask every run to save a checkpoint and end, and begin no other."""
-        self.stopped = True
-        with self.lock:
-            for messages in self.going.values():
-                self.ray.cancel(messages)
-
-    def close(self) -> None:
-        """Leave the cluster, which ends if it was made here."""
+        """Leave the cluster, which ends what it does for this."""
         self.ray.shutdown()
+
+    close = stop
 
     def __enter__(self) -> RayCluster:
         return self
@@ -177,85 +110,21 @@ class RayCluster:
         self.close()
 
 
-# --- on the nodes ------------------------------------------------------------------------------------------
+def import_ray(address: str) -> ModuleType:
+    """Ray, which is told before it starts to send nothing."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if address.startswith(("local", "127.")):  # else Ray replaces 127.0.0.1 by the address that others see
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    with extra("cluster"):
+        import ray
+    return ray
 
 
-def _passport_here() -> str:
-    """The passport of a node with all its GPUs, which Ray hides from a task that asks for none."""
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
-    code = "import gpulab; print(gpulab.passport().to_json())"
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout
+def train_on_node(job: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
+    """Train in a task of its own: the record, the history, and the weights where they are to be kept."""
+    from gpulab.training.request import train
 
-
-def _train_here(setting: str, text: str) -> Iterator[str]:
-    """Do a job in a process of its own; yields what that says, its progress now and then."""
-    worker, told = Worker(setting, beside=1), 0.0
-    try:
-        for message in worker.answers_to(text):
-            if "done" not in message or time.monotonic() - told > TOLD:
-                told = time.monotonic()
-                yield json.dumps(message)
-    except GpulabError as error:  # it died, which is not its node's fault
-        yield json.dumps({"error": str(error)})
-    except BaseException:
-        worker.stop()
-        raise
-    finally:
-        worker.close()
-
-
-# --- without a daemon --------------------------------------------------------------------------------------
-
-
-def slurm_script(
-    command: list[str],
-    tasks: int,
-    settings: list[str],
-    cpus: float | None = None,
-    gpus: float | None = None,
-    devices: int = 1,
-    workers: int = 1,
-) -> str:
-    """Write a job array for Slurm's `sbatch`, of which each task does its share of an experiment.
-
-    All tasks need to see the store in which the experiment keeps its runs.
-
-    Args:
-        command: The words of the command line of the experiment, without `--share`.
-        tasks: How many tasks the array has.
-        settings: The settings of the experiment. Where one is of a GPU, every task asks for GPUs.
-        cpus: CPUs of each task. By default the most threads that a setting names, or 1, for each worker and device.
-        gpus: Whole GPUs of each task. By default as many as `devices`.
-        devices: How many devices share a run.
-        workers: How many runs a task trains at the same time. They share the task's GPUs.
-
-    Returns:
-        The text of the script.
-
-    Raises:
-        UsageError: For a part of a GPU, for `gpus` where no setting is of a GPU, and for a malformed setting.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> print(gl.training.slurm_script(["gpulab", "experiment", "prednet"], 4, ["cpu:threads=2"]))
-        #!/bin/bash
-        #SBATCH --job-name=gpulab
-        #SBATCH --array=0-3
-        #SBATCH --cpus-per-task=2
-        #SBATCH --requeue
-        srun gpulab experiment prednet --share "$SLURM_ARRAY_TASK_ID/4"
-    """
-    parsed = [Setting.parse(text) for text in settings]
-    on_gpu = any(setting.kind != "cpu" for setting in parsed)
-    if gpus is not None and (gpus != int(gpus) or gpus < 1):
-        raise UsageError(f"gpus={gpus!r}: Slurm gives whole GPUs; several runs share one with --workers")
-    if gpus is not None and not on_gpu:
-        raise UsageError(f"gpus={gpus!r}: no setting of {', '.join(settings)} is of a GPU")
-    cores = math.ceil(cpus or max(setting.threads or 1 for setting in parsed) * devices * workers)
-    lines = ["#!/bin/bash", "#SBATCH --job-name=gpulab", f"#SBATCH --array=0-{tasks - 1}"]
-    lines += [f"#SBATCH --cpus-per-task={cores}"]
-    lines += [f"#SBATCH --gpus-per-task={int(gpus or devices)}"] if on_gpu else []
-    lines += ["#SBATCH --requeue", f'srun {shlex.join(command)} --share "$SLURM_ARRAY_TASK_ID/{tasks}"']
-    return "\n".join(lines)
+    keep_weights = job.get("keep_weights", True)
+    run = train(**job, progress=False)
+    weights = run.model.state_dict() if keep_weights and run.model is not None else None
+    return run.record, dict(run.columns), weights

@@ -20,7 +20,6 @@ from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.store import listing as stores
-from gpulab.store.object_store import remote
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import Specification, protocol
 from gpulab.training.workers import INSIDE, Workers
@@ -50,12 +49,12 @@ class Experiment:
             own.
         profile: For gpulab's own networks, how long to train and on what: `smoke`, `quick` or `paper`; for PredNet also
             `motion`.
-        store: The folder in which runs are kept, or `s3://bucket/prefix`. By default `$GPULAB_STORE`, or the folder
-            `runs`.
+        store: The folder in which runs are kept. By default `$GPULAB_STORE`, or the folder `runs`.
         reruns: How often each seed and setting is run.
-        workers: How many processes train at the same time. With more than one, the `seconds` of a run say nothing. With
-            one, as many as 16 of gpulab's own networks share a CUDA GPU in it (see `gpulab.training.replicas`). Each
-            has the result that it has alone, and its record says `shared`.
+        workers: How many runs are trained at the same time, each in a process of its own. With more than one, the
+            `seconds` of a run say nothing. Under a setting of a CUDA GPU, gpulab's own networks share the GPU: they
+            are threads of one process, each on a stream of its own. Each has the result that it has alone, to the bit,
+            and its record says `shared`.
         options: Options of your training by name, with the values that all runs have. For gpulab's own networks,
             arguments of `gpulab.train` that JSON can carry, such as `frames` or `data`. Weights are kept only with
             `keep_weights=True` among these.
@@ -67,7 +66,7 @@ class Experiment:
         settings: The settings as a list of texts.
         seeds: The seeds as a list of numbers.
         variants: The variants as a list.
-        folder: Where the runs are kept: a `Path`, or the address of a store in object storage.
+        folder: Where the runs are kept, a `Path`.
         length: How many frames a run has in the progress bar, 1 for a training of your own; `unit` is what is counted.
 
     Raises:
@@ -107,8 +106,7 @@ class Experiment:
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
         store = stores.default_store() if self.store is None else self.store
-        self.remote = remote(store)
-        self.folder: Any = self.remote.url if self.remote else Path(store)
+        self.folder = run_files.store_folder(store)
         check_count("reruns", self.reruns)
         check_count("workers", self.workers)
         if not (self.settings and self.seeds and self.variants):
@@ -150,8 +148,9 @@ class Experiment:
 
         Args:
             progress: Whether to show a progress bar.
-            engine: `local` for worker processes on this machine; `ray` for a Ray cluster, see
-                `gpulab.training.cluster`.
+            engine: `local` for worker processes on this machine; `ray` for a Ray cluster, whose nodes need gpulab and
+                not the store. Ray says how many runs fit at the same
+                time, whatever `workers` is.
             address: For `ray`: the cluster's address, such as `auto` or `127.0.0.1:6379`. By default `$RAY_ADDRESS`, or
                 else a cluster of this machine alone, which ends with the experiment.
             cpus: For `ray`: how many CPUs the cluster keeps for each run. By default as many as the setting's threads,
@@ -176,18 +175,16 @@ class Experiment:
         if not 0 <= share[0] < share[1]:
             raise UsageError(f"share {share!r}: expected (k, n) with k from 0 to n - 1")
         if engine == "local" and (address, cpus, gpus) != (None, None, None):
-            raise UsageError("address, cpus and gpus are for engine='ray' (--engine slurm takes the last two)")
+            raise UsageError("address, cpus and gpus are for engine='ray'")
         jobs = self.jobs()[share[0] :: share[1]]
         if engine == "local":
-            workers: Workers | RayCluster = Workers(self.workers, jobs)
+            workers: Workers | RayCluster = Workers(self.workers)
         elif engine == "ray":
-            if shared := {job.get("devices") for job in jobs} - {None, 1}:
-                raise UsageError(f"devices={shared.pop()!r} with engine='ray': there a run has one device; use 'local'")
             from gpulab.training.cluster import RayCluster
 
-            workers = RayCluster(address, cpus, gpus, self.workers)
+            workers = RayCluster(address, cpus, gpus)
         else:
-            raise UsageError(f"engine {engine!r}: expected local or ray (or --engine slurm, on the command line)")
+            raise UsageError(f"engine {engine!r}: expected local or ray")
         with workers:
             finished = self._train(jobs, workers, progress)
         frame = stores.runs(self.folder)
@@ -205,7 +202,7 @@ class Experiment:
         names = [planned_on([ANYWHERE, *machines[job["setting"]]], **job) for job in jobs]
         run_ids = [self._done(each) for each in names]
         missing = [number for number, done in enumerate(run_ids) if not done]
-        claims = (self.remote.work if self.remote else self.folder) / CLAIMS
+        claims = self.folder / CLAIMS
         if missing:
             files.check_writable(claims / "run")
             claims.mkdir(parents=True, exist_ok=True)
@@ -230,7 +227,7 @@ class Experiment:
         def work(number: int) -> bool:
             """Whether a run is settled: done, or failed; not while another does it."""
             job, (anywhere, *here) = jobs[number], names[number]
-            with workers.room(job), contextlib.ExitStack() as claim:
+            with contextlib.ExitStack() as claim:
                 with files.writing(claims):
                     try:
                         claim.enter_context(locks[number])
@@ -269,5 +266,4 @@ class Experiment:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
         if self.how.get("guard") or not self.how.get("resume", True):
             return None
-        find = self.remote.has if self.remote else functools.partial(run_files.find, self.folder)
-        return next((identity.id for identity in names[1:] if find(identity)), None)
+        return next((identity.id for identity in names[1:] if run_files.find(self.folder, identity)), None)

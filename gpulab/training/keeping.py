@@ -1,7 +1,4 @@
-"""Where a run is kept, and how: in a folder, or nowhere.
-
-What keeps runs otherwise derives from `Keeping`: see `uploads`, and `data_parallel` for several processes.
-"""
+"""Where a run is kept, and how: in a folder, or nowhere."""
 
 from __future__ import annotations
 
@@ -47,11 +44,6 @@ class Keeping:
     use_checkpoints: bool = True
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     weights: bool = True
-
-    @property
-    def address(self) -> str | None:
-        """The store, as `gpulab.train` takes it in another process."""
-        return None if self.store is None else str(self.store)
 
     def existing_run(self, identity: identities.Identity, with_weights: bool = False) -> StoredRun | None:
         """A run that was done before, and whose trained weights were kept if they are asked for; else None."""

@@ -1,15 +1,15 @@
 """The training loop: window after window of frames, the loss, its gradient, Adam's step, and the loss noted.
 
 `train` goes through the windows. How one is computed is an *engine*: an object with a method `train_window`. `Plain` is
-the published way and the reference for all others, which give the same up to rounding, faster or on several devices;
-`engines` chooses among them. Checkpoints, progress and interruptions go around the loop, in `run`.
+the published way and the reference for all others, which give the same up to rounding, only faster; `engines` chooses
+among them. Checkpoints, progress and interruptions go around the loop, in `run`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -85,11 +85,8 @@ class Engine(Protocol):
 
 def train(
     training: Training, windows: Iterable[Window], engine: Engine, after_window: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+) -> None:
     """Train on one window after another, until the last, or a loss that is not finite.
-
-    A generator: it trains as one goes through it, and pauses where a window has been given to the device, so that other
-    trainings can take their turn meanwhile.
 
     Args:
         training: What is trained; it is at the end of the last window whenever `after_window` is called.
@@ -104,7 +101,6 @@ def train(
         training.inside_window = True
         state = None if window.restart else training.state
         losses, training.state = engine.train_window(window.frames, state)
-        yield
         # One look at the device a window, since every look waits for it.
         training.note(losses.tolist(), time.perf_counter() - began)
         after_window()

@@ -21,9 +21,7 @@ from gpulab.store import identities, sources
 from gpulab.training.protocol import FACTORS, Protocol, Specification, factors_of_run, protocol
 
 # What of gpulab's code its trainings are.
-TRAINING_FILES = [
-    f"training/{name}.py" for name in ("adam", "capture", "data_parallel", "engines", "loop", "written_out")
-]
+TRAINING_FILES = [f"training/{name}.py" for name in ("adam", "capture", "engines", "loop", "written_out")]
 # What of gpulab's code a network is, beside what all share.
 MODEL_FILES = {
     "prednet": ["models/prednet.py", "models/prednet_windows.py", "models/prednet_kernels.py"],

@@ -1,4 +1,4 @@
-"""`gpulab.train`: what it is asked for goes to gpulab's own loop, to a function of the user's, or to processes."""
+"""`gpulab.train`: what it is asked for goes to gpulab's own loop, or to a function of the user's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.store import identities, records
-from gpulab.training import data_parallel, parallel
-from gpulab.training.engines import Engines
+from gpulab.store import identities, records, run_files
 from gpulab.training.functions import TrainingFunction, is_function, run_function
-from gpulab.training.keeping import CHECKPOINT_SECONDS
+from gpulab.training.keeping import CHECKPOINT_SECONDS, Keeping
 from gpulab.training.plan import plan_run, plan_with_command
 from gpulab.training.protocol import FACTORS
-from gpulab.training.run import MakeEngine, Run, Told, Watch, carry_out, under
-from gpulab.training.uploads import keeping_in
+from gpulab.training.run import Run, Told, Watch, train_network, under
 
 
 def train(
@@ -92,8 +89,7 @@ def train(
         model_options: Options of a network that is named, or of a training of your own. The latter can also be given as
             keywords of this function.
         rerun: The number of this repetition, from 0: the same run again, kept beside the first.
-        store: A folder in which runs are kept, or `s3://bucket/prefix` (also `gs://`, `az://`), which keeps no weights.
-            By default nothing is kept.
+        store: A folder in which runs are kept. By default nothing is kept.
         resume: Whether to go on from a checkpoint, and to take a run that is there.
         checkpoint_seconds: The time between two checkpoints.
         keep_weights: Whether the store keeps the trained weights.
@@ -117,8 +113,6 @@ def train(
               operations, equal up to rounding, unless a guard, a trace or an emulation has to see each of them.
             - `draws`: Whose generator draws the initial weights: `cpu`, or `device`, which gives other numbers from the
               same seed.
-            - `devices`: How many devices share each batch, with a process for each. The result is that of one device up
-              to rounding. This works under `cpu` or `cuda`, on this machine, or in processes that torchrun has started.
 
     Returns:
         The `Run`, with the trained model, its history and its record.
@@ -144,8 +138,13 @@ def train(
         protocol; Kingma, Ba 2014, *Adam: a method for stochastic optimization* (arXiv 1412.6980).
     """
     notes = {"command": command, **records.registration(registered)}
-    how = {"use_checkpoints": resume, "checkpoint_seconds": checkpoint_seconds, "weights": keep_weights}
-    keeping = keeping_in(store, take_existing=resume and not guard, **how)
+    keeping = Keeping(
+        store=None if store is None else run_files.store_folder(store),
+        take_existing=resume and not guard,
+        use_checkpoints=resume,
+        checkpoint_seconds=checkpoint_seconds,
+        weights=keep_weights,
+    )
     chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
     if isinstance(net, TrainingFunction) or is_function(net):
         if watch or data_options:
@@ -154,28 +153,11 @@ def train(
         options = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
         options = training.checked(options | (model_options or {}))
         return run_function(training, Setting.parse(setting), seed, rerun, options, keeping, guard, progress, notes)
-    devices = parallel.count(factors.get("devices"))
-    chosen |= {"data_options": data_options, "model_options": model_options, "devices": devices}
+    chosen |= {"data_options": data_options, "model_options": model_options}
     plan, usual_command = plan_with_command(net, data, setting, seed, profile, rerun, **chosen)
     notes["command"] = usual_command if command is None else command
-    if devices > 1 and not parallel.started_here():
-        if watch:
-            raise UsageError("watch looks at a model in this process: have torchrun start the processes")
-        job: dict[str, Any] = {"net": net, "data": data, "setting": str(plan.setting), "seed": seed, "profile": profile}
-        job |= {"rerun": rerun, "resume": resume, "checkpoint_seconds": checkpoint_seconds, "guard": guard, **chosen}
-        job |= {"command": notes["command"], "registered": registered}
-        return data_parallel.launched(plan, job, keeping, progress)
-    with under(plan.setting, plan.model.threads), parallel.join(plan.setting, devices) as group:
-        make_engine: MakeEngine = Engines
-        if group.size > 1:
-            keeping, make_engine = data_parallel.in_group(plan, keeping, group)
-            progress = progress if group.rank == 0 else False
-        turns = carry_out(plan, notes, keeping, make_engine, guard=guard, watch=watch, progress=progress)
-        while True:
-            try:
-                next(turns)
-            except StopIteration as end:
-                return end.value
+    with under(plan.setting, plan.model.threads):
+        return train_network(plan, notes, keeping, guard=guard, watch=watch, progress=progress)
 
 
 # A machine of no kind: a run has one name on it, whichever machine does it.

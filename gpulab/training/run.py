@@ -1,7 +1,7 @@
 """One run: one training of one of gpulab's own networks, from one seed, under one setting, in this process.
 
-`carry_out` asks the store whether the run is there, goes around the loop with checkpoints, progress and interruptions,
-and keeps what came of it. What else `gpulab.train` can do wraps this, from `gpulab.training.request`.
+`train_network` asks the store whether the run is there, goes around the loop with checkpoints, progress and
+interruptions, and keeps what came of it. `gpulab.training.request` calls it for `gpulab.train`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.training import loop
+from gpulab.training.engines import Engines
 from gpulab.training.keeping import History, Keeping, StoredRun
 from gpulab.training.loop import Engine, Training
 from gpulab.training.plan import Plan
@@ -169,8 +170,6 @@ class Run:
 
 # What a training is watched by: called with the model and the number of updates.
 Watch = Callable[[Trainable, int], None]
-# Makes what computes windows, for a plan and its training; True says that no other training keeps the device busy.
-MakeEngine = Callable[[Plan, Training, bool], Engine]
 # True for a bar, or what is called with (frames done, loss).
 Told = bool | Callable[[int, float], None]
 
@@ -184,37 +183,35 @@ def under(setting: Setting, threads: int | None) -> Iterator[None]:
         yield
 
 
-def carry_out(
+def train_network(
     plan: Plan,
     notes: dict[str, str | None],
     keeping: Keeping,
-    make_engine: MakeEngine,
     *,
-    alone: bool = True,
     guard: bool = False,
     watch: Watch | None = None,
     progress: Told = False,
-) -> Generator[None, None, Run]:
-    """Do what is planned, `under` what it needs, in turns with others: it pauses where the loop does.
+) -> Run:
+    """Do what is planned, `under` what it needs.
 
     Args:
         plan: What to train.
         notes: Texts that the record keeps beside what identifies the run, such as its `command`.
         keeping: Where the run is kept.
-        make_engine: Makes what computes windows, such as `engines.Engines`.
-        alone: Whether no other training keeps the device busy; where one does, its speed is not that of this one.
         guard, watch, progress: As of `gpulab.train`.
 
     Returns:
-        The run, as the value of the generator's end (`StopIteration.value`).
+        The run.
     """
+    alone = has_its_device_alone(plan.setting)
     plan.draw_weights()
     identity = plan.identity(passport())
     existing = keeping.existing_run(identity, keeping.weights)
     if existing:
         return with_model(plan, existing)
     record = run_files.begun(identity, passport(), **notes)
-    torch.manual_seed(plan.seed)
+    if plan.own:  # gpulab's own networks never draw from torch's global generator, which threads would share
+        torch.manual_seed(plan.seed)
     training = set_up(plan)
     if keeping.resume(identity, training):
         record["resumed_at"] = len(training.history)
@@ -232,15 +229,15 @@ def carry_out(
 
         if watch:
             watch(training.model, training.step)
-        engine = make_engine(plan, training, alone)
+        engine = Engines(plan, training, alone)
         try:
-            yield from loop.train(training, windows(plan, training), engine, after_window)
+            train_to_the_end(plan, training, engine, after_window)
         except KeyboardInterrupt:
             if _can_go_on(training):
                 keeping.save_checkpoint(identity, training)
             raise
     record |= outcome(plan, training)
-    if not alone:
+    if not alone:  # its speed is not that of one network
         record |= {"shared": True, "summary": record["summary"] | {"frames_per_second": None}}
     plan.data.check_unchanged()
     plan.model.fresh = False
@@ -280,9 +277,8 @@ def windows(plan: Plan, training: Training) -> Iterator[Window]:
 def train_to_the_end(
     plan: Plan, training: Training, engine: Engine, after_window: Callable[[], None] = lambda: None
 ) -> None:
-    """What is left of a training, by itself: nothing is kept, and nobody takes turns."""
-    for _ in loop.train(training, windows(plan, training), engine, after_window):
-        pass
+    """Train on the windows that are left of a plan."""
+    loop.train(training, windows(plan, training), engine, after_window)
 
 
 def bar_of(plan: Plan, training: Training | None = None) -> dict[str, Any]:
@@ -303,6 +299,13 @@ def told(progress: Told, **bar_options: Any) -> Iterator[Callable[[int, float], 
                 progress(done, loss)
 
         yield tell
+
+
+def has_its_device_alone(setting: Setting) -> bool:
+    """Whether no other training keeps the GPU busy: those that share one have each a stream of its own."""
+    if setting.kind != "cuda":
+        return True
+    return torch.cuda.current_stream(setting.device) == torch.cuda.default_stream(setting.device)
 
 
 def _can_go_on(training: Training) -> bool:

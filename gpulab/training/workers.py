@@ -14,7 +14,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 from gpulab.errors import GpulabError, extra
@@ -25,25 +25,34 @@ from gpulab.training.functions import is_function
 # With -P nothing that lies in the current folder is imported, such as a queue.py.
 WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
-TORCHRUN, RENDEZVOUS = "TORCHELASTIC_RUN_ID", "GPULAB_RENDEZVOUS"  # there where processes share a training
-TOGETHER = 16  # trainings that share a GPU, at most: the most that were measured (benchmarks/replicas.md)
-ALONE = ("guard", "watch", "resume", "checkpoint_seconds")  # arguments of `gpulab.train` that go with none of this
 DEAF = 10.0  # seconds after which a worker that was asked to end is killed
 
 
 class Worker:
-    """A process that trains under one setting, job after job; `more` is added to its environment."""
+    """A process that trains under one setting: job after job, or several in threads.
 
-    def __init__(self, setting: str, beside: int, more: Mapping[str, str] | None = None) -> None:
+    Args:
+        setting: The setting.
+        beside: How many trainings go on at the same time, in this process and others.
+        threads: How many of them are in threads of this process; 1 for job after job.
+    """
+
+    def __init__(self, setting: str, beside: int = 1, threads: int = 1) -> None:
         self.setting, self.stopped, self.ended = setting, False, False
-        mine = {name: value for name, value in os.environ.items() if name not in (TORCHRUN, RENDEZVOUS)}
-        environment = {**mine, **Setting.parse(setting).environment(), INSIDE: "1", **(more or {})}
+        environment = {**os.environ, **Setting.parse(setting).environment(), INSIDE: "1"}
+        arguments = [setting, str(threads)] if threads > 1 else []
         if beside > 1 and not setting.startswith("cpu"):
             environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
         pipe = subprocess.PIPE
         try:
             self.process = subprocess.Popen(
-                WORKER, env=environment, text=True, encoding="utf-8", stdin=pipe, stdout=pipe, stderr=pipe
+                [*WORKER, *arguments],
+                env=environment,
+                text=True,
+                encoding="utf-8",
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
             )
         except OSError as error:
             raise GpulabError(f"its worker process could not be started: {error}") from None
@@ -132,25 +141,20 @@ def outcome(messages: Iterable[dict[str, Any]], tell: Callable[[int, float], Non
 
 
 class Workers:
-    """One worker a thread, replaced when a setting needs another process, or it has died; one for what shares a GPU.
+    """The processes in which `count` trainings go on at the same time.
 
-    `count` of them train at the same time. With one, trainings that may share a GPU do so.
+    Each has a process of its own, which is replaced when a setting needs another one, or when it has died. Those that
+    may share a GPU are threads of one process, one for each setting.
     """
 
-    def __init__(self, count: int, jobs: Iterable[dict[str, Any]] = ()) -> None:
-        self.sharing = count == 1 and any(map(may_share, jobs))
-        self.count, self.beside, self.stopped = TOGETHER if self.sharing else count, count, False
-        self.turn, self.lock = threading.Semaphore(count), threading.Lock()
+    def __init__(self, count: int) -> None:
+        self.count, self.stopped, self.lock = count, False, threading.Lock()
         self.all: dict[int | str, Worker] = {}  # by thread, or by setting for those that share a GPU
 
-    def room(self, job: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-        """In which there is room for a job."""
-        return contextlib.nullcontext() if self.sharing and may_share(job) else self.turn
-
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Have a job done by this thread's worker, or by that which all threads share."""
-        setting = job["setting"]
-        key = setting if self.sharing and may_share(job) else threading.get_ident()
+        """Have a job done by the worker of this thread, or by the one that all threads share for its setting."""
+        setting, shared = job["setting"], self.count > 1 and may_share(job)
+        key = setting if shared else threading.get_ident()
         with self.lock:
             if self.stopped:
                 raise GpulabError("interrupted")
@@ -158,7 +162,7 @@ class Workers:
             if worker and (not _may_follow(worker.setting, setting) or worker.process.poll() is not None):
                 worker.close()
                 worker = None
-            worker = self.all[key] = worker or Worker(setting, self.beside)
+            worker = self.all[key] = worker or Worker(setting, self.count, self.count if shared else 1)
         return worker.train(job, tell)
 
     def passports(self, setting: str) -> list[Passport]:  # noqa: ARG002
@@ -197,11 +201,13 @@ def _may_follow(before: str, setting: str) -> bool:
 
 
 def may_share(job: dict[str, Any]) -> bool:
-    """Whether a training, given by the arguments of `gpulab.train`, may share a GPU with others: `replicas`."""
+    """Whether a training, given by the arguments of `gpulab.train`, may share a GPU with others in threads.
+
+    gpulab's own networks may; a function of the user's draws from torch's global generators, and a guard watches the
+    whole process.
+    """
     own = isinstance(job.get("net"), str) and not is_function(job["net"])  # a pickled one is of the user's
-    if not own or job.get("devices") not in (None, 1) or any(name in job for name in ALONE):
-        return False
-    return Setting.parse(job["setting"]).kind == "cuda"
+    return own and not job.get("guard") and Setting.parse(job["setting"]).kind == "cuda"
 
 
 def as_text(job: dict[str, Any]) -> str:

@@ -28,7 +28,6 @@ from gpulab.stats.verdicts import p_text
 from gpulab.store.listing import recorded_runs, runs
 from gpulab.store.records import recorded_folder
 from gpulab.training.protocol import FACTORS
-from gpulab.training.sharing import atlas_folder
 
 PLAIN = ("cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=off,deterministic=on", "cuda")  # references, in order
 FEWEST = 5  # seeds, below which a standard error is too uncertain to weigh a machine with
@@ -36,10 +35,9 @@ EFFECT = ["experiment", "profile", "protocol", "variant", "reference", "setting"
 
 
 def atlas() -> pd.DataFrame:
-    """The runs that are shipped with gpulab and those that `gpulab merge` added, as `gpulab.runs`."""
-    merged = [runs(folder).assign(recorded=True) for folder in (recorded_folder("atlas"), atlas_folder())]
-    frames = [frame for frame in (recorded_runs(), *merged) if len(frame)]
-    return pd.concat(frames, ignore_index=True).drop_duplicates("id")
+    """The runs that are shipped with gpulab and those that others contributed to `data/atlas`, as `gpulab.runs`."""
+    contributed = runs(recorded_folder("atlas")).assign(recorded=True)
+    return pd.concat([recorded_runs(), contributed], ignore_index=True).drop_duplicates("id")
 
 
 def atlas_table(frame: pd.DataFrame, reference: str | None = None) -> pd.DataFrame:

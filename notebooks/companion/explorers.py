@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -38,12 +37,13 @@ from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
+from gpulab.store.identities import weights_digest
 from gpulab.store.listing import recorded_runs
 from gpulab.store.records import recorded_folder
+from gpulab.training import loop
 from gpulab.training.engines import Engines
-from gpulab.training.keeping import Keeping
 from gpulab.training.plan import plan_with_command
-from gpulab.training.run import carry_out, under
+from gpulab.training.run import set_up, under, windows
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
 MORE_MEMORY = 2 << 30  # bytes that reading and comparing may take
@@ -149,23 +149,22 @@ class TrainingExplorer(Explorer):
 
     def _train(self) -> None:
         """Train the network under both settings in turns, a window at a time, and draw it now and then."""
-        drawn_at, running, bits = time.monotonic(), [], set()
+        drawn_at, running = time.monotonic(), []
         net, seed = self.net.value, self.seed.value
         try:
-            for dropdown, rows in zip(self.settings, self.losses, strict=True):
+            for dropdown in self.settings:
                 plan, _ = plan_with_command(net, None, dropdown.value, seed, "smoke", 0, frames=FRAMES[net])
-                note_loss = functools.partial(lambda rows, frames_seen, loss: rows.append((frames_seen, loss)), rows)
-                running.append((plan, carry_out(plan, {}, Keeping(), Engines, progress=note_loss)))
-            while running:
-                for plan, turns in [*running]:
+                plan.draw_weights()
+                training = set_up(plan)
+                running.append((plan, training, Engines(plan, training), windows(plan, training)))
+            for number in range(1, FRAMES[net] // running[0][0].window + 1):
+                for (plan, training, engine, left), rows in zip(running, self.losses, strict=True):
                     if self.stopping.is_set():
                         return
-                    with under(plan.setting, plan.model.threads):  # its flags are in force for its own turns only
-                        try:
-                            next(turns)
-                        except StopIteration as end:
-                            bits.add(end.value.record["summary"]["weights"])
-                            running.remove((plan, turns))
+                    if training.diverged_at is None:
+                        with under(plan.setting, plan.model.threads):  # its flags are in force for its own turns only
+                            loop.train(training, [next(left)], engine)
+                        rows.append((number * plan.window, training.history[-1].loss))
                 if time.monotonic() - drawn_at > DRAW_SECONDS:
                     self.draw()
                     drawn_at = time.monotonic()
@@ -173,6 +172,7 @@ class TrainingExplorer(Explorer):
             self.said.value = Markup.escape(error)
             return
         self.draw()
+        bits = {weights_digest(training.model.state_dict()) for _, training, *_ in running}
         self.said.value = f"Done. The trained weights {'have the same bits' if len(bits) == 1 else 'differ'}."
 
 

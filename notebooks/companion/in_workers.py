@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpulab.training.data_parallel import DataParallel
 
 import gpulab as gl
 from companion.first_windows import FirstWindow
 from gpulab.data.base import Window
 from gpulab.training import loop, parallel
-from gpulab.training.data_parallel import DataParallel
 from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
 from gpulab.training.run import set_up

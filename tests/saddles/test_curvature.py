@@ -10,7 +10,6 @@ from gpulab.saddles import curvature as trajectories
 from gpulab.saddles.curvature import read_curvature, row_spectra
 from gpulab.saddles.spectrum import ZERO
 from gpulab.store import records as recordings
-from gpulab.store.checks import check
 
 SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "evaluated": 20, "progress": False}
 SETTINGS = ["cpu:threads=1", "cpu:precision=float64", "cpu:emulate=bfloat16"]
@@ -35,7 +34,6 @@ def test_other_questions_are_other_recordings_and_no_damaged_runs(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert gl.runs(tmp_path).empty
-    assert check(tmp_path, progress=False).empty
 
 
 def test_a_row_for_every_setting_seed_and_snapshot_by_the_same_instrument(frame):
