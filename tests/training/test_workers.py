@@ -54,7 +54,7 @@ def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(tmp_pa
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_together(jobs_then_interrupt(), lambda number, **said: None, "cpu:threads=1", len(NETS))
+        train_together(jobs_then_interrupt(), lambda *_, **__: None, "cpu:threads=1", len(NETS))
     assert len(gl.runs(tmp_path)) < len(NETS)
     together = trained_together(tmp_path)
     assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
