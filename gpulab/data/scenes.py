@@ -231,7 +231,8 @@ class _Chunk:
             return self.rendered
 
 
-_chunk = functools.lru_cache(maxsize=32)(_Chunk)  # some 10 MB, for several who want the same frames
+# For several who want the same frames, and are not equally far: at 160×120 a whole film, of 288 MB.
+_chunk = functools.lru_cache(maxsize=1000)(_Chunk)
 
 
 EXTENDING = threading.Lock()

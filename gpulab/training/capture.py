@@ -61,7 +61,9 @@ class Graph:
     def __init__(self, updates: Updates, frames: Tensor, state: Any, changed: Iterable[Tensor]) -> None:
         self.frames, self.before = frames.clone(), tree_map_only(Tensor, torch.clone, state)
         kept = [(tensor, tensor.detach().clone()) for tensor in changed]
-        aside, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
+        # A thread's own stream, which no other thread launches on; or one beside the default, which is never captured.
+        aside = current if current != torch.cuda.default_stream() else torch.cuda.Stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
             updates(self.frames, self.before)
@@ -72,10 +74,9 @@ class Graph:
         del kept, tensor, value  # memory that capturing needs
         self.graph = torch.cuda.CUDAGraph()
         with CAPTURING:
-            # cuBLAS has a workspace a stream, and all graphs are captured on one: replayed beside this one, another
-            # graph would use it, too.
+            # cuBLAS has a workspace a stream: another graph captured on this one would use it, too.
             torch._C._cuda_clearCublasWorkspaces()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local"):
                 self.losses, self.after = updates(self.frames, self.before)
             torch._C._cuda_clearCublasWorkspaces()
 

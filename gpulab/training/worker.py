@@ -70,6 +70,7 @@ def train_together(lines: Iterable[str], answer: Answer, setting: str, threads: 
     """
     import contextlib
     import json
+    import queue
     import threading
     from concurrent.futures import ThreadPoolExecutor
 
@@ -78,18 +79,22 @@ def train_together(lines: Iterable[str], answer: Answer, setting: str, threads: 
     from gpulab.settings import Setting
 
     parsed, stopping = Setting.parse(setting), threading.Event()
+    streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def check_stopping() -> None:
         if stopping.is_set():
             raise KeyboardInterrupt  # a signal reaches the main thread alone
 
     def do(number: int, job: dict[str, Any]) -> None:
-        stream = torch.cuda.Stream(parsed.device) if parsed.kind == "cuda" else None
+        stream = streams.get()  # torch has 32 streams, and hands the first out again after the last
         with contextlib.suppress(KeyboardInterrupt), torch.cuda.stream(stream):  # of None it is none
             _do(number, job, answer, check_stopping)
+        streams.put(stream)
 
     # Each training puts the setting in force and takes it back; around all of them it stays in force.
     with parsed.apply(), ThreadPoolExecutor(threads) as pool:
+        for _ in range(threads):
+            streams.put(torch.cuda.Stream(parsed.device) if parsed.kind == "cuda" else None)
         try:
             for line in lines:
                 job = json.loads(line)

@@ -25,6 +25,7 @@ from gpulab.training.functions import is_function
 # With -P nothing that lies in the current folder is imported, such as a queue.py.
 WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
+MOST_THREADS = 16  # trainings that share a GPU: more gain nothing, and torch has 32 streams
 DEAF = 10.0  # seconds after which a worker that was asked to end is killed
 
 
@@ -162,7 +163,8 @@ class Workers:
             if worker and (not _may_follow(worker.setting, setting) or worker.process.poll() is not None):
                 worker.close()
                 worker = None
-            worker = self.all[key] = worker or Worker(setting, self.count, self.count if shared else 1)
+            threads = min(self.count, MOST_THREADS) if shared else 1
+            worker = self.all[key] = worker or Worker(setting, self.count, threads)
         return worker.train(job, tell)
 
     def passports(self, setting: str) -> list[Passport]:  # noqa: ARG002
