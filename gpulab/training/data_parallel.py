@@ -29,7 +29,6 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.passports import passport
 from gpulab.store import identities, run_files
 from gpulab.training import checkpoints, parallel, run
-from gpulab.training.accumulation import GradientAccumulation
 from gpulab.training.engines import Engines
 from gpulab.training.keeping import Keeping, StoredRun, stored_run
 from gpulab.training.loop import Plain, Training
@@ -44,11 +43,7 @@ ALONE = "or leave devices away, and let each train another seed: gpulab.Experime
 
 
 def check_divides(plan: Plan) -> None:
-    """Raise `UsageError`, with a name and what to do, where the devices of a plan would have nothing to share.
-
-    Whether a batch in parts has the gradient of the whole is tried on three of its examples, as for
-    `GradientAccumulation`.
-    """
+    """Raise `UsageError`, with a name and what to do, where the devices of a plan would have nothing to share."""
     devices, model = plan.factors["devices"], copy.deepcopy(plan.model).train()
     name = type(model).__name__
     if plan.factors["loader"] != "window":
@@ -65,34 +60,11 @@ def check_divides(plan: Plan) -> None:
             f"{name} learns from a batch of {size}, which {devices} devices cannot share: give it a larger one, by "
             f"{how}, within a window ({plan.window} frames: window=N, --window N); {ALONE}"
         )
-    try:
-        Shares(model).check(largest)
-    except UsageError as error:
-        raise UsageError(f"{devices} devices cannot share a batch: {error}; {ALONE}") from None
 
 
 def examples(model: Any) -> int:
     """The dimension of a batch along which its examples lie: (t, b, …) where order matters, else (b, …)."""
     return int(model.sequential)
-
-
-class Shares(GradientAccumulation):
-    """Tries whether a batch can be divided, of films (t, b, c, h, w), too."""
-
-    def check(self, batch: Tensor) -> None:
-        """Raise `UsageError`, with a name, for a batch that is not the mean of its parts."""
-        batch = batch.movedim(examples(self.model), 0)
-        self._check(batch, len(batch))
-
-    def _loss(self, part: Tensor, count: int) -> Tensor:
-        model: Any = self.model
-        loss, _, state = model.training_loss(part.movedim(0, examples(self.model)), None)
-        if state is not None:
-            raise UsageError(
-                f"{type(self.model).__name__} carries a state from batch to batch, which devices cannot share: let "
-                "each batch begin anew, and return None as its state"
-            )
-        return loss * (len(part) / count)
 
 
 # --- the engine ------------------------------------------------------------------------------------------

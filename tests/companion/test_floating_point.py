@@ -3,13 +3,13 @@
 import pandas as pd
 import pytest
 import torch
+from gpulab.numerics.cuda_random import cuda_threads
 
 import companion
 import gpulab as gl
 from companion import floating_point as module
 from companion.benchmarks import benchmark
 from companion.floating_point import MEASURED, OTHER_SEED, Factor, factors
-from gpulab.numerics.cuda_random import cuda_threads
 from gpulab.store import listing as stores
 
 record_factors = benchmark("record").record_factors
