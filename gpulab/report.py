@@ -47,7 +47,8 @@ class Picture:
     Examples:
         >>> import gpulab as gl
         >>> picture = gl.plots.roofline(gl.device.recorded_rooflines())
-        >>> picture.alt[:20], picture.png()[1:4]
+        >>> print(picture.alt.partition(":")[0])
+        Roofline
     """
 
     figure: Figure
