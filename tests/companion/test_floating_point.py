@@ -74,7 +74,7 @@ def test_cuda_uniform_published_numbers():
 
 
 @pytest.mark.parametrize(("card", "other"), [("T4", "H100"), ("V100", "RTX 3090"), ("H100", "H200")])
-@pytest.mark.parametrize("count", [0, 1, 40_961, 300_000])
+@pytest.mark.parametrize("count", [1, 40_961, 300_000])
 def test_cuda_uniform_differs_from_where_a_thread_draws_again(card, other, count):
     equal = cuda_uniform(3, (count,), card) == cuda_uniform(3, (count,), other)
     same = count if THREADS[card] == THREADS[other] else min(count, THREADS[card], THREADS[other])
