@@ -38,7 +38,7 @@ from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED, blurred_loss
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import compare_decoders
-from gpulab.device.operations import byte_round_trip, fused_share, repeatability
+from gpulab.device.operations import byte_round_trip
 from gpulab.device.rooflines import roofline
 from gpulab.diagnostics.audits import Audit
 from gpulab.errors import UsageError, in_one_line
@@ -228,16 +228,13 @@ def record_factors(
 ) -> None:
     """Each factor changed alone, one step and the final loss, as notebook 02 shows it of other machines.
 
-    And how this machine converts, repeats, fuses and decodes.
+    And how this machine converts and decodes.
     """
     here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here()]
     if not here:
         raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
-    base = here[0].base["setting"]
-    settings = (base, "cuda:tf32=off,deterministic=off") if kind == "cuda" else (base, "cpu")
     tables = {
         "conversions": byte_round_trip(kind),
-        "repeatability": repeatability(settings),
         "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
     }
     keep(
@@ -249,7 +246,6 @@ def record_factors(
         kind=kind,
         recorded=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         steps=step_rows(here, net, profile, progress),
-        fused=fused_share(base, 100_000),
         **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()},
     )
     options = {} if frames is None else {"frames": frames}  # last: an interruption leaves what is quickly done

@@ -6,7 +6,7 @@ from pathlib import Path
 import gpulab as gl
 
 PAGE = Path(__file__).with_name("public_names.md")
-MADE = ("Experiment", "Step", "GradientAccumulation", "Autoencoder", "LinearAutoencoder", "PredNet", "Whitener")
+MADE = ("Experiment", "Step", "Autoencoder", "LinearAutoencoder", "PredNet", "Whitener")
 HEAD = "# Public names\n\n" + (
     "From 1.0 on, these names stay, and so do the names of their parameters. One that has to go is kept for a year, in "
     "which it warns and says what takes its place. New parameters come after the others, with a default. Everything "

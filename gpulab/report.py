@@ -46,9 +46,9 @@ class Picture:
 
     Examples:
         >>> import gpulab as gl
-        >>> picture = gl.plots.bits(0.1, ["float32"])
-        >>> picture.alt, picture.png()[1:4]
-        ('Bits of 0.1: sign, exponent and fraction in float32. 0.1 in float32, and rounded to shorter formats.', b'PNG')
+        >>> picture = gl.plots.roofline(gl.device.recorded_rooflines())
+        >>> print(picture.alt.partition(":")[0])
+        Roofline
     """
 
     figure: Figure

@@ -125,9 +125,7 @@ class Placement(Report):
         return "\n".join(lines)
 
 
-def place(
-    step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7, progress: bool = True
-) -> Placement:
+def place(step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7) -> Placement:
     """Find out what holds a training step back: memory, arithmetic, or the launching of its operations.
 
     The step's operations and bytes are counted, its time is measured, and both are compared with what the device can do
@@ -139,7 +137,6 @@ def place(
         ceilings: What the device can do: a data frame from `gpulab.roofline` on this machine, of one setting, under
             which the step is done. Or a setting, whose roofline is measured now.
         repeats: How many batches of calls are timed, at least 2.
-        progress: Whether to show a progress bar while a roofline is measured.
 
     Returns:
         The `Placement`, which prints as sentences.
@@ -173,7 +170,7 @@ def place(
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     check_count("repeats", repeats)
-    frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings
+    frame = roofline(ceilings) if isinstance(ceilings, Setting | str) else ceilings
     settings = list(frame.setting.unique())
     if len(settings) != 1:
         raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")

@@ -20,6 +20,7 @@ from gpulab.diagnostics.findings import (
     place_of,
 )
 from gpulab.diagnostics.float64_check import FLUSHED, NOT_UNIQUE
+from gpulab.diagnostics.gpu_draws import explain_draws
 from gpulab.diagnostics.tolerances import (
     CARRIED,
     DECIDES,
@@ -34,7 +35,6 @@ from gpulab.diagnostics.tolerances import (
 )
 from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.diagnostics.traces import Trace
-from gpulab.numerics.cuda_random import explain_draws
 from gpulab.settings import Setting
 
 

@@ -5,10 +5,10 @@
 """
 
 from gpulab.plots import decisions as decisions
+from gpulab.plots import instruments as instruments
 from gpulab.plots.costs import roofline
 from gpulab.plots.curvature import curvature_over_time, index_against_loss, landscape_slice, saddle_surface, spectra
 from gpulab.plots.escapes import escape_law, escape_paths, escape_phases
-from gpulab.plots.instruments import bits, sums
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
 from gpulab.plots.runs import curves, differences, losses
 from gpulab.plots.style import colour
@@ -16,7 +16,6 @@ from gpulab.report import Picture
 
 __all__ = [
     "Picture",
-    "bits",
     "colour",
     "curvature_over_time",
     "curves",
@@ -34,5 +33,4 @@ __all__ = [
     "saddle_surface",
     "sample",
     "spectra",
-    "sums",
 ]

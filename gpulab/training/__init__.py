@@ -4,7 +4,6 @@ from gpulab._lazy import attach
 
 NAMES = {
     "Experiment": "experiment",
-    "GradientAccumulation": "accumulation",
     "Run": "run",
     "descend": "asynchronous",
     "fit_law": "batches",

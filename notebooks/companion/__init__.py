@@ -9,8 +9,8 @@ HOMES = {
     "exercises": "check",
     "explorers": "audit_explorer saddle_explorer seeds_explorer training_explorer",
     "findings": "finding",
-    "floating_point": "FactorTable factor_table growth growth_figure recorded_measurements recorded_products "
-    "runs_drawn_by shared_draws",
+    "floating_point": "FactorTable cuda_uniform factor_table growth growth_figure measure recorded_measurements "
+    "recorded_products sums_figure",
     "in_the_wild": "accuracies cartpole_runs copies_under_way delivered foreseen image_loader inbox learn_cartpole "
     "microphone pendulum public_questions spectrograms wild_finding",
     "learning": "blurred_losses false_alarms learning_table longer_runs missing_colour_losses motion_finding "

@@ -1,5 +1,5 @@
-"""Notebook 02: which factor does it? How one bit grows while training, what two GPUs draw from one seed, and each
-factor changed alone, from the same weights: one step of it, and the final loss.
+"""Notebook 02: which factor does it? Sums in many orders, how one bit grows while training, what a GPU draws from a
+seed, and each factor changed alone, from the same weights: one step of it, and the final loss.
 
 A factor is anything that a device may do otherwise without being wrong. Those of a GPU come from recordings where there
 is none.
@@ -13,7 +13,8 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,13 @@ import gpulab as gl
 from companion.findings import SAME, SIZES, CheckedSentences, Part, by_decision, finding, listed, span
 from companion.in_workers import first_step
 from gpulab.data.jpeg import available_decoders
-from gpulab.device.operations import measure
-from gpulab.models.autoencoders import Autoencoder
+from gpulab.diagnostics.gpu_draws import THREADS
 from gpulab.models.base import Trainable
-from gpulab.numerics.cuda_random import cuda_uniform
 from gpulab.numerics.formats import ulp_distance
-from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.plots import style
 from gpulab.plots.style import BESIDE, FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.progress import Progress
 from gpulab.report import Picture, Report, draw
-from gpulab.report import table as html_table
 from gpulab.settings import cpu_flags
 from gpulab.stats.verdicts import Verdict
 from gpulab.store import listing as stores
@@ -51,7 +48,7 @@ SHOWN = 40  # moments of a training at which it is compared
 FLIPPED = {"prednet": "conv_a.0.weight", "autoencoder": "layers.2.weight"}
 OTHER_SEED = "another seed"
 CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
-CARDS = ("T4", "V100", "RTX 4090", "A100", "H100")
+BLOCK, LANES = 256, 4  # threads of a block in torch's kernels that draw; numbers that a thread draws at a time
 MEASURED = ("conversions", "repeatability", "fused", "decoders")
 STEP_SEEDS = 3  # one step is cheap, but one seed proves nothing
 MADE_HERE, RECORDED = "made here", "recorded"
@@ -64,6 +61,30 @@ CHANGES = {  # what was found of the factors of one machine, which are named aft
 }
 IN_SD = {"effect": "difference", "low": "low", "high": "high", "largest": "largest_difference"}
 SAME_STEP, SAME_LOSS = 3e-11, 1e-8  # where what keeps its bits is drawn: a gradient, a seed's final loss in sd
+
+
+# --- orders of one sum -----------------------------------------------------------------------------------
+
+
+def sums_figure(shuffled: Sequence[float], named: pd.Series) -> Picture:
+    """How many ulps sums of the same numbers are off: in random orders, and in `named` ones, by their name."""
+    values, counts = np.unique(shuffled, return_counts=True)
+    figure, (axes,) = style.canvas(1, height=3.6)
+    axes.bar(values, counts, width=0.8, color=style.colour("cpu:threads=1"))
+    axes.axvline(0, color=INK, lw=1, ls="--")
+    label: Look = {"va": "center", "fontsize": 7.5, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
+    for height, offset in enumerate(np.unique(named)):
+        level = counts.max() * (1.12 + 0.11 * height)
+        axes.plot([offset, offset], [0, level], color=ON_GPU, lw=0.8, zorder=0)
+        side = "right" if offset > values.mean() else "left"
+        axes.annotate(f"  {', '.join(named.index[named == offset])}  ", (offset, level), ha=side, **label)
+        axes.plot(offset, level, marker="o", ms=4, color=ON_GPU, zorder=5)
+    distance = "distance from the exact sum (units in the last place of float32)"
+    axes.set(xlabel=distance, ylabel=f"how many of {len(shuffled)} random orders")
+    right = counts[values == 0].sum() / len(shuffled)
+    headline = f"{len(values)} different sums of the same numbers; {right:.0%} of the orders give the exact one"
+    alt = f"Histogram of the error of {len(shuffled)} sums in random order, with named orders marked."
+    return style.finished(figure, headline, alt)
 
 
 # --- one bit, and how it grows ---------------------------------------------------------------------------
@@ -176,50 +197,39 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
 # --- what two GPUs draw from one seed --------------------------------------------------------------------
 
 
-def shared_draws(shape: Sequence[int], cards: Sequence[str] = CARDS, seed: int = 0) -> pd.DataFrame:
-    """The share of the numbers of one seeded draw that two GPUs have in common, drawn here as each of them would.
+def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
+    """The numbers of `torch.manual_seed(seed); torch.rand(shape, device="cuda")` on a GPU, computed on a CPU.
 
-    >>> shared_draws((1000, 1000), ("T4", "H100")).round(2).loc["T4", "H100"].item()
-    0.04
+    `card` is one of the models of GPU in `gpulab.diagnostics.gpu_draws.THREADS`. This follows torch's kernel thread by
+    thread (ATen/native/cuda/DistributionTemplates.h, torch 2.15), of at most 2^29 numbers. A thread draws four numbers
+    at a time, and cuRAND makes a float32 in (0, 1] of 32 random bits.
+
+    >>> t4, h100 = cuda_uniform(0, (60_000,), "T4"), cuda_uniform(0, (60_000,), "H100")
+    >>> bool((t4[:40_960] == h100[:40_960]).all()), bool((t4 == h100).all())
+    (True, False)
     """
-    drawn = {card: cuda_uniform(seed, shape, card) for card in cards}
-    shares = [[(drawn[card] == drawn[other_card]).double().mean().item() for other_card in cards] for card in cards]
-    return pd.DataFrame(shares, index=cards, columns=cards)
+    count = math.prod(shape)
+    threads = min(THREADS[card], math.ceil(count / BLOCK) * BLOCK)
+    turns = np.arange(math.ceil(count / (LANES * threads)))[:, None]
+    words = np.stack(philox((turns, 0, np.arange(threads), 0), (seed & 0xFFFFFFFF, seed >> 32)), axis=1)
+    drawn = words.reshape(-1)[:count].astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
+    drawn[drawn == 1] = 0  # torch turns (0, 1] into [0, 1)
+    return torch.from_numpy(drawn).reshape(tuple(shape))
 
 
-def drawn_autoencoder(card: str, seed: int) -> Autoencoder:
-    """An autoencoder whose weights a card has drawn, each layer's from a seed of its own; biases are zero.
+def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np.ndarray]:
+    """Philox 4×32-10: four uint32 arrays of random bits for four counters that broadcast, and a seed's two halves.
 
-    Uniform, with LeCun's variance 1 / inputs: a GPU's uniform numbers are known to the last bit, its normal ones are
-    not.
+    NumPy has Philox 4×64 alone. Source: Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers: as easy as 1, 2, 3*.
     """
-    net = Autoencoder()
-    state = net.state_dict()
-    for number, (name, tensor) in enumerate(state.items()):
-        state[name] = torch.zeros_like(tensor)
-        if name.endswith("weight"):
-            drawn = cuda_uniform(1000 * seed + number, tensor.shape, card)
-            state[name] = (2 * drawn - 1) * math.sqrt(3 / tensor.shape[1])
-    net.load_state_dict(state)
-    return net
-
-
-def runs_drawn_by(
-    store: str | Path,
-    cards: Sequence[str] = ("T4", "H100"),
-    seeds: int = 6,
-    frames: int = 400,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Trainings on this CPU from the weights that each card would draw, as `gpulab.runs` with a column `card`."""
-    options: dict[str, Any] = {"setting": CPU, "profile": "smoke", "frames": frames, "store": store, "progress": False}
-    card_rows = []
-    jobs = [*itertools.product(cards, range(seeds))]
-    for card, seed in Progress(jobs, unit="run", leave=False, disable=not progress):
-        run = gl.train(drawn_autoencoder(card, seed), "digits", seed=seed, **options)
-        card_rows.append({"card": card, "id": run.record["id"]})
-    runs = stores.runs(store).drop(columns="protocol")  # which tells initial weights apart, and with them the cards
-    return pd.DataFrame(card_rows).merge(runs, on="id")
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b, c, d = np.broadcast_arrays(*(np.asarray(number, dtype=np.uint64) for number in counter))
+    for turn in range(10):
+        first_key = np.uint64((key[0] + turn * 0x9E3779B9) % (1 << 32))
+        second_key = np.uint64((key[1] + turn * 0xBB67AE85) % (1 << 32))
+        of_a, of_c = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (of_c >> half) ^ b ^ first_key, of_c & low, (of_a >> half) ^ d ^ second_key, of_a & low
+    return [word.astype(np.uint32) for word in (a, b, c, d)]
 
 
 # --- each factor alone -----------------------------------------------------------------------------------
@@ -290,6 +300,22 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     return all_factors if net == "prednet" else [factor for factor in all_factors if factor.name != "image decoder"]
 
 
+def measure(function: Callable[..., Any], setting: str, **arguments: Any) -> Any:
+    """Call a function with a setting; in a fresh process where only that can have the setting.
+
+    Raises `GpulabError` where that process dies. What the function raises is raised here, too.
+    """
+    from joblib.externals.loky import ProcessPoolExecutor
+
+    if gl.Setting.parse(setting).isa is None:
+        return function(setting, **arguments)
+    try:
+        with ProcessPoolExecutor(1, env=gl.Setting.parse(setting).environment()) as process:
+            return process.submit(function, setting, **arguments).result()
+    except BrokenProcessPool as error:
+        raise gl.GpulabError(f"setting {setting!r}: its process ended: {error}") from error
+
+
 def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
     """One step of each factor, on the seed that it moves most: see `FactorTable`."""
 
@@ -311,12 +337,13 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
         step_error, base_error = (
             float(((gradient - truth).norm(dim=1) / exact_norm)[most_moved_seed]) for gradient in (b, a)
         )
-        pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
-        differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
+        loss_ulps = int(ulp_distance(base["losses"], change["losses"]).max())
+        loss_bit = max(0, 24 - loss_ulps.bit_length()) if loss_ulps else None
+        gradient_bit = max(0, -math.floor(math.log2(step_moved))) if step_moved else None
         emulated = gl.Setting.parse(factor.change["setting"]).emulated
         rows.append(
             {"factor": factor.name, "change": level(factor.change), "base": level(factor.base), "emulated": emulated}
-            | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(step_moved)}
+            | {"loss_bit": loss_bit, "gradient_bit": gradient_bit}
             | {"step_moved": step_moved, "step_error": step_error, "base_error": base_error}
         )
     return rows
@@ -357,11 +384,12 @@ class FactorTable(Report):
     """Factors, each changed alone; `table` has a row per factor and place where it was measured.
 
     `factor`, `change` (in words), `base`; `source` (`made here` or `recorded`), `emulated`, `machine`, `profile`. One
-    step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss of any frame differs, see
-    `gpulab.numerics.first_bit`), `step_moved` (relative distance of the gradients), `gradient_bit` (the bit that this
-    reaches), `step_error` and `base_error` (relative distances to the base's gradient in float64). The final loss:
-    `seeds`, `effect` (mean difference) with its interval `low`, `high`, and `largest` (of any seed), in standard
-    deviations between seeds; `same_bits` (seeds whose trained weights are identical); `decision`.
+    step, of a few seeds the one that moves most: `loss_bit` (the first bit of the fraction, 1 to 23, in which the loss
+    of any frame differs; 0 for a factor of two and more), `step_moved` (relative distance of the gradients),
+    `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the base's gradient
+    in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and `largest` (of
+    any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are identical);
+    `decision`.
     """
 
     table: pd.DataFrame
@@ -390,21 +418,6 @@ class FactorTable(Report):
 
     def __str__(self) -> str:
         return str(self.finding())
-
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The table as a reader wants it: few columns, few digits."""
-        table = self.table
-        bits = table[["loss_bit", "gradient_bit"]].map(lambda bit: "same" if pd.isna(bit) else f"bit {bit}")
-        shown = table[["factor", "change"]].assign(
-            source=table.source + table.emulated.map({True: ", emulated", False: ""})
-        )
-        shown[["first bit, loss", "first bit, gradient"]] = bits
-        shown["error of one step"] = table.step_error.map("{:.1e}".format)
-        shown["of the base"] = table.base_error.map("{:.1e}".format)
-        shown["effect on the loss (sd)"] = table.effect.map("{:+.1g}".format)
-        shown["seeds"], shown["same bits"], shown["verdict"] = table.seeds, table.same_bits, table.decision
-        shown = shown.astype(object)
-        return {"text/plain": shown.to_string(index=False), "text/html": html_table(shown)}, {}
 
 
 def factor_table(
@@ -489,7 +502,7 @@ def _judged_factors(
 
 
 def recorded_measurements(name: str) -> pd.DataFrame:
-    """A table that other machines recorded, of `gpulab.device`: one of `MEASURED`, with the column `machine`."""
+    """A table that other machines recorded: one of `MEASURED`, with the column `machine`."""
     if name not in MEASURED:
         raise gl.UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
     return records.recorded_table("factors", name)

@@ -60,8 +60,8 @@ CLAIMS = [Claim(*fields) for fields in (
 BACKENDS = {
     "CUDA": ("cuda", "TF32 before Ampere (compute capability 8.0)"),
     "ROCm": ("cuda", "TF32; energy"),
-    "Metal": ("mps", "float64, TF32; pinned memory, overlapping; what holds memory; several devices; energy"),
-    "XPU": ("xpu", "TF32; pinned memory, overlapping; what holds memory; energy"),
+    "Metal": ("mps", "float64, TF32; pinned memory, overlapping; peak of memory; several devices; energy"),
+    "XPU": ("xpu", "TF32; pinned memory, overlapping; peak of memory; energy"),
 }
 
 

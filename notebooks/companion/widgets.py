@@ -9,14 +9,17 @@ from typing import Any
 
 import ipywidgets
 import torch
+from matplotlib.patches import Rectangle
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
-from gpulab.numerics.sums import format_bits
+from gpulab.plots import style
 from gpulab.plots.curvature import landscape_slice
-from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits
+from gpulab.plots.style import FAINT
 from gpulab.report import PAGE_DPI, Picture, image
 from gpulab.saddles.landscapes import Landscape
 
+SHOWN = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters
 PARTS = {"sign": (SIGN, 1), "exponent": (EXPONENT, 8), "fraction": (FRACTION, 23)}  # of float32, as in the picture
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -42,6 +45,49 @@ class Explorer(ipywidgets.VBox):
         self.picture().show(**{view: self._repr_mimebundle_()[view]})
 
 
+def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
+    """Sign, exponent and fraction of a number as a format stores them, rounded by a mode of `gpulab.numerics.round_to`.
+
+    >>> format_bits(-0.1, "float16")
+    ('1', '01011', '1001100110')
+    """
+    rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
+    target = FORMATS[name]
+    fraction, dtype = target.precision - 1, target.dtype or torch.float32
+    stored = rounded.to(dtype).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    pattern = f"{int(stored) & (1 << 8 * dtype.itemsize) - 1:0{8 * dtype.itemsize}b}"
+    if target.dtype is None:  # tf32 is float32 without its last bits
+        pattern = pattern[: 9 + fraction]
+    return pattern[0], pattern[1:-fraction], pattern[-fraction:]
+
+
+def bits_figure(x: float) -> Picture:
+    """A number's bits in float32, and after it was rounded to other formats, as each stores them; filled boxes are 1.
+
+    The fractions begin in one column, so that what a format drops is missing on the right.
+    """
+    figure, (axes,) = style.canvas(1, height=0.7 + 0.4 * len(SHOWN))
+    axes.set_axis_off()
+    for row, name in enumerate(SHOWN):
+        sign, exponent, fraction = format_bits(x, name)
+        for column, bit in [(0, sign), *enumerate(exponent, 9 - len(exponent)), *enumerate(fraction, 9)]:
+            tint = SIGN if column == 0 else EXPONENT if column < 9 else FRACTION
+            face, ink = (tint, "white") if bit == "1" else ("white", tint)
+            axes.add_patch(Rectangle((column + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=tint, lw=0.8))
+            axes.text(column + 0.5, row + 0.52, bit, ha="center", va="center", fontsize=6, color=ink)
+        value = round_to(torch.tensor([x], dtype=torch.float32), name).item()
+        off = abs(value - x)
+        axes.text(-0.4, row + 0.5, name, ha="right", va="center", fontsize=8)
+        axes.text(32.5, row + 0.5, f"{value:.10g}", va="center", fontsize=8)
+        note = "exact" if off == 0 else f"off by {off:.0e}" if math.isfinite(off) else ""
+        axes.text(46, row + 0.5, note, ha="right", va="center", fontsize=7, color=FAINT)
+    for middle, label, tint in ((0.5, "±", SIGN), (5, "exponent", EXPONENT), (20.5, "fraction", FRACTION)):
+        axes.text(middle, -0.15, label, ha="center", va="bottom", fontsize=8, color=tint)
+    axes.set(xlim=(-7, 46), ylim=(len(SHOWN), -0.8))
+    alt = f"Bits of {x:g}: sign, exponent and fraction in {', '.join(SHOWN)}."
+    return style.finished(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
+
+
 class BitExplorer(Explorer):
     """The bits of a number, to be clicked; below them what a format makes of it by a rounding.
 
@@ -60,8 +106,8 @@ class BitExplorer(Explorer):
         wrapped = ipywidgets.Layout(flex_flow="row wrap", margin="0 6px 0 0")
         self.bits, self.meanings, groups = [], [], []
         for name, (colour, count) in PARTS.items():
-            style = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
-            bits = [ipywidgets.Button(description="0", tooltip=name, layout=layout, style=style) for _ in range(count)]
+            look = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
+            bits = [ipywidgets.Button(description="0", tooltip=name, layout=layout, style=look) for _ in range(count)]
             self.bits += bits
             self.meanings.append(ipywidgets.HTML())
             groups.append(ipywidgets.VBox([self.meanings[-1], ipywidgets.HBox(bits, layout=wrapped)]))
@@ -77,7 +123,7 @@ class BitExplorer(Explorer):
 
     def picture(self) -> Picture:
         """The number in all formats."""
-        return bits(self.x)
+        return bits_figure(self.x)
 
     def _typed(self, _: Any = None) -> None:
         self.x = torch.tensor(self.number.value, dtype=torch.float32).item()

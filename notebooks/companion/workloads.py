@@ -21,12 +21,9 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from companion.benchmarks import benchmark
-from gpulab.device.memory import memory_watch
 from gpulab.device.placements import place
 from gpulab.device.rooflines import timed
-from gpulab.errors import in_one_line
 from gpulab.store.records import machine
-from gpulab.training.accumulation import GradientAccumulation
 from gpulab.training.protocol import PROFILES
 
 NETWORKS = ("resnet18", "LSTM", "Transformer")
@@ -181,55 +178,6 @@ def small(setting: gl.Setting, size: str) -> Iterator[Row]:
         yield Row("three layers", str(width), *_repeated(setting, size, update))
 
 
-def memory(setting: gl.Setting, size: str) -> Iterator[Row]:
-    """What a batch holds at its peak and how long it takes, as a whole and in parts; and one that does not fit."""
-    work = workload("Transformer", "quick" if size == "smoke" else size)  # so large that it is not all parameters
-    model, batch = work.model.to(setting.device), tuple(tensor.to(setting.device) for tensor in work.batch)
-    count, whole_gradient = len(batch[0]), None
-
-    def gradient(backward: GradientAccumulation) -> Tensor:
-        model.zero_grad()
-        backward(batch)
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    for part_count in (1, 2, 4):
-        way = f"{part_count} part{'s' * (part_count > 1)}"
-        backward = GradientAccumulation(model, F.cross_entropy, count // part_count)
-        accumulated = gradient(backward)
-        whole_gradient = accumulated if whole_gradient is None else whole_gradient
-        yield Row(
-            "Transformer", way, float((accumulated - whole_gradient).norm() / whole_gradient.norm()), "off the gradient"
-        )
-        del accumulated
-        yield Row("Transformer", way, *_repeated(setting, size, functools.partial(gradient, backward)))
-        if setting.kind in ("cpu", "cuda"):
-            with memory_watch(setting) as watch:
-                gradient(backward)
-                watch.step()
-            yield Row("Transformer", way, watch.peak_bytes / 1e6, "MB")
-        else:
-            yield Row("Transformer", way, note=f"memory is watched on cpu and cuda, not on {setting.kind}")
-    if setting.kind != "cuda":
-        yield Row("Transformer", "limited", note="torch limits the memory of a CUDA device only")
-        return
-    total = torch.cuda.get_device_properties().total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    reserved = torch.cuda.memory_reserved()
-    gradient(GradientAccumulation(model, F.cross_entropy, count))
-    peak = torch.cuda.max_memory_reserved()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((reserved + 0.6 * (peak - reserved)) / total)
-    try:
-        gradient(backward := GradientAccumulation(model, F.cross_entropy, "auto"))
-        fitted = count if backward.batch == "auto" else backward.batch
-        yield Row("Transformer", "limited", float(fitted), f"of {count} at a time")
-    except (gl.GpulabError, RuntimeError) as error:
-        yield Row("Transformer", "limited", note=in_one_line(error)[:120])
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 @functools.cache
 def ceilings(setting: str) -> pd.DataFrame:
     """The roofline of a setting, `gpulab.roofline`'s, measured once a process."""
@@ -249,7 +197,7 @@ def roof(setting: gl.Setting, size: str) -> Iterator[Row]:
 
 
 SECTIONS: dict[str, Callable[[gl.Setting, str], Iterator[Row]]] = {
-    section.__name__: section for section in (step, roof, small, transfer, memory, inference)
+    section.__name__: section for section in (step, roof, small, transfer, inference)
 }
 IN_BENCHMARKS = {"libraries": "frameworks", "trees": "boosted_trees", "text": "text_classifier"}  # and their scripts
 PARTS = (*SECTIONS, *IN_BENCHMARKS)

@@ -26,7 +26,7 @@ def notebooks(tmp_path):
         new_markdown_cell("# What is it?"),
         new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
         new_code_cell(FINDING, metadata={"tags": ["finding"]}),
-        new_code_cell("import gpulab as gl; gl.plots.bits(1.0)"),
+        new_code_cell("import gpulab as gl; gl.plots.roofline(gl.device.recorded_rooflines())"),
         new_code_cell("raise ValueError('no such thing')"),
     ]
     folder = tmp_path / "notebooks"
@@ -46,7 +46,7 @@ def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     assert not any("papermill" in part.metadata for part in (executed, *executed.cells))
     assert [output.get("name") for output in executed.cells[3].outputs] == ["stdout"], "no bar, no warning"
     (figure,) = result.figures
-    assert figure["alt"].startswith("Bits of 1:")
+    assert figure["alt"].startswith("Roofline:")
     page = write_report([result], tmp_path / "build", "smoke")
     assert "smoke smoke True" in page.read_text()
     assert page.read_text().count("UserWarning: &lt;careful&gt;") == 1

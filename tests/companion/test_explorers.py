@@ -11,6 +11,7 @@ import torch
 import companion
 import gpulab as gl
 from companion import explorers
+from companion.widgets import bits_figure, format_bits
 from gpulab.diagnostics import trace_files
 from gpulab.files import MOST_UPLOADED
 from gpulab.store.records import recorded_folder
@@ -71,15 +72,15 @@ def test_the_bits_are_those_that_torch_stores_and_tf32_lacks_the_last(name):
     dtype = getattr(torch, name)
     for x in (-0.1, 1e-7):
         stored = torch.tensor([x]).to(dtype)
-        parts = gl.numerics.format_bits(x, name)
+        parts = format_bits(x, name)
         width = 8 * stored.element_size()
         assert "".join(parts) == f"{int(stored.view(FORMATS[name])) & (1 << width) - 1:0{width}b}"
         assert len(parts[0]) == 1
         assert len(parts[2]) == -round(math.log2(torch.finfo(dtype).eps))
-    sign, exponent, fraction = gl.numerics.format_bits(1 / 3, "tf32")
-    assert (sign, exponent, len(fraction)) == (*gl.numerics.format_bits(1 / 3)[:2], 10)
-    with pytest.raises(gl.UsageError, match="'float4': expected one of float32"):
-        gl.plots.bits(1.0, ["float4"])
+    sign, exponent, fraction = format_bits(1 / 3, "tf32")
+    assert (sign, exponent, len(fraction)) == (*format_bits(1 / 3)[:2], 10)
+    (axes,) = bits_figure(-3.0).figure.axes
+    assert len(axes.patches) == 32 + 19 + 16 + 16 + 8 + 8, "a box each"
 
 
 # --- a ball on a saddle ------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Notebook 02: how one bit grows, what GPUs draw, and each factor changed alone."""
 
+import importlib
+import os
+
 import pandas as pd
 import pytest
 import torch
@@ -8,8 +11,8 @@ import companion
 import gpulab as gl
 from companion import floating_point as module
 from companion.benchmarks import benchmark
-from companion.floating_point import MEASURED, OTHER_SEED, Factor, factors
-from gpulab.numerics.cuda_random import cuda_threads
+from companion.floating_point import OTHER_SEED, Factor, cuda_uniform, factors, measure, philox
+from gpulab.diagnostics.gpu_draws import THREADS, card_name
 from gpulab.store import listing as stores
 
 record_factors = benchmark("record").record_factors
@@ -19,6 +22,16 @@ NETS = {
     "prednet": gl.models.PredNet(channels=(3, 8, 16), size=(24, 32)),
     "autoencoder": gl.models.Autoencoder(hidden=(64, 16)),
 }
+
+
+# --- sums ------------------------------------------------------------------------------------------------
+
+
+def test_named_sums_are_marked():
+    picture = companion.sums_figure([-1, 0, 0, 2], pd.Series({"pairwise": 0, "sequential": -1, "dot": 0}))
+    (axes,) = picture.figure.axes
+    assert sorted(text.get_text().strip() for text in axes.texts) == ["pairwise, dot", "sequential"]
+    assert "3 different sums of the same numbers; 50% of the orders" in picture.alt
 
 
 # --- one bit ---------------------------------------------------------------------------------------------
@@ -40,20 +53,46 @@ def test_a_flipped_bit_begins_as_one_bit_and_nothing_changed_stays_nothing():
 # --- draws -----------------------------------------------------------------------------------------------
 
 
-def test_two_cards_draw_the_layers_alike_that_are_small_enough():
-    one, other = module.drawn_autoencoder("T4", 3), module.drawn_autoencoder("H100", 3)
-    for (name, mine), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs) == (mine.numel() <= cuda_threads("T4")), name
-    first = one.layers[0].weight
-    assert first.var().item() == pytest.approx(1 / 784, rel=0.02)
-    assert not torch.equal(first, module.drawn_autoencoder("T4", 4).layers[0].weight)
+# Known answers of Random123 (Salmon et al. 2011), tests/kat_vectors, philox4x32 with ten rounds.
+KNOWN = {
+    "00000000 " * 6: "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "ffffffff " * 6: "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0": "d16cfe09 94fdcceb 5001e420 24126ea1",
+}
 
 
-@pytest.mark.parametrize(("cards", "same_bits"), [(("T4", "H100"), 0), (("H100", "H200"), 2)])  # as many threads
-def test_their_trainings_are_pairs_for_a_verdict(cards, same_bits, tmp_path):
-    runs = companion.runs_drawn_by(tmp_path, cards, seeds=2, frames=40, progress=False)
-    (row,) = gl.verdict(runs, factor="card", reference=cards[0]).table.itertuples()
-    assert (row.card, row.seeds, row.same_bits) == (cards[1], 2, same_bits)
+@pytest.mark.parametrize("given", KNOWN)
+def test_philox_known_answers(given):
+    *counter, high, low = (int(word, 16) for word in given.split())
+    assert " ".join(f"{int(word):08x}" for word in philox(counter, (high, low))) == KNOWN[given]
+
+
+def test_cuda_uniform_published_numbers():
+    """`torch.manual_seed(0); torch.rand(12, device="cuda")`, as a test of TensorRT-LLM holds it, among others."""
+    known = [0.3990, 0.5167, 0.0249, 0.9401, 0.9459, 0.7967, 0.4150, 0.8203, 0.2290, 0.9096, 0.1183, 0.0752]
+    assert cuda_uniform(0, (3, 4), "T4").flatten().tolist() == pytest.approx(known, abs=5e-5)
+
+
+@pytest.mark.parametrize(("card", "other"), [("T4", "H100"), ("V100", "RTX 3090"), ("H100", "H200")])
+@pytest.mark.parametrize("count", [1, 40_961, 300_000])
+def test_cuda_uniform_differs_from_where_a_thread_draws_again(card, other, count):
+    equal = cuda_uniform(3, (count,), card) == cuda_uniform(3, (count,), other)
+    same = count if THREADS[card] == THREADS[other] else min(count, THREADS[card], THREADS[other])
+    assert equal[:same].all()
+    assert equal[same:].sum() <= 2, "more than by chance"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("seed", [0, 2**40 + 7])
+@pytest.mark.parametrize("size", [0.001, 1, 1.01, 3.5, 4.001, 13.7], ids="{} times the threads".format)
+def test_cuda_uniform_on_this_gpu(seed, size, monkeypatch):
+    card = torch.cuda.get_device_properties(0)
+    threads = card.multi_processor_count * (card.max_threads_per_multi_processor // 256) * 256
+    assert THREADS.get(card_name(card.name), threads) == threads
+    monkeypatch.setitem(THREADS, "this one", threads)
+    shape = (2, int(threads * size) // 2)
+    drawn = torch.rand(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    assert torch.equal(drawn.cpu(), cuda_uniform(seed, shape, "this one"))
 
 
 # --- factors ---------------------------------------------------------------------------------------------
@@ -122,5 +161,41 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     )
     columns = ["step_moved", "step_error", "effect", "same_bits", "decision"]
     pd.testing.assert_frame_equal(mine[columns], theirs[columns])
-    for name in MEASURED:
+    for name in ("conversions", "decoders"):
         assert (companion.recorded_measurements(name).machine == gl.passport()["cpu"]["model"]).all()
+
+
+# --- a setting that needs a process of its own -----------------------------------------------------------
+
+
+LIGHT = """
+import os
+
+def variables(setting, names):
+    if "abort" in names:
+        os.abort()
+    print("what a function prints is not its answer")
+    return {name: os.environ.get(name) for name in names}
+"""
+NEEDY = "cpu:isa=avx2"
+
+
+@pytest.fixture
+def variables(tmp_path, monkeypatch):
+    """A function of a module that is quickly imported, here and in another process."""
+    (tmp_path / "light.py").write_text(LIGHT, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    return importlib.import_module("light").variables
+
+
+def test_measure_in_a_process_of_its_own(variables):
+    environment = gl.Setting.parse(NEEDY).environment()
+    assert measure(variables, NEEDY, names=[*environment, "nothing"]) == {**environment, "nothing": None}
+    assert "ATEN_CPU_CAPABILITY" not in os.environ
+    assert measure(variables, "cpu", names=[*environment]) == dict.fromkeys(environment), "others are measured here"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        measure(variables, NEEDY, nonsense=1)
+    with pytest.raises(gl.GpulabError, match=r"(?s)'cpu:isa=avx2': its process ended: .*SIGABRT"):
+        measure(variables, NEEDY, names=["abort"])

@@ -30,7 +30,7 @@ def rows(part, values, unit="s", what="work", size="quick", note="", **where):
 @pytest.fixture(scope="module")
 def measured():
     """Some sections on the CPU, small."""
-    return {part: companion.measure_speed(part, [CPU], "smoke") for part in ("step", "memory", "text")}
+    return {part: companion.measure_speed(part, [CPU], "smoke") for part in ("step", "text")}
 
 
 # --- what is measured ------------------------------------------------------------------------------------
@@ -58,9 +58,6 @@ def test_what_was_measured_is_what_was_asked_for(measured):
     assert (seconds > 0).all(axis=None)
     assert set(seconds.columns) == set(speed.PHASES)
     assert set(seconds.index) == set(workloads.NETWORKS)
-    parts = measured["memory"].pivot_table("value", "way", "unit")
-    assert parts.MB["4 parts"] < parts.MB["2 parts"] < parts.MB["1 part"]
-    assert parts["off the gradient"].max() < 1e-5
     judged = companion.precision_verdict(measured["text"])
     assert judged.reference == "float32"
     assert (judged.table.seeds == texts.SEEDS).all()

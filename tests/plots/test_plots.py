@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from markupsafe import escape
 from matplotlib.text import Text
 from PIL import Image
@@ -95,17 +94,6 @@ def test_the_roofline_names_the_least_used_layer():
         assert title(picture) == told
 
 
-def test_bits_have_a_box_each_and_named_sums_are_marked():
-    (axes,) = gl.plots.bits(-3.0).figure.axes
-    assert len(axes.patches) == 32 + 19 + 16 + 16 + 8 + 8
-    x = torch.rand(100, generator=torch.Generator().manual_seed(0))
-    table = gl.numerics.summation(x)
-    picture = gl.plots.sums(gl.numerics.shuffled_sums(x), table)
-    (axes,) = picture.figure.axes
-    labels = ", ".join(text.get_text().strip() for text in axes.texts)
-    assert sorted(labels.split(", ")) == sorted(", ".join(table.order[table.order != "exact"]).split(", "))
-
-
 def test_what_a_network_of_a_function_makes_is_not_known():
     run = gl.train(lambda seed: 0.1 * seed, progress=False)
     for plot in (gl.plots.sample, gl.plots.predictions, gl.plots.reconstructions):
@@ -139,9 +127,9 @@ def test_a_name_with_dollars_is_no_mathematics(runs):
 
 
 def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path, outputs_of):
-    picture = gl.plots.bits(0.1, ["float32"])
-    picture.save(tmp_path / "new" / "bits.png")
-    assert Image.open(tmp_path / "new" / "bits.png").mode == "P"
+    picture = gl.plots.roofline(gl.device.recorded_rooflines())
+    picture.save(tmp_path / "new" / "roofline.png")
+    assert Image.open(tmp_path / "new" / "roofline.png").mode == "P"
     wide = Image.open(io.BytesIO(picture.png())).width
     image = ElementTree.fromstring(re.sub(">$", "/>", picture.html()))
     assert image.attrib["alt"] == picture.alt
