@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files
-from gpulab.errors import DataError, GpulabError
+from gpulab.errors import DataError
 from gpulab.settings import arithmetic
 from gpulab.store import records, schemas
 from gpulab.store.identities import Identity, weights_digest
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 RECORD, RESULTS = "run.json", "results.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
-PREPARED = "GPULAB_PREPARED"  # in the environment: a store to take finished runs from, such as a lecturer's
 FORMAT = 3  # of results and checkpoints
 WEIGHT = "weights."  # how the names of weights begin among the results
 RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
@@ -60,8 +59,7 @@ def begun(identity: Identity, machine_passport: Mapping[str, Any], **notes: str 
 def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
-    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known. One that
-    the store lacks is copied from the store that `$GPULAB_PREPARED` names, which is only read.
+    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
     """
     if identity.unknown:
         unknown_names = ", ".join(identity.unknown)
@@ -71,9 +69,6 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
         )
     folder = store / identity.id
     if not os.path.lexists(folder):
-        with contextlib.suppress(OSError, GpulabError):  # what cannot be copied is trained
-            _copy(Path(os.environ.get(PREPARED) or store) / identity.id, store)
-    if not os.path.lexists(folder):
         return None
     try:
         weights = read_run(folder)[2]
@@ -82,18 +77,6 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
             warnings.warn(f"{error}; the run is trained again (set aside in {moved})", stacklevel=3)
         return None
     return None if with_weights and weights is None else folder
-
-
-def _copy(run: Path, store: Path) -> None:
-    """Copy a prepared run, if there is one, without its permissions."""
-    if not (run / RECORD).is_file():
-        return
-    with _scratch(store) as scratch:
-        for file in filter(Path.is_file, run.rglob("*")):
-            copy = scratch / file.relative_to(run)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
-        scratch.rename(store / run.name)
 
 
 def is_run(path: str | Path) -> bool:

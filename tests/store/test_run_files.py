@@ -98,31 +98,6 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp
 ONE = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 20, "progress": False}
 
 
-def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
-    shelf, mine = tmp_path / "shelf", tmp_path / "mine"
-    prepared = gl.train("autoencoder", store=shelf, **ONE).path
-    for path in (*prepared.iterdir(), prepared):
-        path.chmod(0o555 if path == prepared else 0o444)
-    monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
-    copied, trained = (gl.train("autoencoder", seed=seed, store=mine, **ONE).path for seed in range(2))
-    record, other = ((path / run_files.RECORD).read_bytes() for path in (copied, trained))
-    assert (prepared / run_files.RECORD).read_bytes() == record != other
-    assert len(gl.runs(shelf)) == 1, "what was missing is in the store of who asked"
-    assert not any((mine / run_files.WORK).iterdir())
-    shutil.rmtree(mine)
-
-
-def test_a_damaged_prepared_run_is_trained_again_and_left_as_it_was(tmp_path, monkeypatch):
-    shelf, mine = tmp_path / "shelf", tmp_path / "mine"
-    (gl.train("autoencoder", store=shelf, **ONE).path / run_files.RESULTS).write_bytes(b"no results")
-    before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
-    monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
-    with pytest.warns(match="trained again"):
-        gl.train("autoencoder", store=mine, **ONE)
-    assert gl.runs(mine).status.tolist() == ["finished"]
-    assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
-
-
 def replaced_by(content, file):
     file.write_bytes(content)
 
