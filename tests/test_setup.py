@@ -41,7 +41,6 @@ CONDA_NAMES = {
     "torch": "pytorch",
     "matplotlib": "matplotlib-base",
     "xxhash": "python-xxhash",
-    "jupyter-server": "jupyter_server",
 }
 
 # Modules whose distribution has another name.
