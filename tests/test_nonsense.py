@@ -60,7 +60,7 @@ CALLS = {
     gl.saddles.extreme_eigenpairs: {"H": HESSIAN, "tolerance": 0.01},
     gl.saddles.spectral_density: {"H": HESSIAN, "probes": 2, "steps": 3},
     gl.saddles.index: {"H": HESSIAN, "probes": 2, "steps": 3},
-    gl.models.flip_bit: {"model": NET, "weight": 0, "bit": 0},
+    gl.models.flip_bit: {"model": NET, "weight": 0},
     gl.models.Autoencoder: {"hidden": (4,), "size": (8, 8), "batch_size": 1},
     gl.models.PredNet: {"channels": (1, 2), "size": (4, 4), "kernel_size": 3, "truncation": "loss", "batch_size": 1},
     gl.models.Whitener: {"hidden": 4, "code": 2, "batch_size": 3, "covariance": "one-pass"},
