@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from collections.abc import Sequence
@@ -183,52 +184,54 @@ def seeds_to_settle(
     differences = pairs.difference.dropna().to_numpy(float)
     if len(differences) < 2:
         return math.nan
-    later = len(pairs) < SEEDS
-    seeds, margins = SEEDS[later], margins_by_seeds(margin, losses)[later]
-    n = np.round(seeds * len(differences) / len(pairs))  # as many finish as did
+    margins = margins_by_seeds(margin, losses)
     lost = pairs.other_diverged.to_numpy(float) - pairs.reference_diverged.to_numpy(float)
     apart = int(np.count_nonzero(lost))
     test_alpha = alpha / (2 if apart else 1)  # Holm's correction for the second test
-    different = _predict_difference(differences, n, test_alpha)
-    if yes_or_no:
-        switched = int(np.count_nonzero(differences))
-        equivalent = _predict_few(switched, len(differences), n, min(margins[0], 1.0), alpha)
-        both = different * equivalent
-    else:
-        room = margins - scipy.stats.t.isf(alpha, n - 1) * sample_sd(differences) / np.sqrt(n)
-        equivalent = _predict_within(differences, n, room) if differences.any() else np.ones(len(n))
-        both = np.maximum(
-            different + equivalent - 1, 0
-        )  # one is of means far from zero, the other of those close to it
-    if apart:
-        allowed = _predict_few(apart, len(pairs), seeds, DIVERGED_APART, 0.05)
-        equivalent, both = equivalent * allowed, both * allowed
-    settled = different + equivalent - both
-    if apart:
-        settled += (1 - settled) * _predict_difference(lost, seeds, test_alpha)
-    enough = settled >= POWER
-    return float(seeds[enough.argmax()]) + (0 if yes_or_no else FOR_SKEWNESS) if enough.any() else math.inf
+
+    def settled(index: int) -> float:
+        """The probability that `SEEDS[index]` seeds settle it."""
+        seeds = int(SEEDS[index])
+        n = round(seeds * len(differences) / len(pairs))  # as many finish as did
+        different = _predict_difference(differences, n, test_alpha)
+        if yes_or_no:
+            switched = int(np.count_nonzero(differences))
+            equivalent = _predict_few(switched, len(differences), n, min(margins[index], 1.0), alpha)
+            both = different * equivalent
+        else:
+            room = margins[index] - float(scipy.stats.t.isf(alpha, n - 1)) * sample_sd(differences) / math.sqrt(n)
+            equivalent = _predict_within(differences, n, room) if differences.any() else 1.0
+            both = max(different + equivalent - 1, 0.0)  # one is of means far from zero, the other of those close to it
+        if apart:
+            allowed = _predict_few(apart, len(pairs), seeds, DIVERGED_APART, 0.05)
+            equivalent, both = equivalent * allowed, both * allowed
+        either = different + equivalent - both
+        return either + (1 - either) * (_predict_difference(lost, seeds, test_alpha) if apart else 0.0)
+
+    first_above_n = int(np.searchsorted(SEEDS, len(pairs), side="right"))
+    index = bisect.bisect_left(range(len(SEEDS)), POWER, lo=first_above_n, key=settled)
+    return float(SEEDS[index]) + (0 if yes_or_no else FOR_SKEWNESS) if index < len(SEEDS) else math.inf
 
 
-def _predict_within(seen: np.ndarray, n: np.ndarray, limit: np.ndarray) -> np.ndarray:
+def _predict_within(seen: np.ndarray, n: int, limit: float) -> float:
     """The probability that the mean of n normal values in all, of which some were seen, is within ± a limit."""
-    spread = np.maximum(sample_sd(seen) * np.sqrt((n - len(seen)) / (len(seen) * n)), 1e-300)
+    spread = max(sample_sd(seen) * math.sqrt((n - len(seen)) / (len(seen) * n)), 1e-300)
+    ends = np.array([-limit, limit]) - seen.mean()
     with np.errstate(over="ignore"):  # where all are the same
-        low, high = (scipy.stats.t.cdf((sign * limit - seen.mean()) / spread, len(seen) - 1) for sign in (-1, 1))
-    return np.maximum(high - low, 0.0)
+        low, high = scipy.stats.t.cdf(ends / spread, len(seen) - 1)
+    return max(float(high - low), 0.0)
 
 
-def _predict_difference(seen: np.ndarray, n: np.ndarray, alpha: float) -> np.ndarray:
+def _predict_difference(seen: np.ndarray, n: int, alpha: float) -> float:
     """The probability that a t test of n values in all, of which some were seen, shows that their mean is not zero."""
-    if not seen.any():
-        return np.zeros(len(n))
-    limit = scipy.stats.t.isf(alpha / 2, n - 1) * sample_sd(seen) / np.sqrt(n)
-    return np.where(n >= fewest_pairs(alpha), 1 - _predict_within(seen, n, limit), 0.0)
+    if n < fewest_pairs(alpha) or not seen.any():
+        return 0.0
+    return 1 - _predict_within(seen, n, float(scipy.stats.t.isf(alpha / 2, n - 1)) * sample_sd(seen) / math.sqrt(n))
 
 
-def _predict_few(count: int, seen: int, n: np.ndarray, share: float, alpha: float) -> np.ndarray:
+def _predict_few(count: int, seen: int, n: int, share: float, alpha: float) -> float:
     """The probability that the cases among n, of which `count` were among the `seen`, are shown to be below a share."""
-    most = scipy.stats.binom.ppf(alpha, n, share) - 1  # so many cases, and no more, show it
+    most = float(scipy.stats.binom.ppf(alpha, n, share)) - 1  # so many cases, and no more, show it
     if count in (0, seen):  # then so it goes on
-        return np.where(count == 0, most >= 0, False).astype(float)
-    return scipy.stats.betabinom.cdf(most - count, n - seen, count, seen - count)
+        return float(count == 0 and most >= 0)
+    return float(scipy.stats.betabinom.cdf(most - count, n - seen, count, seen - count))
