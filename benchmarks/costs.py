@@ -353,9 +353,11 @@ def many_runs(runs: int = 20_000, write: Write = None) -> None:
 SPARE = 1.5e9  # bytes that are left to the machine: below, nothing is measured any more
 
 
-async def study(notebook: Path, home: Path) -> float:
-    """Run a copy of a notebook and return the seconds that it took."""
+async def study(notebook: Path, home: Path, prepared: Path | None) -> float:
+    """Run a copy of a notebook, beside a copy of the prepared runs, and return the seconds that it took."""
     home.mkdir()
+    if prepared:
+        shutil.copytree(prepared, home / "runs")
     shutil.copy(notebook, home)
     begin = time.perf_counter()
     options = {"resources": {"metadata": {"path": str(home)}}, "extra_arguments": ["--log-level=ERROR"]}
@@ -372,11 +374,11 @@ def memory() -> int:
     return found
 
 
-async def lesson(notebook: Path, students: int) -> tuple[list[float], int]:
+async def lesson(notebook: Path, students: int, prepared: Path | None) -> tuple[list[float], int]:
     """Everybody presses run: the seconds of each, and the peak of memory."""
     peak = 0
     with tempfile.TemporaryDirectory() as folder:
-        pending = {asyncio.create_task(study(notebook, Path(folder, str(n)))) for n in range(students)}
+        pending = {asyncio.create_task(study(notebook, Path(folder, str(n)), prepared)) for n in range(students)}
         all_of_them = list(pending)
         while pending:
             _, pending = await asyncio.wait(pending, timeout=1)
@@ -392,7 +394,7 @@ def classroom(
     students: Annotated[str, typer.Option(help="how many, such as 1,10,30")] = "1,10,30",
     profile: str = "smoke",
     threads: Annotated[int, typer.Option(help="that a kernel may use; 0: as many as there are cores")] = 1,
-    prepared: Annotated[Path | None, typer.Option(help="a store of finished runs, which is only read")] = None,
+    prepared: Annotated[Path | None, typer.Option(help="a store of finished runs, of which each gets a copy")] = None,
 ) -> None:
     """How long a notebook takes, and how much memory, if all students of a class run it at the same moment.
 
@@ -401,12 +403,10 @@ def classroom(
     os.environ["GPULAB_PROFILE"] = profile
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    if prepared:
-        os.environ["GPULAB_PREPARED"] = str(prepared.resolve())
     (file,) = (ROOT / "notebooks").glob(f"{notebook}_*.ipynb")
     print(f"\n{file.stem}, {profile}: {machine(threads=False)}, {os.cpu_count()} cores\n")
     for count in map(int, students.split(",")):
-        taken, peak = asyncio.run(lesson(file, count))
+        taken, peak = asyncio.run(lesson(file, count, prepared))
         times = [f"{s:.0f} s" for s in (min(taken), statistics.median(taken), max(taken))]
         row = [count, threads or os.cpu_count(), "prepared" if prepared else "trained", *times]
         row += [f"{peak / 2**30:.1f} GiB", f"{peak / count / 2**20:.0f} MiB"]

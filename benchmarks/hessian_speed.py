@@ -83,7 +83,8 @@ class Gpulab(Operator):
     blocks = True
 
     def __init__(self, net: gl.models.PredNet, window: Tensor, at_once: int | None = None) -> None:
-        self.H = gl.hessian(net, lambda: window_loss(net, window), at_once=at_once)
+        self.H = gl.hessian(net, lambda: window_loss(net, window))
+        self.H.at_once = at_once or self.H.at_once
 
     def density(self, probes: int, steps: int) -> Quadratures:
         spectrum = gl.saddles.spectral_density(self.H, probes=probes, steps=steps, seed=0, progress=False)

@@ -232,9 +232,8 @@ def verdict(
 ) -> None:
     """Say whether the levels of a factor differ, such as two settings: from any table with a row for each run.
 
-    Exports of Weights & Biases and MLflow are read as they are: `--metric loss` finds `metrics.loss`, `--block seed`
-    finds `params.seed`. A run that finished with NaN or infinity diverged, which is counted. One that crashed, failed,
-    was killed or still runs has no known result: it is left out, which is said.
+    `--metric loss` finds `metrics.loss`, `--block seed` finds `params.seed`. A run that finished with NaN or infinity
+    diverged, which is counted. One whose `status` is neither `finished` nor `diverged` is left out, which is said.
     """
     from gpulab.stats.tables import read_table
     from gpulab.stats.verdicts import verdict as compare

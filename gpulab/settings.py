@@ -142,10 +142,6 @@ def _arithmetic() -> Any:
     return _option(DEVICES, ".+", "needs a value, such as emulate=tf32 or order=pairwise")
 
 
-def _sorted_lines(text: str) -> str:
-    return "+".join(sorted(set(text.split("+"))))
-
-
 @dataclass(frozen=True)
 class Setting:
     """Where and how to compute: everything that may change the arithmetic but should not change the result.
@@ -168,8 +164,6 @@ class Setting:
         precision: The floating-point type: `float32`, `float64` or `bfloat16`.
         emulate: The number format, or the chip, whose products are imitated; see `gpulab.emulate`.
         order: The order in which products are added up; see `gpulab.emulate`.
-        float32: Lines of code whose matrix products and convolutions keep float32, in their gradients too, such as
-            `model.py:12+loss.py:3`.
 
     Raises:
         UsageError: For a device that is none of these, and an option's value that is none.
@@ -194,12 +188,6 @@ class Setting:
     precision: str | None = _choice(DEVICES, PRECISIONS)
     emulate: str | None = _arithmetic()
     order: str | None = _arithmetic()
-    float32: str | None = _option(  # lines whose products keep it, backward too
-        DEVICES,
-        r"[^+:=]+\.py:\d+(\+[^+:=]+\.py:\d+)*",
-        "must name lines of files, such as model.py:12 or model.py:12+loss.py:3",
-        _sorted_lines,
-    )
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
@@ -374,8 +362,6 @@ class Setting:
             from gpulab.numerics.emulation import emulate
 
             stack.enter_context(emulate(self.emulate or "float32", order=self.order))
-        if self.float32 is not None:
-            stack.enter_context(tf32.Float32Lines(self.float32.split("+")))
         if self.kind == "cuda":
             stack.enter_context(torch.cuda.device(self.device))
 

@@ -99,7 +99,6 @@ def test_text_and_setting_are_inverse_for_every_combination_of_options(device):
         ("cuda:-1", ["'cuda:-1'", "tf32"]),
         ("cpu:threads=0", ["'0'", "1 to 9999"]),
         ("cpu:threads=1,threads=2", ["'threads'", "twice"]),
-        ("cpu:float32=model.py", ["'model.py'", "model.py:12"]),
         ("cpu:colour=red", ["'colour'", "threads, isa, tf32, cudnn, denormals, deterministic, precision"]),
         ("cpu:tf32=off,emulate=tf32", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
         ("cuda:threads=1", ["'threads'", "cpu only"]),

@@ -16,6 +16,7 @@ from gpulab.store.identities import Stamps, check_unchanged, content_of
 Bytes = npt.NDArray[np.uint8]
 
 HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
+HELDOUT_WINDOW = 20  # frames of a window in which losses to compare with are computed
 
 
 class Window(NamedTuple):
@@ -103,14 +104,14 @@ class Sequence(Data):
         length = min(length, self.held)
         yield from self._pass(length, 0, self.held // length, self.frames)
 
-    def repeat_loss(self, length: int = 20) -> float:
+    def repeat_loss(self) -> float:
         """The mean squared error, of frames in [0, 1], of repeating the last held-out frame: to be beaten."""
-        frames = (window.frames / 255 for window in self.heldout(length))
+        frames = (window.frames / 255 for window in self.heldout(HELDOUT_WINDOW))
         return float(np.concatenate([np.square(np.diff(part, axis=0)).mean((1, 2, 3)) for part in frames]).mean())
 
-    def missing_colour_loss(self, length: int = 20) -> float:
+    def missing_colour_loss(self) -> float:
         """The least mean squared error, over the held-out frames, that a network with one dead output channel has."""
-        squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(length)]
+        squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(HELDOUT_WINDOW)]
         return float(np.mean(squares, axis=0).min() / self.channels)
 
     def options(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Instruments for one training step."""
 
 from gpulab.diagnostics.audits import Audit, audit
-from gpulab.diagnostics.guard_callbacks import lightning_guard, transformers_guard
 from gpulab.diagnostics.guard_findings import Overwritten
 from gpulab.diagnostics.guards import Guard, guard
 from gpulab.diagnostics.steps import Step
@@ -15,7 +14,5 @@ __all__ = [
     "Trace",
     "audit",
     "guard",
-    "lightning_guard",
     "record",
-    "transformers_guard",
 ]

@@ -188,10 +188,7 @@ def _switch(op: Operation, trace: Trace) -> str:
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
     if setting.emulated:
-        advice = f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
-        if op.line:
-            advice += f", and float32={':'.join(op.line.split(':', 2)[:2])} in the setting its gradients, too"
-        return advice
+        return f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
     if setting.kind == "cuda":
         backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"

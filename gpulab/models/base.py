@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gpulab.errors import UsageError
 
 Model = TypeVar("Model", bound=nn.Module)
-BITS = 32
 
 
 class Trainable(nn.Module):
@@ -125,19 +124,18 @@ def draw_linear_(model: nn.Module, generator: torch.Generator) -> None:
                 nn.init.zeros_(layer.bias)
 
 
-def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
-    """Change one bit of one weight of a model in place. Doing it twice undoes it.
+def flip_bit(model: Model, weight: int = 0) -> Model:
+    """Change the last bit of one weight of a model in place, the smallest change that there is. Twice undoes it.
 
     Args:
         model: A network with float32 weights.
         weight: The number of the weight, from 0, counted through all of the model's parameters in their order.
-        bit: Which bit: 0 is the last place of the fraction and the smallest change that there is, 31 the sign.
 
     Returns:
         The same model.
 
     Raises:
-        UsageError: Where there is no such weight or bit, or the weight is not float32.
+        UsageError: Where there is no such weight, or the weight is not float32.
 
     Examples:
         >>> import torch
@@ -152,8 +150,6 @@ def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
         Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization* (arXiv 2103.04514).
     """
     check_weight(model, weight)
-    if not isinstance(bit, int) or not 0 <= bit < BITS:
-        raise UsageError(f"bit {bit!r}: expected a whole number from 0, the last place, to {BITS - 1}, the sign")
     for parameter in model.parameters():
         if weight < parameter.numel():
             break
@@ -161,7 +157,7 @@ def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
     if parameter.dtype != torch.float32:
         raise UsageError(f"a bit is flipped in float32 weights, and these are {parameter.dtype}")
     place = torch.unravel_index(torch.tensor(weight), parameter.shape)
-    parameter.detach().view(torch.int32)[place] ^= 1 << bit if bit < BITS - 1 else -(1 << bit)
+    parameter.detach().view(torch.int32)[place] ^= 1
     return model
 
 

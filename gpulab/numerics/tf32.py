@@ -1,15 +1,14 @@
-"""Whether matrix products and convolutions may use TF32, by both of torch's interfaces; code and lines that may not."""
+"""Whether matrix products and convolutions may use TF32, by both of torch's interfaces, and code that may not."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn
 
-from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode
 from gpulab.numerics.emulation import emulate, emulating
 
 
@@ -70,19 +69,3 @@ def float32_products() -> Iterator[None]:
     with tf32_restored(), emulate("float32") if emulating() else contextlib.nullcontext():
         switch_tf32(False)
         yield
-
-
-class Float32Lines(UncompiledDispatchMode):
-    """Has the products of some lines, `file.py:12`, and of their gradients keep float32."""
-
-    def __init__(self, lines: Collection[str]) -> None:
-        super().__init__()
-        self.lines, self.callers = set(lines), Callers()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
-        _, _, line = self.callers.of_this()
-        if ":".join(line.split(":", 2)[:2]) not in self.lines:
-            return operation(*args, **(kwargs or {}))
-        with float32_products():
-            return operation(*args, **(kwargs or {}))

@@ -51,8 +51,6 @@ def setting_words(setting: str | Setting) -> str:
         words.append(f"emulating {EMULATED.get(parsed.emulate, parsed.emulate)}")
     if parsed.order:
         words.append(f"sums {parsed.order}")
-    if parsed.float32:
-        words.append(f"float32 at {parsed.float32}")
     return ", ".join(words)
 
 

@@ -202,14 +202,17 @@ def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
     return f"{LOSSES[metric]} (mean squared error{per})" if metric in LOSSES else metric
 
 
-def end_labels(axes: Axes, labels: Sequence[tuple[str, float, Look]], gap: float = 0.07) -> None:
+LABEL_GAP = 0.07  # between names right of the axes, as a share of their height
+
+
+def end_labels(axes: Axes, labels: Sequence[tuple[str, float, Look]]) -> None:
     """Name lines right of the axes, at the height where each ends: (name, its last value, its look), kept apart."""
     (low, high), scale = axes.get_ylim(), axes.yaxis.get_transform().transform
     bottom, top = scale(np.array([low, high]))
     ends = [((scale(np.array([value]))[0] - bottom) / (top - bottom), name, look) for name, value, look in labels]
     above = -np.inf
     for height, name, look in sorted(ends, key=lambda end: end[:2]):
-        above = max(height, above + gap)
+        above = max(height, above + LABEL_GAP)
         at: Look = {"transform": axes.transAxes, "clip_on": False}
         axes.plot([1.01, 1.04], [above, above], **at, **look)
         axes.text(1.05, above, name, va="center", fontsize=8, **at)

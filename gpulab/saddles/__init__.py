@@ -3,11 +3,11 @@
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.curvature import curvature_along, recorded_curvature
 from gpulab.saddles.descents import trajectory
-from gpulab.saddles.eigen import lanczos
+from gpulab.saddles.eigen import extreme_eigenpairs
 from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, recorded_escapes
 from gpulab.saddles.hessians import Hessian, hessian
 from gpulab.saddles.landscapes import Landscape, Surface, landscape, surface
-from gpulab.saddles.spectrum import SpectralDensity, index, most_negative, spectral_density, trace
+from gpulab.saddles.spectrum import SpectralDensity, index, spectral_density
 from gpulab.saddles.theory import LinearAutoencoderSaddle, linear_autoencoder_saddle
 
 __all__ = [
@@ -22,17 +22,15 @@ __all__ = [
     "curvature_along",
     "escape",
     "escape_table",
+    "extreme_eigenpairs",
     "find_critical_point",
     "hessian",
     "index",
-    "lanczos",
     "landscape",
     "linear_autoencoder_saddle",
-    "most_negative",
     "recorded_curvature",
     "recorded_escapes",
     "spectral_density",
     "surface",
-    "trace",
     "trajectory",
 ]

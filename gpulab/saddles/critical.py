@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map_only
 
-from gpulab.errors import UsageError, check_count
+from gpulab.errors import UsageError
 from gpulab.progress import Progress
-from gpulab.saddles.eigen import KrylovSpace
 from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
-from gpulab.saddles.operators import trained
+from gpulab.saddles.operators import check_products, trained
 
 if TYPE_CHECKING:
     import pandas as pd
 
 WRITTEN_OUT = 500  # parameters up to which a step uses the whole Hessian, and a Krylov space beyond
+MOST_STEPS = 300
 SPECTRUM = 5_000  # parameters of which all eigenvalues are computed
 KRYLOV = 100  # dimensions of that space
 KERNEL = 1e-4  # eigenvalues below this share of the largest are as good as none: a step along them leads nowhere
@@ -158,28 +158,26 @@ def find_critical_point(
     batch: Batch,
     *,
     tolerance: float = 1e-20,
-    max_steps: int = 300,
     progress: bool = True,
 ) -> CriticalPoint:
     """Search for a critical point near the weights of a model: a minimum, a saddle or a maximum.
 
     The search makes the gradient smaller, by the method of Levenberg and Marquardt, on a copy of the model in float64.
-    It may end in a gradient-flat region, where the gradient is not zero and yet cannot get smaller: the result says so.
+    It makes 300 steps at most. It may end in a gradient-flat region, where the gradient is not zero and yet cannot get
+    smaller: the result says so.
 
     Args:
         model: The network whose weights to begin with; it is left alone.
         loss: A function of the model's outputs and the targets, which returns a scalar.
         batch: Inputs and targets.
         tolerance: The squared length of the gradient at which to stop.
-        max_steps: The most steps to make.
         progress: Whether to show a progress bar.
 
     Returns:
         A `gpulab.saddles.CriticalPoint`. Whether it is one, its `found`, `kind` and `message` say.
 
     Raises:
-        UsageError: For a tolerance that is no number above 0, for `max_steps` that are no whole number from 1, and for
-            what `gpulab.hessian` refuses.
+        UsageError: For a tolerance that is no number above 0, and for what `gpulab.hessian` refuses.
         DataError: For weights or a loss that are not finite.
 
     Examples:
@@ -199,7 +197,6 @@ def find_critical_point(
     """
     if not tolerance > 0 or not math.isfinite(tolerance):
         raise UsageError(f"tolerance={tolerance!r}: expected a number above 0")
-    check_count("max_steps", max_steps)
     import pandas as pd
 
     searched = copy.deepcopy(model).double()
@@ -207,7 +204,7 @@ def find_critical_point(
     parameters = trained(searched)
     damping, norm, stuck = 1e-2, 0.0, False  # the norm of H: the largest |λ| met so far
     rows: list[dict[str, float]] = []
-    with Progress(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
+    with Progress(total=MOST_STEPS, unit="step", leave=False, disable=not progress) as bar:
         while True:
             H = hessian(searched, loss, batch)
             weights, size = parameters_to_vector(parameters).detach(), float(H.gradient @ H.gradient)
@@ -218,7 +215,7 @@ def find_critical_point(
             flat = size > 0 and float((H @ H.gradient).norm()) <= EXACTLY_FLAT * norm * math.sqrt(size)
             if len(rows) > STALLED[0]:
                 stuck = size > STALLED[1] * rows[-1 - STALLED[0]]["squared_gradient_norm"]
-            if size <= tolerance or stuck or flat or len(rows) > max_steps:
+            if size <= tolerance or stuck or flat or len(rows) > MOST_STEPS:
                 break
             for _ in range(60):  # a step that makes the gradient smaller, more damped until one does
                 step, promised = linear.step(damping * norm * math.sqrt(size))
@@ -253,7 +250,7 @@ def find_critical_point(
     elif stuck:
         message = f"after {steps} steps the gradient gets no smaller: nearly flat, or the loss is not smooth here"
     else:
-        message = f"{steps} steps were not enough: give more max_steps, or start elsewhere"
+        message = f"{steps} steps were not enough: search again from `model`, or start elsewhere"
     # A copy has weights of their own again, which are no views of one vector.
     return CriticalPoint(copy.deepcopy(searched), H.loss, size, kind, message, pd.DataFrame(rows), batch, loss)
 
@@ -288,14 +285,51 @@ def _linearise(H: Hessian) -> _Linearisation:
         values, vectors = torch.linalg.eigh(H.dense())
         return _Linearisation(values, vectors.T @ H.gradient, vectors)
     length = H.gradient.norm()
-    space = KrylovSpace(H, H.gradient[None] / length.clamp(min=TINY), min(KRYLOV, H.shape[0] - 1))
-    for _ in range(len(space.storage)):
-        space.grow()
-        if space.coupling == 0:  # the space holds all that H makes of g
-            break
-    outside = torch.zeros(1, space.size, dtype=torch.float64)
-    outside[0, -1] = space.coupling
-    u, s, vt = torch.linalg.svd(torch.cat([space.projected, outside]).to(H.gradient), full_matrices=False)
+    basis, projected = _krylov_space(H, min(KRYLOV, H.shape[0] - 1))
+    u, s, vt = torch.linalg.svd(projected, full_matrices=False)
     c = length * u[0]
     rest = float((length**2 - c.square().sum()).clamp(min=0).sqrt())
-    return _Linearisation(s, c, (vt @ space.basis).T, rest)
+    return _Linearisation(s, c, (vt @ basis).T, rest)
+
+
+def _krylov_space(H: Hessian, size: int) -> tuple[Float[Tensor, "k n"], Float[Tensor, "k+1 k"]]:
+    """An orthonormal basis of g, H g, H² g, …, and H within it: by Lanczos, each vector made orthogonal to all others.
+
+    The last row of what is returned says how much of the last product is outside of the basis.
+    """
+    basis = torch.zeros(size, H.shape[0], dtype=H.dtype, device=H.device)
+    projected = torch.zeros(size + 1, size, dtype=torch.float64)
+    vector, _ = _direction(H.gradient[None] / H.gradient.norm().clamp(min=TINY), basis[:0])
+    for k in range(size):
+        basis[k] = vector[0]
+        products = (H @ vector.T).T
+        check_products(products)
+        column = (basis[: k + 1] @ products.T).cpu()[:, 0]
+        projected[: k + 1, k] = projected[k, : k + 1] = column
+        vector, length = _direction(products, basis[: k + 1])
+        if length <= 10 * torch.finfo(H.dtype).eps * math.sqrt(H.shape[0]) * float(products.norm()):
+            length = 0.0  # rounding: the space holds all that H makes of g
+        if length == 0 or k == size - 1:
+            break
+    projected[k + 1, k] = length
+    return basis[: k + 1], projected[: k + 2, : k + 1].to(H.gradient)
+
+
+def _direction(row: Float[Tensor, "1 n"], basis: Float[Tensor, "k n"]) -> tuple[Float[Tensor, "1 n"], float]:
+    """The unit vector, and the length, of what of a vector is orthogonal to a basis."""
+    unit, length = _unit(_outside(row, basis))
+    unit, _ = _unit(unit)
+    unit, _ = _unit(_outside(unit, basis))  # again: where little was left, a part of that is rounding
+    return unit, length
+
+
+def _outside(row: Float[Tensor, "1 n"], basis: Float[Tensor, "k n"]) -> Float[Tensor, "1 n"]:
+    """What of a vector is orthogonal to a basis; twice is enough (Parlett)."""
+    for _ in range(2):
+        row = torch.addmm(row, row @ basis.T, basis, alpha=-1)
+    return row
+
+
+def _unit(row: Float[Tensor, "1 n"]) -> tuple[Float[Tensor, "1 n"], float]:
+    length = float(torch.linalg.vector_norm(row, dim=1))
+    return row / max(length, TINY), length

@@ -54,7 +54,6 @@ def curvature_along(
     snapshots: int = 5,
     probes: int = 4,
     steps: int = 60,
-    evaluated: int | None = None,
     store: str | Path | None = None,
     command: str | None = None,
     progress: bool = True,
@@ -62,7 +61,8 @@ def curvature_along(
     """Train a network from several seeds under one or more settings, and measure its loss's curvature along the way.
 
     At moments spaced logarithmically, from before the first update to the end of the training, it looks at the Hessian
-    of the training's objective on one fixed batch (of PredNet, the sum over the frames). That is always measured in the
+    of the training's objective on one fixed batch: 200 training images, or the first 10 training frames, for which the
+    network begins with an empty state (of PredNet, the sum over the frames). That is always measured in the
     same way, whatever the training's setting is: in float32, on the device that trained, with one thread on a CPU and
     without TF32 on a GPU.
 
@@ -75,8 +75,6 @@ def curvature_along(
         snapshots: At how many moments to look. Moments that coincide are one; a single one is the end.
         probes: How many random vectors `gpulab.saddles.spectral_density` begins with.
         steps: How many steps of Lanczos it makes from each.
-        evaluated: How many frames or images the fixed batch has. By default it is 200 training images, or the first 10
-            training frames, for which the network begins with an empty state.
         store: A folder in which what was seen of each training is kept. A training that is there is not made again.
         command: Noted in what is kept: how it was made.
         progress: Whether to show a progress bar.
@@ -130,8 +128,7 @@ def curvature_along(
             bar.set_description(f"{text} seed {seed}", refresh=False)
             with torch.random.fork_rng(devices=[]):
                 plan = plan_run(net, setting=text, seed=seed, profile=profile, frames=frames)
-            options["evaluated"] = EVALUATED[plan.data.sequential] if evaluated is None else evaluated
-            check_count("evaluated", options["evaluated"])
+            options["evaluated"] = EVALUATED[plan.data.sequential]
             tables.append(_along_training(plan, options, store, command, bar))
     return pd.concat(tables, ignore_index=True)
 

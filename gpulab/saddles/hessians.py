@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from gpulab.errors import DataError, UnsupportedError, UsageError, check_count
+from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.saddles._forward import linearize_gradient
 from gpulab.saddles.operators import check_symmetric, graph_nodes
 
@@ -26,7 +26,6 @@ Loss = Callable[..., Tensor]
 Batch = tuple[Any, Any]
 Product = Callable[..., list[Tensor]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
-METHODS = ("auto", FORWARD, REVERSE)
 ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 MOST_AT_ONCE = 10
 ROOM = {"cpu": 2**28, "cuda": 3 * 2**30}  # bytes for the tangents of vectors that go through together
@@ -50,8 +49,10 @@ class Hessian:
         device: Where they are.
         method: How products are made. `forward over reverse`: the gradient was written down as a list of operations,
             and each product is its derivative along the vector, on a GPU in a CUDA graph. `reverse over reverse`:
-            autograd's own graph of the gradient is kept, and differentiated each time.
-        at_once: How many vectors of `H @ V` go through together.
+            autograd's own graph of the gradient is kept, and differentiated each time. So it is done where the first
+            cannot follow an operation.
+        at_once: How many vectors of `H @ V` go through together: as many as fit into 256 MiB on a CPU and 3 GiB on a
+            GPU, ten at most; with reverse over reverse, one. More are faster and take more memory.
 
     Examples:
         >>> import torch
@@ -69,8 +70,6 @@ class Hessian:
         self,
         objective: Callable[[], Tensor],
         parameters: dict[str, Tensor],
-        method: str,
-        at_once: int | None,
         inside: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.parameters, self.inside = parameters, inside
@@ -80,23 +79,19 @@ class Hessian:
         size = sum(tensor.numel() for tensor in parameters.values())
         self.shape = (size, size)
         try:
-            self._differentiate(objective, FORWARD if method == "auto" else method, at_once)
+            self._differentiate(objective, FORWARD)
         except (UnsupportedError, DataError):
-            if method != "auto":
-                raise
-            self._differentiate(objective, REVERSE, at_once)
+            self._differentiate(objective, REVERSE)
 
-    def _differentiate(self, objective: Callable[[], Tensor], method: str, at_once: int | None) -> None:
+    def _differentiate(self, objective: Callable[[], Tensor], method: str) -> None:
         """Work out how products are made, and see from two that the matrix is symmetric."""
         linearize = linearize_gradient if method == FORWARD else _keep_graph
         with self.inside():  # what is checkpointed is computed again in the backward pass
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
         self.method, self.loss = method, float(loss)
         self.gradient: Float[Tensor, " n"] = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        if at_once is None:  # as many as fit into the memory that is set aside for them
-            room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
-            at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
-        self.at_once = at_once
+        room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
+        self.at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
         drawn = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
         try:
             check_symmetric(self, vectors := drawn.T.to(self.device, self.dtype), self @ vectors)
@@ -150,8 +145,6 @@ def hessian(
     batch: Batch | None = None,
     *,
     parameters: str | Sequence[str] | None = None,
-    method: str = "auto",
-    at_once: int | None = None,
 ) -> Hessian:
     """Make the Hessian of a loss, as a linear operator: products `H @ v` without the matrix.
 
@@ -166,10 +159,6 @@ def hessian(
             others are constants. By default all that require gradients. A tied parameter counts once, under its first
             name; parameters that merely share memory are two, as for autograd. The row of an embedding that stands for
             padding is a constant to torch.
-        method: `forward over reverse`, `reverse over reverse` (see `gpulab.saddles.Hessian`), or `auto`: the first, or
-            the second where that fails.
-        at_once: How many vectors of `H @ V` go through together: more are faster and take more memory. By default as
-            many as fit into 256 MiB on a CPU and 3 GiB on a GPU, ten at most; with reverse over reverse, one.
 
     Returns:
         The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Two products were used to see
@@ -179,9 +168,7 @@ def hessian(
     Raises:
         UsageError: For a model in training mode that draws random numbers or keeps statistics; for a loss that comes
             out differently each time, is not a scalar, does not depend on the parameters, holds them itself instead of
-            asking the model, or has no second derivatives; for unknown parameters, an unknown method, and an `at_once`
-            that is no whole number from 1.
-        UnsupportedError: Where `method` asks for forward over reverse, and an operation cannot be followed.
+            asking the model, or has no second derivatives; and for unknown parameters.
         DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 
     Examples:
@@ -196,9 +183,6 @@ def hessian(
     References:
         Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
     """
-    if method not in METHODS:
-        raise UsageError(f"method={method!r}: expected one of {', '.join(METHODS)}")
-    check_count("at_once", 1 if at_once is None else at_once)
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
@@ -235,7 +219,7 @@ def hessian(
             raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
         return value
 
-    H = Hessian(objective, points, method, at_once, functools.partial(_holding_copies, model, copies))
+    H = Hessian(objective, points, functools.partial(_holding_copies, model, copies))
     with H.inside():
         again = float(objective().detach())
     if changed := [n for n, t in own.items() if t.layout == torch.strided and ((t != copies[n]) & (t == t)).any()]:

@@ -17,16 +17,15 @@ from torch.nn.utils.stateless import _reparametrize_module
 from gpulab.errors import UsageError, check_count
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
-from gpulab.saddles.eigen import lanczos
+from gpulab.saddles.eigen import extreme_eigenpairs
 from gpulab.saddles.hessians import Batch, Loss, hessian
 from gpulab.saddles.operators import trained
-from gpulab.saddles.spectrum import most_negative
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 
 if TYPE_CHECKING:
     import pandas as pd
 
-TOLERANCE = 1e-3  # of an eigenpair, relative to the largest |λ|: finer than what a picture shows
+TOLERANCE = 1e-3  # of an eigenpair: finer than what a picture shows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,7 +50,7 @@ class Landscape:
         >>> import gpulab as gl
         >>> layer = torch.nn.Linear(2, 1, bias=False).double()
         >>> loss = lambda: layer.weight[0, 0] ** 2 - layer.weight[0, 1] ** 2
-        >>> around = gl.saddles.landscape(layer, loss, progress=False)
+        >>> around = gl.saddles.landscape(layer, loss)
         >>> [round(curvature, 6) for curvature in around.curvatures]
         [-2.0, 2.0]
     """
@@ -128,9 +127,7 @@ class Landscape:
         return f"Landscape at loss {self.loss:.4g}: {curvature}, slope {float(self.gradient.norm()):.2g}"
 
 
-def landscape(
-    model: nn.Module, loss: Loss, batch: Batch | None = None, *, seed: int = 0, progress: bool = True
-) -> Landscape:
+def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Landscape:
     """Find the directions from a network's weights along which its loss curves down most and up most.
 
     The loss along lines in their plane can then be computed (`slice`) and drawn (`gpulab.plots.landscape_slice`).
@@ -140,8 +137,6 @@ def landscape(
         loss: A function of the model's outputs and the targets, which returns a scalar; without a batch, a function of
             nothing that asks the model itself.
         batch: Inputs and targets.
-        seed: Draws the random vectors with which the search for the directions begins.
-        progress: Whether to show a progress bar, where it takes longer than two seconds.
 
     Returns:
         A `gpulab.saddles.Landscape`.
@@ -156,7 +151,7 @@ def landscape(
         >>> import gpulab as gl
         >>> layer = torch.nn.Linear(3, 1, bias=False).double()
         >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
-        >>> around = gl.saddles.landscape(layer, torch.nn.functional.mse_loss, (x, y), progress=False)
+        >>> around = gl.saddles.landscape(layer, torch.nn.functional.mse_loss, (x, y))
         >>> line = around.slice(90, extent=1.0, places=3)
         >>> bool(np.allclose(line.loss, line.quadratic))  # the loss of a linear layer is quadratic
         True
@@ -167,9 +162,8 @@ def landscape(
         networks* (arXiv 1902.02366), for those along negative curvature.
     """
     H = hessian(model, loss, batch)
-    lowest = most_negative(H, tolerance=TOLERANCE, seed=seed, progress=progress)
-    highest = lanczos(H, 1, "largest", tolerance=TOLERANCE, seed=seed, progress=progress)
-    directions, curvatures = (lowest.vector, highest.vectors[:, 0]), (lowest.value, float(highest.values[0]))
+    (least, greatest), vectors = extreme_eigenpairs(H, tolerance=TOLERANCE)
+    directions, curvatures = (vectors[:, 0], vectors[:, 1]), (float(least), float(greatest))
     return Landscape(model, loss, batch, H.parameters, H.loss, H.gradient, *directions, curvatures)
 
 

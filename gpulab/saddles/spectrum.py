@@ -1,4 +1,4 @@
-"""The spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative."""
+"""The spectrum of a symmetric operator from its products: its density, and how many eigenvalues are negative."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gpulab.errors import DataError, UsageError, check_count
-from gpulab.numerics.tf32 import float32_products
+from gpulab.errors import DataError, check_count
 from gpulab.progress import Progress
-from gpulab.saddles.eigen import lanczos
 from gpulab.saddles.operators import Operator, check_square, check_symmetric, dense, random_signs
 
 Array = np.ndarray
@@ -113,11 +111,12 @@ def spectral_density(
     """Estimate how the eigenvalues of a symmetric operator are distributed, by stochastic Lanczos quadrature.
 
     It needs products with the operator only, `probes` times `steps` of them. All probes advance together, and each
-    needs memory for three vectors. Unlike in `gpulab.saddles.lanczos`, vectors are not made orthogonal again: in finite
-    precision the quadrature stays accurate without, although a node may appear several times.
+    needs memory for three vectors. Vectors are not made orthogonal again: in finite precision the quadrature
+    stays accurate without, although a node may appear several times.
 
     Args:
-        H: The operator, as for `gpulab.saddles.lanczos`.
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and has `shape`, `dtype`
+            (float32 or float64) and `device`.
         probes: How many random vectors of +1 and −1 to begin with.
         steps: How many steps of Lanczos to make from each. Without rounding, the quadrature is exact for polynomials of
             degree 2 · steps − 1.
@@ -190,52 +189,6 @@ def _mean(values: Array) -> tuple[Array, Array]:
     return values.mean(0), error
 
 
-def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
-    """Estimate the trace of a symmetric operator, the sum of all its eigenvalues, by Hutch++.
-
-    A third of the products finds the directions of the large eigenvalues, a third sums these exactly, and a third
-    estimates the rest by random vectors of +1 and −1 (Hutchinson), whose spread gives the error.
-
-    Args:
-        H: The operator, as for `gpulab.saddles.lanczos`.
-        probes: About how many products to make, six or more. With as many as H has columns, or more, the trace is
-            computed exactly.
-        seed: Draws the random vectors.
-
-    Returns:
-        The trace as `value`, and its standard `error`, 0 where it is exact; `float` of it is the value.
-
-    Raises:
-        UsageError: For an operator that is not square, or not float32 or float64, and for too few `probes`.
-        DataError: For an operator that is not symmetric, or whose products are not finite.
-
-    Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> gl.saddles.trace(torch.diag(torch.arange(8.0)), probes=8)
-        28 ± 0
-
-    References:
-        Meyer, Musco, Musco, Woodruff 2021, *Hutch++: Optimal stochastic trace estimation* (SOSA, arXiv 2010.09649).
-    """
-    n = check_square(H)
-    check_count("probes", probes)
-    if probes >= n:
-        return Estimate(float(dense(H).trace()), 0.0)
-    if probes < 6:
-        raise UsageError(f"probes={probes}: expected 6 or more, for an error to be seen")
-    third = probes // 3
-    signs = random_signs(n, 2 * third, H, seed)
-    sketch = H @ signs[:, :third]
-    check_symmetric(H, signs[:, :third], sketch)
-    basis = torch.linalg.qr(sketch).Q
-    exact = (basis * (H @ basis)).sum(dtype=torch.float64)
-    with float32_products():
-        rest = signs[:, third:] - basis @ (basis.T @ signs[:, third:])
-    value, error = _mean((rest * (H @ rest)).sum(0, dtype=torch.float64).cpu().numpy())
-    return Estimate(float(exact) + float(value), float(error))
-
-
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
     """How many eigenvalues of an operator are negative; `int` of it is that number.
@@ -269,28 +222,20 @@ class Index(Estimate):
         return words if self.exact else f"about {words} (estimated)"
 
 
-def index(
-    H: Operator,
-    *,
-    exact: bool | None = None,
-    probes: int = 10,
-    steps: int = 100,
-    seed: int = 0,
-    progress: bool = True,
-) -> Index:
+def index(H: Operator, *, probes: int = 10, steps: int = 100, progress: bool = True) -> Index:
     """Count the negative eigenvalues of a symmetric operator: at a critical point, its index.
+
+    Up to a thousand columns are counted in the matrix itself, which takes a product for each. More are estimated from
+    `gpulab.saddles.spectral_density`.
 
     An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count the share is n · eps
     of the operator's type. In an estimate it is 1e-2: most eigenvalues of a network are close to zero, and there the
     signs of the estimate's nodes are chance.
 
     Args:
-        H: The operator, as for `gpulab.saddles.lanczos`.
-        exact: Whether to write out the matrix and count, by n products, or to estimate from
-            `gpulab.saddles.spectral_density`. By default up to a thousand columns are counted.
+        H: The operator, as for `gpulab.saddles.spectral_density`.
         probes: How many random vectors an estimate begins with.
         steps: How many steps of Lanczos it makes from each.
-        seed: Draws the random vectors.
         progress: Whether an estimate shows a progress bar, where it takes longer than two seconds.
 
     Returns:
@@ -314,9 +259,10 @@ def index(
         *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
     """
     n = check_square(H)
-    exact = n <= SMALL if exact is None else exact
-    if not exact:
-        return estimated_index(spectral_density(H, probes=probes, steps=steps, seed=seed, progress=progress))
+    check_count("probes", probes)
+    check_count("steps", steps)
+    if n > SMALL:
+        return estimated_index(spectral_density(H, probes=probes, steps=steps, progress=progress))
     values = torch.linalg.eigvalsh(dense(H))
     threshold = n * torch.finfo(H.dtype).eps * float(values.abs().max())
     negative, zero = int((values < -threshold).sum()), int((values.abs() <= threshold).sum())
@@ -330,59 +276,3 @@ def estimated_index(spectrum: SpectralDensity) -> Index:
     earlier = negative if spectrum.halfway is None else spectrum.halfway.mass_below(-threshold)
     error = math.hypot(negative.error, negative.value - earlier.value)
     return Index(n * negative.value, n * error, False, n * (up_to.value - negative.value), n, threshold)
-
-
-@dataclass(frozen=True, eq=False)
-class Direction:
-    """The direction in which a loss curves down most; where it curves down nowhere, that of the smallest curvature.
-
-    Attributes:
-        value: The curvature along it: the least eigenvalue.
-        vector: The direction, a unit vector (n,).
-        residual: ‖Hv − λv‖, which says how well the two are known.
-        found: Whether the curvature is negative, by more than the residual and rounding.
-    """
-
-    value: float
-    vector: Float[Tensor, " n"]
-    residual: float
-    found: bool
-
-    def __repr__(self) -> str:
-        heading = "curvature" if self.found else "no negative curvature: the smallest is"
-        return f"{heading} {self.value:.6g}, residual {self.residual:.1e}"
-
-
-def most_negative(
-    H: Operator, *, tolerance: float | None = None, max_products: int = 3_000, seed: int = 0, progress: bool = True
-) -> Direction:
-    """Find the most negative eigenvalue of a symmetric operator, and its eigenvector.
-
-    Args:
-        H: The operator, as for `gpulab.saddles.lanczos`, which does the search.
-        tolerance: The residual ‖Hv − λv‖ to reach, relative to the largest |λ|; by default 4e-11 in float64 and 2e-5 in
-            float32.
-        max_products: After about so many products with one vector the search ends, converged or not.
-        seed: Draws the random vectors with which it begins.
-        progress: Whether to show a progress bar, where it takes longer than two seconds.
-
-    Returns:
-        The least eigenvalue as `value`, its unit `vector` (n,), the `residual`, and `found`: whether the eigenvalue is
-        negative, by more than the residual and rounding.
-
-    Raises:
-        UsageError: For an operator that is not square, or not float32 or float64, and for an option out of range.
-        DataError: For an operator that is not symmetric, or whose products are not finite.
-
-    Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> gl.saddles.most_negative(torch.diag(torch.tensor([3.0, -1.0, 2.0]))).found
-        True
-        >>> gl.saddles.most_negative(torch.eye(3)).found
-        False
-    """
-    pairs = lanczos(H, 1, tolerance=tolerance, max_products=max_products, seed=seed, progress=progress)
-    value, residual = float(pairs.values[0]), float(pairs.residuals[0])
-    rounding = torch.finfo(H.dtype).eps * math.sqrt(H.shape[0]) * pairs.scale
-    return Direction(value, pairs.vectors[:, 0], residual, value < -max(residual, rounding))

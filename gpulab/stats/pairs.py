@@ -15,7 +15,6 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from gpulab.errors import UsageError
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
-STATES = {"finished", "crashed", "failed", "killed", "running", "preempted", "preempting", "pending"}
 MOST_LEVELS = 1000  # of a factor, each of which takes some 30 ms
 TINY, HUGE = 1e-75, 1e75  # beyond, float64 does not hold fourth powers, which kurtosis is of
 
@@ -63,12 +62,10 @@ def find_column(names: Iterable[Any], column: Any, advice: str = "") -> Any:
 
 
 def run_states(frame: pd.DataFrame) -> pd.Series | None:
-    """How each run ended, in small letters: its `status`, or what Weights & Biases calls `State`; None for neither."""
-    for name in {"status", "State"} & set(frame.columns):
-        states = frame[name].astype(object).where(frame[name].isna(), frame[name].astype(str).str.lower())
-        if name == "status" or ("status" not in frame and set(states) <= STATES):
-            return states
-    return None
+    """How each run ended, in small letters: its `status`; None where there is no such column."""
+    if "status" not in frame:
+        return None
+    return frame["status"].astype(object).where(frame["status"].isna(), frame["status"].astype(str).str.lower())
 
 
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:

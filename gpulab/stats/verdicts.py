@@ -185,9 +185,9 @@ def verdict(
 
     Args:
         frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows
-            with `rerun` above 0 are a control; without that column all are first runs. The column `status` (or `State`,
-            of Weights & Biases) says how a run ended: one that is neither `finished` nor `diverged` is left out, and
-            the verdict says so. Without that column, a run whose metric is no finite number counts as diverged.
+            with `rerun` above 0 are a control; without that column all are first runs. The column `status` says how a
+            run ended: one that is neither `finished` nor `diverged` is left out, and the verdict says so. Without that
+            column, a run whose metric is no finite number counts as diverged.
         metric: A column of numbers, or of booleans. Where no column has this name, the one that ends in it is taken,
             such as `metrics.loss` for `loss`; so it is for the next two arguments.
         factor: The column whose levels are compared.

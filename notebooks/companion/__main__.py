@@ -64,16 +64,15 @@ def copies(
 
 @app.command()
 def explore(
-    port: Annotated[int, option("0 for any that is free", min=0, max=65535)] = 8866,
-    host: Annotated[str, option("the address to listen on; others can reach 0.0.0.0")] = "127.0.0.1",
-    token: Annotated[str | None, option("the token that lets visitors in", "a new one each time")] = None,
-    pages: Annotated[int | None, option("how many may be open", "what the free memory holds", min=1)] = None,
-    no_open: Annotated[bool, option("leave the browser alone", flag="--no-open")] = False,
+    port: Annotated[int, option("to listen on", min=1, max=65535)] = 8866,
 ) -> None:
-    """Serve pages without code to a browser: bits of numbers, a saddle, trainings, verdicts, audits."""
+    """Serve pages without code to a browser here: bits of numbers, a saddle, trainings, verdicts, audits."""
     with extra("notebooks"):
-        from companion.explore import serve
-    serve(host, port, token, pages, not no_open, lambda address: say(f"{address}\nCtrl-C ends it."))
+        import voila  # noqa: F401 - it is started as a program of its own
+
+        from companion.explore import HOST, serve
+    say(f"http://{HOST}:{port}\nCtrl-C ends it.")
+    raise typer.Exit(serve(port))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gpulab as gl
-from gpulab.diagnostics.guard_callbacks import lightning_guard, transformers_guard
 
 
 def table():
@@ -81,7 +80,7 @@ class OneBuffer(IterableDataset):
             yield torch.from_numpy(buffer)
 
 
-def test_lightnings_trainer_is_guarded_by_a_callback_and_left_after_an_error():
+def test_lightnings_trainer():
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Keeper(lightning.LightningModule):
@@ -97,25 +96,24 @@ def test_lightnings_trainer_is_guarded_by_a_callback_and_left_after_an_error():
             return torch.optim.SGD(self.parameters(), 0.1)
 
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    right, wrong = lightning_guard(reads="any"), lightning_guard(reads="any")
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[right], **silent)
-    trainer.fit(Keeper(), DataLoader(table(), batch_size=8))
-    assert (right.report.checked > 0, len(right.report)) == (True, 0)
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[wrong], **silent)
-    with pytest.raises(gl.OverwrittenError, match="share one memory"):
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **silent)
+    with gl.guard(reads="any") as report:
+        trainer.fit(Keeper(), DataLoader(table(), batch_size=8))
+    assert (report.checked > 0, len(report)) == (True, 0)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **silent)
+    with pytest.raises(gl.OverwrittenError, match="share one memory"), gl.guard(reads="any"):
         trainer.fit(Keeper(), DataLoader(OneBuffer(), batch_size=None))
-    assert not wrong.report.inside
 
 
-def test_the_trainer_of_transformers_is_guarded_by_a_callback():
+def test_the_trainer_of_transformers():
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 32}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
     rows = np.random.default_rng(0).integers(0, 50, (16, 16))
     data = [{"input_ids": torch.from_numpy(row), "labels": torch.from_numpy(row)} for row in rows]
-    callback = transformers_guard(reads="any")
     options = {"max_steps": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     arguments = transformers.TrainingArguments(tempfile.mkdtemp(), **options)
-    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
-    assert (callback.report.checked > 0, len(callback.report)) == (True, 0)
+    with gl.guard(reads="any") as report:
+        transformers.Trainer(model, arguments, train_dataset=data).train()
+    assert (report.checked > 0, len(report)) == (True, 0)

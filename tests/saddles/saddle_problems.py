@@ -1,9 +1,12 @@
 """What several files here begin with: data, matrices and networks whose Hessians are known."""
 
+import pytest
 import torch
 from torch import nn
 
 import gpulab as gl
+from gpulab.errors import UnsupportedError
+from gpulab.saddles import hessians
 
 DOUBLE = torch.float64
 FLOAT64 = "cpu:precision=float64"
@@ -20,6 +23,18 @@ def scaled_data(samples, *scales):
 
 
 SIX_SCALES = scaled_data(100, 2.0, 1.6, 1.2, 0.9, 0.6, 0.3)
+
+
+def hessian_by(method, *arguments, **options):
+    """The Hessian, and for `reverse over reverse` that which is made where an operation cannot be followed."""
+
+    def follow_nothing(*_):
+        raise UnsupportedError("nothing is followed here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if method == hessians.REVERSE:
+            patch.setattr(hessians, "linearize_gradient", follow_nothing)
+        return gl.hessian(*arguments, **options)
 
 
 def symmetric(values, seed=0):

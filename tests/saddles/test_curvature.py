@@ -11,8 +11,16 @@ from gpulab.saddles.curvature import read_curvature, row_spectra
 from gpulab.saddles.spectrum import ZERO
 from gpulab.store import records as recordings
 
-SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "evaluated": 20, "progress": False}
+SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "progress": False}
 SETTINGS = ["cpu:threads=1", "cpu:precision=float64", "cpu:emulate=bfloat16"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_evaluated():
+    """Frames and images of the fixed batch, few enough for a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trajectories, "EVALUATED", {True: 3, False: 20})
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,7 @@ def test_what_is_measured_is_the_hessian_of_the_trained_weights(frame):
 
 
 def test_a_sequence_is_looked_at_from_a_state_of_zero():
-    frame = gl.saddles.curvature_along("prednet", seeds=[3], **SMALL | {"evaluated": 3})
+    frame = gl.saddles.curvature_along("prednet", seeds=[3], **SMALL)
     assert frame.evaluated.tolist() == [3, 3]
     model = gl.models.PredNet(channels=(3, 8, 16), size=(24, 32))
     model.draw_weights(torch.Generator().manual_seed(3))
@@ -94,8 +102,7 @@ def test_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch):
         return gl.train(*arguments, **options, learning_rate=1e30)
 
     monkeypatch.setattr(trajectories, "train", hot)
-    frame = gl.saddles.curvature_along("autoencoder", seeds=1, **SMALL | {"evaluated": None})
-    assert frame.evaluated.tolist() == [200, 200], "as many as usual"
+    frame = gl.saddles.curvature_along("autoencoder", seeds=1, **SMALL)
     assert frame.status.tolist() == ["diverged"] * 2
     assert frame.final.tolist() == [False, True]
     assert np.isfinite(frame.largest.iloc[0])

@@ -16,7 +16,7 @@ def saddle():
 
 @pytest.fixture(scope="module")
 def around(saddle):
-    return gl.saddles.landscape(saddle.model, nn.functional.mse_loss, saddle.batch, progress=False)
+    return gl.saddles.landscape(saddle.model, nn.functional.mse_loss, saddle.batch)
 
 
 def test_curvatures_and_loss_are_those_of_theory(saddle, around):
@@ -56,7 +56,7 @@ def test_a_short_slice_is_its_quadratic(around, angle):
 def test_a_slice_is_around_the_weights_it_was_made_for(saddle):
     net = nn.Linear(4, 4, bias=False).double()
     x = saddle.data
-    around = gl.saddles.landscape(net, lambda: (net(x) - x).square().mean(), progress=False)
+    around = gl.saddles.landscape(net, lambda: (net(x) - x).square().mean())
     first = around.slice(90, extent=1.0)
     with torch.no_grad():
         net.weight.add_(1.0)

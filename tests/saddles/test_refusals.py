@@ -32,12 +32,11 @@ def search(net=None, **options):
 saddle_of = gl.saddles.linear_autoencoder_saddle
 leave = functools.partial(escape, SADDLE)
 leave_table = functools.partial(gl.saddles.escape_table, SADDLE, progress=False)
-lanczos, density = gl.saddles.lanczos, gl.saddles.spectral_density
+extremes, density = gl.saddles.extreme_eigenpairs, gl.saddles.spectral_density
 REQUESTS = {
-    "k=5: expected a whole number from 1 to 4": lambda: lanczos(torch.eye(4), 5),
+    "tolerance=1.0: expected a number between 0 and 1": lambda: extremes(torch.eye(4), tolerance=1.0),
     "batch_size=101: expected a whole number from 1 to 100": lambda: leave(batch_size=101),
     "training mode": lambda: search(nn.Sequential(nn.Linear(6, 6), nn.Dropout())),
-    "probes=3: expected 6 or more": lambda: gl.saddles.trace(torch.eye(30), 3),
     "component 6: the data have 6, numbered from 0 to 5": lambda: saddle_of(SIX_SCALES, [6]),
     "each can be held once": lambda: saddle_of(SIX_SCALES, [1, 1]),
     "no direction leads down": lambda: escape(MINIMUM),
@@ -53,7 +52,7 @@ REQUESTS = {
 DATA = {
     "values that are not finite": lambda: search(network(math.nan)),
     "H @ v has values that are not finite": lambda: density(NAN, probes=1),
-    "not symmetric": lambda: lanczos(UNSYMMETRIC),
+    "not symmetric": lambda: extremes(UNSYMMETRIC),
     "the operator is not symmetric: two elements differ": lambda: gl.saddles.index(torch.ones(9, 9).triu()),
     "2 of 4 values are not finite": lambda: saddle_of(torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), [0]),
     "not finite; learning_rate=1e": lambda: leave(learning_rate=1e200, perturbation=1e-2, radius=1e300),

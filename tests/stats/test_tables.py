@@ -8,8 +8,9 @@ from gpulab.errors import DataError, UsageError
 from gpulab.stats.pairs import MOST_LEVELS
 from gpulab.stats.tables import read_table
 
-# As Weights & Biases' table of runs exports it: every cell in quotes, configuration and summary by their plain names.
-WANDB = """"Name","State","Notes","User","Tags","Created","Runtime","Sweep","device","lr","seed","epoch","val/loss"
+# As Weights & Biases' table of runs exports it, its column `State` renamed: every cell in quotes, configuration and
+# summary by their plain names.
+WANDB = """"Name","status","Notes","User","Tags","Created","Runtime","Sweep","device","lr","seed","epoch","val/loss"
 "calm-sun-6","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","2","9","0.32"
 "calm-sun-5","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","1","9","NaN"
 "calm-sun-4","crashed","-","ann","","2026-03-01T10:00:00.000Z","12","","cuda","0.001","0","3","0.91"
