@@ -1,7 +1,7 @@
 """What a device does: how fast it is, where a training step stands under that, and what holds its memory."""
 
 from gpulab.device.memory import MemoryWatch, memory_watch
-from gpulab.device.operations import byte_round_trip, fused_operations, repeatability
+from gpulab.device.operations import fused_operations, repeatability
 from gpulab.device.placements import Placement, place
 from gpulab.device.rooflines import bounds, recorded_rooflines, roofline
 
@@ -9,7 +9,6 @@ __all__ = [
     "MemoryWatch",
     "Placement",
     "bounds",
-    "byte_round_trip",
     "fused_operations",
     "memory_watch",
     "place",

@@ -1,13 +1,11 @@
 import importlib
 import os
 
-import numpy as np
 import pytest
 import torch
 
 import gpulab as gl
-from gpulab.device import operations
-from gpulab.device.operations import FORMATS, byte_round_trip, measure
+from gpulab.device.operations import measure
 from gpulab.settings import Setting
 
 
@@ -36,19 +34,6 @@ def test_an_operation_that_does_not_repeat_itself_is_counted(monkeypatch):
     row = gl.device.repeatability(("cpu",), times=4).set_index("operation").loc["sum"]
     assert row.results == 3
     assert row.spread == 3.0
-
-
-def test_the_numbers_are_those_of_numpy_and_a_conversion_that_loses_bytes_is_seen(monkeypatch):
-    table = byte_round_trip().set_index(["way", "format"])
-    assert len(table) == 5 * len(FORMATS) == len(table.index.unique())
-    pixels = np.arange(256, dtype=np.float32)
-    divided, multiplied = pixels / np.float32(255), pixels * np.float32(1 / 255)
-    assert table.loc[("x * (1 / 255)", "float32"), "as_division"] == (divided == multiplied).sum() < 256
-    assert table.loc[("x / 255", "float32"), "as_division"] == 256
-    assert table.loc[("x * (1 / 255)", "float32"), "returned"] == (np.rint(multiplied * 255) == pixels).sum()
-    assert table.loc[("x * (1 / 255)", "float32"), "cut"] == (np.trunc(multiplied * np.float32(255)) == pixels).sum()
-    monkeypatch.setattr(operations, "_to_numbers", lambda x, _, dtype: {"lossy": (x // 2 * 2).to(dtype) / 255})
-    assert byte_round_trip().set_index("format").loc["float32", "returned"] == 128
 
 
 LIGHT = """

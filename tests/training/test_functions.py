@@ -293,18 +293,6 @@ def test_a_folder_survives_a_run_that_fails_and_a_fresh_start_forgets_it(tmp_pat
     assert not list((store / run_files.WORK).iterdir())
 
 
-def test_a_search_begins_from_the_options_that_the_target_had_and_takes_any_metric(tmp_path):
-    def train(seed, setting, width=1, shift=0.0):
-        gap = np.random.default_rng(seed).normal() + 100.0 * (width != 3) + (setting.threads == 1) + shift
-        return {"loss": 1.0, "gap": gap}
-
-    jobs = gl.Experiment(train, ["cpu:threads=2"], 6, store=tmp_path, options={"width": 3}).jobs()
-    old = [gl.train(**job, **QUIET) for job in jobs] and gl.runs(tmp_path)
-    found = gl.reproduce(old, {"shift": [-1.0], "width": [2]}, ONE, train, metric="gap", store=tmp_path, **QUIET)
-    assert found.original == {"shift": 0.0, "width": 3}
-    assert found.best == {"shift": -1.0}
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_training_that_leaves_the_gpu_alone_is_told(moved, recwarn):
