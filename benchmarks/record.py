@@ -37,7 +37,8 @@ from companion.floating_point import factors, step_rows, trained_levels
 from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED, blurred_loss
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.data.datasets import load
-from gpulab.device.operations import fused_share, repeatability
+from gpulab.data.jpeg import compare_decoders
+from gpulab.device.operations import byte_round_trip, fused_share, repeatability
 from gpulab.device.rooflines import roofline
 from gpulab.diagnostics.audits import Audit
 from gpulab.errors import UsageError, in_one_line
@@ -227,7 +228,7 @@ def record_factors(
 ) -> None:
     """Each factor changed alone, one step and the final loss, as notebook 02 shows it of other machines.
 
-    And how this machine converts, repeats and fuses.
+    And how this machine converts, repeats, fuses and decodes.
     """
     here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here()]
     if not here:
@@ -235,8 +236,9 @@ def record_factors(
     base = here[0].base["setting"]
     settings = (base, "cuda:tf32=off,deterministic=off") if kind == "cuda" else (base, "cpu")
     tables = {
-        "conversions": companion.byte_round_trip(kind),
+        "conversions": byte_round_trip(kind),
         "repeatability": repeatability(settings),
+        "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
     }
     keep(
         file,

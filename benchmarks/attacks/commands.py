@@ -44,7 +44,13 @@ class Command(NamedTuple):
     prepare: Callable[[Path], None] = lambda _: None
 
 
+def _twelve_runs(folder: Path) -> None:
+    for seed in range(12):
+        formats.train(folder, "function", seed=seed)
+
+
 NETWORK = f"--profile smoke --setting {SETTING} --store store --checkpoint-seconds 0"
+SEARCH = f"--target {SETTING} --setting cpu --search rate=0.1,0.11,0.2 --store store"
 WORKERS = f"--frames 20 --setting {SETTING} --seeds 2 --workers 2 --store store"
 COMMANDS = {  # the short form has the first ones
     "train": Command(f"train autoencoder --seed 3 {NETWORK}"),
@@ -54,6 +60,7 @@ COMMANDS = {  # the short form has the first ones
     "picture": Command(f"train autoencoder --frames 20 --picture p.png {NETWORK}", "p.png"),
     "html": Command("audit a.trace a.trace --html r.html", "r.html", formats.make_trace),
     "prednet": Command(f"train prednet --frames 100 {NETWORK}"),
+    "reproduce": Command(f"reproduce fn.py:train {SEARCH}", prepare=_twelve_runs),
     "experiment": Command(f"experiment autoencoder --profile smoke {WORKERS}"),
 }
 
