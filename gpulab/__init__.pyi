@@ -7,7 +7,6 @@ from gpulab import models as models
 from gpulab import numerics as numerics
 from gpulab import plots as plots
 from gpulab import saddles as saddles
-from gpulab import search as search
 from gpulab import stats as stats
 from gpulab import store as store
 from gpulab import training as training
@@ -26,7 +25,6 @@ from gpulab.numerics.emulation import emulate as emulate
 from gpulab.numerics.tf32 import float32_products as float32_products
 from gpulab.passports import passport as passport
 from gpulab.saddles.hessians import hessian as hessian
-from gpulab.search.reproduction import reproduce as reproduce
 from gpulab.settings import Setting as Setting
 from gpulab.settings import available_settings as available_settings
 from gpulab.settings import setting as setting

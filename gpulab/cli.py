@@ -31,14 +31,12 @@ from gpulab.options import (
     either,
     of_a_run,
     option,
-    pairs,
     prepared,
     rows_where,
     value,
     writable,
 )
-from gpulab.settings import Setting
-from gpulab.terminal import printing, save_plot, say, say_csv, say_rows, say_runs, say_table
+from gpulab.terminal import printing, save_plot, say, say_csv, say_runs, say_table
 from gpulab.training.protocol import Specification, whole_numbers
 
 
@@ -159,63 +157,6 @@ def experiment(
     answer = compare(frame, metric or ("final_loss" if "final_loss" in metrics else metrics[0]))
     say(answer)
     save_plot(answer, picture)
-
-
-@app.command()
-def reproduce(
-    model: Training,
-    target: Annotated[str, option("the old setting, whose runs are in the store")],
-    setting: Annotated[str, option(f"the new setting, {SETTING}")],
-    search: Annotated[
-        list[str],
-        option("what may change: learning_rate=0.0003,0.003 or 0.0001..0.01, tf32=off; give it several times"),
-    ],
-    profile: Profile = "quick",
-    metric: Annotated[str, option("final_loss, heldout_loss, or what a function gives")] = "final_loss",
-    margin: Annotated[str, option(MARGIN)] = "0.25sd",
-    trials: Annotated[int, option("changes to try at most", min=1)] = 30,
-    workers: Annotated[int, option("runs at the same time", min=1)] = 1,
-    store: Store = None,
-    csv: Annotated[bool, option("print the table of trials as CSV", flag="--csv")] = False,
-    picture: Annotated[
-        Path | None, option("draw distance against difference into this PNG file", callback=writable)
-    ] = None,
-) -> None:
-    """Find the smallest change that gives the old setting's losses under the new one. Exit status 1 when none does.
-
-    The runs of the old setting come from the store; `gpulab experiment` makes them. Killed, the search
-    goes on when it is run again.
-    """
-    from gpulab.search.reproduction import reproduce as find
-    from gpulab.store import listing as stores
-    from gpulab.training.functions import TrainingFunction
-
-    space = {
-        name: tuple(map(value, text.split(".."))) if ".." in text else [*map(value, text.split(","))]
-        for name, text in pairs(search)
-    }
-    folder = store or stores.default_store()
-    old_setting, name, train = str(Setting.parse(target)), model, model if ":" in model else None
-    if train:
-        name, profile = TrainingFunction(model).name, TrainingFunction.profile
-    frame = stores.runs(folder)
-    old = frame[(frame.experiment == name) & (frame.profile == profile) & (frame.setting == old_setting)]
-    if old.empty:
-        raise UsageError(
-            f"no runs of {model} under {old_setting} with profile {profile} in {folder}; make them with "
-            f"`gpulab experiment {model} --setting {old_setting}{'' if train else f' --profile {profile}'} --seeds 20`"
-        )
-    how: dict[str, Any] = {"metric": metric, "margin": value(margin), "trials": trials, "workers": workers}
-    reproduction = find(old, space, setting, train, store=folder, **how)
-    if csv:
-        say_csv(reproduction.table)
-    else:
-        columns = ["changes", "distance", "state", "decision", "seeds", "diverged", "difference", "confirmed"]
-        say_rows(f"{len(reproduction.table)} trials", reproduction.table, columns)
-        say(reproduction)
-    save_plot(reproduction, picture)
-    if not reproduction.confirmed:
-        raise typer.Exit(1)
 
 
 @app.command()

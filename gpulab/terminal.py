@@ -59,13 +59,10 @@ def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
     columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
-    say_rows(f"{len(frame)} runs{where}", frame, [*columns, *(of_functions or ["heldout_loss"]), "seconds", "machine"])
-
-
-def say_rows(title: str, frame: pd.DataFrame, columns: list[str]) -> None:
-    """Print some columns of a table."""
+    columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
     rows = frame[columns].itertuples(index=False)
-    say_table(title, columns, ([f"{v:.5g}" if isinstance(v, float) else str(v) for v in row] for row in rows))
+    cells = ([f"{v:.5g}" if isinstance(v, float) else str(v) for v in row] for row in rows)
+    say_table(f"{len(frame)} runs{where}", columns, cells)
 
 
 def say_table(title: str, columns: list[str], rows: Iterable[Iterable[str]]) -> None:

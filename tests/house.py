@@ -15,7 +15,7 @@ FLOORS = [
     ["store"],
     ["models", "data", "device", "diagnostics"],
     ["training"],
-    ["saddles", "search"],
+    ["saddles"],
     ["plots"],
     ["options", "terminal"],
     ["cli", "pytest_plugin"],

@@ -426,8 +426,6 @@ experiment prednet --setting cpu --seeds some
 experiment prednet --setting cpu --seeds 0
 experiment prednet --setting cpu --reruns 0
 experiment prednet --profile smoke --setting cpu --frames=0
-reproduce prednet --target cpu --setting cpu:threads=1 --search learning_rate=0.1
-reproduce prednet --target cpu --setting cpu:threads=1 --search learning_rate
 runs one --store another
 """
 FAILURES = {  # what cannot be done, and what is named
@@ -504,25 +502,6 @@ def test_a_training_of_ones_own_is_run_compared_and_listed(own, answer, output, 
         got = answer(*own, "--seeds", "1", *options)
         assert got.status == 2
         assert words in got.errors
-
-
-@pytest.mark.slow("searches with processes of its own")
-def test_the_smallest_change_is_searched_and_drawn(own, answer, output, tmp_path):
-    search = ["reproduce", "own.py:train", "--target", "cpu:threads=1", "--workers", "1"]
-    output(*own, "--seeds", "4")
-    few = answer(*search, "--search", "width=4", "--setting", "cpu")
-    assert few.status == 2
-    assert "at least 6 are needed" in few.errors
-    output(*own, "--seeds", "8")
-    assert "Nothing need change" in output(*search, "--search", "width=4", "--setting", "cpu")
-    wide = [*search, "--search", "precision=float32,float64", "--setting", "cpu:threads=1,precision=bfloat16"]
-    wide += ["--margin", "1e-6"]
-    text = output(*wide, "--picture", "found.png")
-    assert "The smallest change found" in text
-    assert "precision bfloat16 → float32 (distance 1; 2 tried)" in text
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
-    table = pd.read_csv(io.StringIO(output(*wide, "--csv")))
-    assert table.confirmed.tolist() == [False, True]
 
 
 # --- names -------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import inspect
 import math
 import string
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,7 +20,6 @@ TABLE = pd.DataFrame(
     for setting, shift in (("cpu", 0), ("cuda", 1))
     for seed in range(8)
 )
-FRAME = np.zeros((3, 8, 8), np.uint8)
 
 
 def own(seed):
@@ -64,8 +62,6 @@ CALLS = {
     gl.training.split: {"model": gl.models.Autoencoder(), "devices": ["cpu"]},
     gl.training.fit_law: {"batch_sizes": [1, 2, 4], "steps": [4, 3, 2]},
     gl.training.descend: {"mode": "lock-free", "workers": 2, "updates": 4, "batch_size": 2, "learning_rate": 1.0},
-    gl.data.decode_jpeg: {"file": b"", "decoder": "pillow"},
-    gl.data.encode_jpeg: {"frame": FRAME, "quality": 75, "subsampling": "4:2:0"},
 }
 NONSENSE = {
     str: st.text(string.ascii_letters, min_size=1).map(lambda text: f"no such {text}"),

@@ -33,7 +33,6 @@ class Data(ABC):
     channels: int
     size: tuple[int, int]
     sequential: bool
-    decoder: str | None = None  # of JPEG frames: part of how they arrive, not of what is learned
     threads: int = 0  # that may make frames ahead, for a device that would wait for them
     stamps: Stamps = {}  # of the files that are read later, as they were when the data were loaded
 

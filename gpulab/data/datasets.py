@@ -1,4 +1,4 @@
-"""A data set by its name: rendered scenes, images, films, folders of images, and any of the latter as JPEG."""
+"""A data set by its name: rendered scenes, images, films and folders of images."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 from gpulab.data import images
 from gpulab.data.base import HELD_OUT, Bytes, Data, Sequence
 from gpulab.data.films import Folder, Video
-from gpulab.data.jpeg import Recompressed
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import UsageError, check_name, extra
 
-NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR", "jpeg:NAME")
-FORMS = {name.rstrip(string.ascii_uppercase) for name in NAMES} - {"jpeg:"}  # with a colon where a place follows
+NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR")
+FORMS = {name.rstrip(string.ascii_uppercase) for name in NAMES}  # with a colon where a place follows
 
 
 class Rendered(Sequence):
@@ -46,9 +45,6 @@ def load(
     seed: int = 0,
     speed: float = 1.0,
     grey: bool = False,
-    quality: int | None = None,
-    subsampling: str | None = None,
-    decoder: str | None = None,
 ) -> Data:
     """Load a data set by its name: images or films to learn from, in a training part and a held-out part.
 
@@ -60,7 +56,6 @@ def load(
       of frames that are rendered from a seed, the same bytes on every machine.
     - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names. The middle of each
       frame is cut out in the shape of `size` and scaled to it.
-    - `jpeg:NAME`: the frames of one of these four sequences, encoded as JPEG by Pillow and decoded again.
 
     Args:
         name: One of these.
@@ -73,9 +68,6 @@ def load(
         speed: How fast a rendered scene moves, as a multiple of its usual speed.
         grey: Whether to read your own frames with one channel. Without it, grey ones are refused, so that they are not
             taken for colour.
-        quality: For `jpeg:NAME`, the quality of the files, 1 to 100; by default 75.
-        subsampling: For `jpeg:NAME`, how their colours are thinned out, by default `4:2:0`; see `encode_jpeg`.
-        decoder: For `jpeg:NAME`, who decodes them, by default `pillow`; see `decode_jpeg`.
 
     Returns:
         The data. `data.windows(length)` gives windows of the training part without an end, `data.heldout(length)` those
@@ -87,7 +79,7 @@ def load(
         UsageError: For an unknown name, or an option that makes no sense.
         DataError: For a file or folder that is missing, damaged or of another kind, for grey frames without `grey`, and
             for a download that fails.
-        GpulabError: Where a library that reads the data is not installed, or the JPEG decoder cannot run here.
+        GpulabError: Where a library that reads the data is not installed.
 
     Examples:
         >>> import gpulab as gl
@@ -103,12 +95,6 @@ def load(
     """
     check_name(name)
     kind, _, place = name.partition(":")
-    options: dict[str, Any] = {"quality": quality, "subsampling": subsampling, "decoder": decoder}
-    of_jpeg = {option: value for option, value in options.items() if value is not None}
-    if kind == "jpeg" and place.partition(":")[0] not in ("", "jpeg"):
-        return Recompressed(load(place, frames, size, seed, speed, grey), **of_jpeg)
-    if of_jpeg:
-        raise UsageError(f"data {name!r}: {', '.join(of_jpeg)} goes with JPEG frames; write jpeg:{name}")
     if (f"{kind}:" if place else kind) not in FORMS:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
     if not (isinstance(size, tuple | list) and len(size) == 2 and all(_is_whole(edge, 1) for edge in size)):

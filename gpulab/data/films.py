@@ -1,12 +1,9 @@
-"""Films, as PyAV (FFmpeg) reads them, and folders of images, as sequences of frames.
-
-What a container declares of its length is held against what is there. Many declare nothing, or what they say of a cut
-film is true of the rest: `docs/command_line.md` has a list.
-"""
+"""Films, as PyAV (FFmpeg) reads them, and folders of images, as sequences of frames."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import warnings
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpulab.data import pictures
 from gpulab.data.base import HELD_OUT, Bytes, Sequence
 from gpulab.errors import DataError, reason
-from gpulab.store.identities import Stamps, stamp
+from gpulab.store.identities import Stamp, Stamps, stamp
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -38,23 +35,17 @@ class Video(Sequence):
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.file, self.grey, name = file, grey, f"video:{file}"
         self.stamps = {file: stamp(file)}
-        super().__init__(name, 1 if grey else 3, size, *_split(name, count_frames(file, grey), frames))
+        count, pixels = _look(file, self.stamps[file])
+        if pixels.startswith("gray") and not grey:
+            raise DataError(f"{file}: is grey ({pixels}); ask for grey=True (--grey) to read one channel")
+        super().__init__(name, 1 if grey else 3, size, *_split(name, count, frames))
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, decoded as they are asked for."""
-        import av
-
-        stop, count = self.frames + self.held if stop is None else stop, 0
-        try:
-            with opened(self.file) as film:
-                for frame in itertools.islice(_frames(film), stop):
-                    count += 1
-                    if count > start:
-                        yield pictures.fit(frame.to_image(), self.size, self.grey)
-        except av.FFmpegError as error:
-            raise DataError(f"{self.file}: frame {count} cannot be decoded: {reason(error)}") from None
-        if count < stop:
-            raise DataError(f"{self.file}: ends after frame {count} of {stop}: is it truncated?")
+        stop = self.frames + self.held if stop is None else stop
+        with _film(self.file) as film:
+            for frame in itertools.islice(film.decode(video=0), start, stop):
+                yield pictures.fit(frame.to_image(), self.size, self.grey)
 
 
 class Folder(Sequence):
@@ -75,30 +66,18 @@ class Folder(Sequence):
 # --- films ---------------------------------------------------------------------------------------------
 
 
-def count_frames(file: Path, grey: bool) -> int:
-    """How many frames a film shows, by a look at every packet; `DataError` for one that is cut, or grey unasked."""
-    import av
-
-    try:
-        with opened(file) as container:
-            first = next(_frames(container), None)
-        if first is None:
-            raise DataError(f"{file}: holds no frames")
-        with opened(file) as container:
-            shown, missing = _look(container, first.pts)
-    except (av.FFmpegError, OSError) as error:
-        raise DataError(
-            f"{file}: not a video that can be read (truncated, or another format): {reason(error)}"
-        ) from None
-    if missing:
-        raise DataError(f"{file}: truncated: {missing}")
-    if first.format.name.startswith("gray") and not grey:
-        raise DataError(f"{file}: is grey ({first.format.name}); ask for grey=True (--grey) to read one channel")
-    return shown
+@functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
+def _look(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
+    """How many frames a film has, all of which are decoded, and the format of their pixels."""
+    with _film(file) as film:
+        formats = [frame.format.name for frame in film.decode(video=0)]
+    if not formats:
+        raise DataError(f"{file}: holds no frames")
+    return len(formats), formats[0]
 
 
 @contextlib.contextmanager
-def opened(file: Path) -> Iterator[Any]:
+def _film(file: Path) -> Iterator[Any]:
     """A film as PyAV's container, which opens nothing but this file, nor frames of more than `pictures.MOST_PIXELS`."""
     import av
 
@@ -113,55 +92,8 @@ def opened(file: Path) -> Iterator[Any]:
                 raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {pictures.MOST_PIXELS:,}")
             codec.options = {"max_pixels": str(pictures.MOST_PIXELS)}
             yield container
-    except av.FFmpegError:
-        raise
-    except (IndexError, ValueError) as error:  # PyAV's own, such as at a stream that begins in the midst of a file
+    except (av.FFmpegError, IndexError, ValueError) as error:  # the latter two are PyAV's own, at a damaged file
         raise DataError(f"{file}: not a video that can be read: {reason(error)}") from None
-
-
-def _frames(container: Any) -> Iterator[Any]:
-    """The frames of a film; what comes before its first keyframe may lack what it refers to."""
-    import av
-
-    begun = False
-    for packet in container.demux(video=0):
-        begun, frames = begun or packet.is_keyframe, []
-        try:
-            frames = packet.decode()
-        except av.FFmpegError:
-            if begun:
-                raise
-        yield from frames
-
-
-def _look(container: Any, begin: int | None) -> tuple[int, str]:
-    """How many frames are shown from the time `begin` on, and why the film is not whole, if that can be told."""
-    video = container.streams.video[0]
-    hides_frames = video.codec_context.name == "vp8"
-    packets, shown, ends, whole, begun = 0, 0, 0.0, True, False
-    for packet in container.demux():
-        if packet.size and packet.time_base:
-            time = (packet.dts or 0) if packet.pts is None else packet.pts
-            ends = max(ends, float((time + (packet.duration or 0)) * packet.time_base))
-        if packet.stream.index != video.index or (not packet.size and packet.dts is None):  # the end is such a packet
-            continue
-        packets, whole, begun = packets + 1, not packet.is_corrupt, begun or packet.is_keyframe
-        # What is shown before the first frame that can be decoded refers to what is missing.
-        early = not begun if packet.pts is None or begin is None else packet.pts < begin
-        hidden = hides_frames and packet.size and not memoryview(packet)[0] & 16  # RFC 6386, 9.1: show_frame
-        if packet.size and not (packet.is_discard or early or hidden):
-            shown += 1
-    if not whole:
-        return shown, "it ends within a frame"
-    if 0 < video.frames <= packets:
-        return shown, ""
-    # Of a film in MP4 some packets may be left out by a list of edits, but it lasts as long as it says.
-    if video.frames and not container.format.name.startswith("mov"):
-        return shown, f"its header promises {video.frames} frames, it holds {packets}"
-    lasts = (container.duration or 0) * 1e-6
-    if lasts - ends > max(0.5, 0.01 * lasts):
-        return shown, f"its header promises {lasts:.1f} s, it ends at {ends:.1f} s"
-    return shown, ""
 
 
 # --- both, and folders of images -------------------------------------------------------------------------

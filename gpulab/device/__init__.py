@@ -1,13 +1,11 @@
 """What a device does: how fast it is, and where a training step stands under that."""
 
-from gpulab.device.operations import byte_round_trip
 from gpulab.device.placements import Placement, place
 from gpulab.device.rooflines import bounds, recorded_rooflines, roofline
 
 __all__ = [
     "Placement",
     "bounds",
-    "byte_round_trip",
     "place",
     "recorded_rooflines",
     "roofline",

@@ -1,9 +1,8 @@
-"""What was decided: every seed and difference behind a verdict, and what a search for the smallest change tried."""
+"""What was decided: every seed and difference behind a verdict."""
 
 from __future__ import annotations
 
 import re
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,9 @@ from gpulab.plots import style
 from gpulab.plots.names import names
 from gpulab.plots.style import BESIDE, FAINT, INK, Look
 from gpulab.report import Picture, draw
-from gpulab.search.reproduction import Reproduction
-from gpulab.search.trials import WITHIN
 from gpulab.stats.verdicts import Verdict
 
-GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
 BROKEN = r"^(?=.{19})(.{1,18}[,\s])"  # where a level that is longer goes on in a second line
-ROWS = 24  # of a search, more than which nobody reads
-FAR = 12  # margins
-LOOKS: dict[str, tuple[str, str, float]] = {  # of a trial: colour, marker, size
-    "confirmed on fresh seeds": (GREEN, "*", 190),
-    "equivalent, not confirmed": (GREEN, "o", 42),
-    "inconclusive": (FAINT, "s", 30),
-    "different": (RED, "D", 30),
-    "pruned": (RED, "v", 24),
-    "diverged": (RED, "x", 40),
-    "failed": (INK, "+", 50),
-}
 
 
 @draw.register
@@ -134,65 +119,3 @@ def decided(verdict: Verdict) -> str:
         return f"{called[level]}, against {reference_name}: {decision}"
     counts = verdict.table.decision.value_counts()
     return f"Against {reference_name}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
-
-
-@draw.register
-def changes(reproduction: Reproduction) -> Picture:
-    """Each change that a search tried, a row each, and the difference that it left.
-
-    The least change stands at the top. Differences are from the target and in margins, with their intervals; trials
-    without any, because the runs diverged or failed, stand at the right edge. Of a long search, the changes that came
-    closest and those without a difference that are least.
-    """
-    table = reproduction.table
-    looks = table.decision.astype(object).mask(table.decision.isin(WITHIN), "equivalent, not confirmed")
-    looks = looks.mask(table.state == "pruned", "pruned").mask(table.confirmed.astype(bool), "confirmed on fresh seeds")
-    looks = looks.mask(table.diverged.astype(bool), "diverged").mask(table.state == "failed", "failed")
-    table = table.assign(look=looks)
-    measures = ["difference", "low", "high"]
-    table[measures] = table[measures].astype(float) / reproduction.margin
-    table["lost"] = table.difference.isna() | table.look.isin(["diverged", "failed"])
-    first = table.index.isin([reproduction.chosen]) | (table.distance == 0)
-    ranks = table.assign(first=~first, off=table.difference.abs()).sort_values(["first", "lost", "off", "distance"])
-    shown = table.loc[ranks.index[:ROWS]].sort_values("distance", kind="stable")
-    rows = dict(zip(shown.index, range(len(shown)), strict=True))
-
-    figure, (axes,) = style.canvas(1, height=1.6 + 0.26 * len(shown))
-    band = style.margin_band(axes, reproduction.margin, reproduction.margin)
-    axes.axvline(0, color=INK, lw=0.8, zorder=1)
-    for look, group in shown.groupby("look"):
-        tint, marker, size = LOOKS[str(look)]
-        dots: Look = {"c": tint, "marker": marker, "s": size, "zorder": 3}
-        drawn, edge = group[~group.lost], group[group.lost]
-        axes.plot([drawn.low, drawn.high], [drawn.index.map(rows)] * 2, color=tint, lw=1.2, zorder=2)
-        axes.scatter(drawn.difference, drawn.index.map(rows), **dots)
-        axes.scatter(np.full(len(edge), 0.98), edge.index.map(rows), transform=axes.get_yaxis_transform(), **dots)
-    widest = max(1.0, np.nanmax(np.abs(shown.loc[~shown.lost, measures].to_numpy()), initial=0.0))
-    axes.set_xlim(-1.3 * widest, 1.3 * widest)
-    if widest > FAR:  # linear inside one margin, and logarithmic beyond
-        axes.set_xscale("symlog", linthresh=1.0, linscale=0.8)
-        axes.set_xlim(-3 * widest, 3 * widest)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    names = shown.changes.where(shown.distance > 0, "nothing changed")
-    axes.set_yticks(range(len(shown)), [textwrap.fill(name, 44) for name in names], fontsize=7)
-    label = "difference from the target, in margins (rows: the least change first)"
-    axes.set(ylim=(len(shown) - 0.4, -0.6), xlabel=label)
-
-    if reproduction.best is None:
-        headline = "No change gives the old losses again"
-    else:
-        words = table.changes[reproduction.chosen] if reproduction.best else "Nothing changed"
-        doubt = "" if reproduction.confirmed else ", but fresh seeds do not confirm it"
-        headline = f"{words}: the old losses again{doubt}"
-    headline += f" ({len(table)} tried)"
-    alt = (
-        f"The difference in {reproduction.metric} from {reproduction.target} that each of {len(shown)} changes left "
-        f"under {reproduction.setting}, the least change first, with the margin as a band."
-    )
-    keys = [
-        style.key(f"{look} ({count})", ls="", color=tint, marker=marker, ms=size**0.5 * 0.9)
-        for look, (tint, marker, size) in LOOKS.items()
-        if (count := int((shown.look == look).sum()))
-    ]
-    return style.finished(figure, headline, alt, [*keys, band], columns=4)

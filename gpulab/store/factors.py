@@ -1,7 +1,7 @@
 """What may be chosen for a run, and what a record says of it.
 
-Store, command line, experiments and searches all read `OPTIONS`. A new option, or a new factor, is one entry here, and
-the line of code in which it acts.
+Store, command line and experiments all read `OPTIONS`. A new option, or a new factor, is one entry here, and the line
+of code in which it acts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Option:
         return value is None or value == self.usual or (value is False and not self.usual)
 
 
-DATA_NAMES = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR; or jpeg: and one of these"
+DATA_NAMES = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"
 OPTIONS: dict[str, Option] = {
     "data": Option(DATA_NAMES, default="the profile's"),
     "frames": Option("how many frames, or images, to train on", kind=int, default="the profile's"),
@@ -84,11 +84,8 @@ OPTIONS: dict[str, Option] = {
         factor=True,
         choices=("window", "copied", "reused", "imitated"),
     ),
-    "decoder": Option(
-        "who decodes jpeg:NAME: pillow, torchvision, av or nvjpeg", default="pillow", of="data", factor=True
-    ),
-    "quality": Option("JPEG's, for jpeg:NAME, 1 to 100", int, "data", default="75"),
-    "subsampling": Option("of the colours of jpeg:NAME: 4:4:4, 4:2:2 or 4:2:0", of="data"),
+    # Of recorded runs only, made while frames could be encoded as JPEG and decoded by a decoder of one's choice.
+    "decoder": Option("who decoded the JPEG frames", of="data", factor=True, flag=False),
     "flip": Option("which initial weight, by its number, has its last bit changed", int, factor=True),
     "fast": Option(
         "compute gradients in fewer operations where that can be done, equal up to rounding",

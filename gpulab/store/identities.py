@@ -70,7 +70,7 @@ def run_id(identity: dict[str, Any]) -> str:
 
 def of_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration in which a film or a folder of frames goes by its content instead of by its place."""
-    by_path = re.match(r"(jpeg:)*(video|frames):", configuration.get("data", ""))
+    by_path = re.match(r"(video|frames):", configuration.get("data", ""))
     if not record.get("content") or not by_path:
         return configuration
     return {**configuration, "data": by_path[0] + record["content"]}

@@ -56,10 +56,10 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
 
         - `experiment` (the network, or the function that trained), `profile`, `setting`, `device` (`cpu`, `cuda`, …),
           `seed`, `rerun` (0 for the first run).
-        - `loader` (how frames reached the device), `decoder` (of JPEG frames), `flip` (the initial weight whose last
-          bit was changed), `fast` (whether gradients may be computed in fewer operations), `draws` (whose generator
-          drew the initial weights), `covariance` (how the whitener computes it), `truncation` (what PredNet's
-          backpropagation through time is cut off from).
+        - `loader` (how frames reached the device), `decoder` (of the JPEG frames of some recorded runs), `flip` (the
+          initial weight whose last bit was changed), `fast` (whether gradients may be computed in fewer operations),
+          `draws` (whose generator drew the initial weights), `covariance` (how the whitener computes it), `truncation`
+          (what PredNet's backpropagation through time is cut off from).
         - `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`, `frames_per_second` (missing
           where other trainings shared the GPU), `weights` (the SHA-256 of the trained weights: equal digests, equal
           bits), `gradients` (whether by autograd or by formulas that are written out; None where nobody noted it),

@@ -75,8 +75,7 @@ class Plan:
                 "learning_rate": self.learning_rate,
             },
         }
-        factors = {**self.factors, "decoder": self.data.decoder}
-        identity |= {name: value for name, value in factors.items() if value != FACTORS[name].usual}
+        identity |= {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
         ours, emulated = type(self.data).__module__.startswith("gpulab."), self.setting.emulated
         content = self.data.content if ours else None
         modules = ["settings.py", "numerics/tf32.py", "data", *TRAINING_FILES, *(["numerics"] if emulated else [])]

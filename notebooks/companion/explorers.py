@@ -27,7 +27,7 @@ from gpulab.diagnostics.traces import Trace
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.files import MOST_UPLOADED
 from gpulab.plots import style
-from gpulab.plots.decisions import GREEN, RED, decided
+from gpulab.plots.decisions import decided
 from gpulab.plots.names import names, optimizer_words, setting_words
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
@@ -74,7 +74,7 @@ COMPARISONS = {
         ("copied", "imitated"),
     ),
 }
-DECIDED = dict(zip(DECISIONS, (RED, "#CC7711", FAINT, GREEN), strict=True))
+DECIDED = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
 
 
 def _row(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:

@@ -6,7 +6,7 @@ The network is `gpulab.models.Whitener`. What an H200 did with it is kept in `da
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
@@ -15,14 +15,12 @@ import torch
 import gpulab as gl
 from companion.findings import CheckedSentences, Part, finding, listed, setting_in_text
 from companion.first_windows import FirstWindow
-from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
 from gpulab.diagnostics.audits import Audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots import style
-from gpulab.plots.pictures import in_rows
 from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture
-from gpulab.search.reproduction import Reproduction
+from gpulab.stats.verdicts import Verdict
 from gpulab.store import records
 from gpulab.store.listing import history
 
@@ -34,7 +32,6 @@ DECIDED = {
     "inconclusive": "undecided",
     "different": "different",
 }
-ARITHMETIC = ("emulate", "order", "tf32", "precision", "covariance")  # what changes how a search's trial computes
 WAY_COLOURS = {"one-pass": "#D55E00", "float32": "#0072B2", "centred": "#009E73"}
 
 
@@ -91,11 +88,12 @@ def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def cards_finding(
-    runs: pd.DataFrame, report: Audit, reproduction: Reproduction, conversions: pd.DataFrame
+    runs: pd.DataFrame, report: Audit, cured: Verdict, retuned: Verdict, conversions: pd.DataFrame
 ) -> CheckedSentences:
-    """What runs of the whitener, an audit, a search, recorded prices and ways to read a byte allow one to say.
+    """What runs of the whitener, an audit, verdicts, recorded prices and ways to read a byte allow one to say.
 
-    The verdicts are on the recorded runs; `conversions` are `recorded_measurements("conversions")` with those made
+    `cured` and `retuned` are the verdicts on changes of the arithmetic and of the training that were tried here; those
+    on a GPU are made of the recorded runs. `conversions` are `recorded_measurements("conversions")` with those made
     here.
     """
     nan_sentences = []
@@ -131,9 +129,10 @@ def cards_finding(
             f"{ms['cuda:tf32=on', 'centred']:.1f} ms centred, and {ms['cuda:tf32=on', 'float32']:.1f} ms with the one "
             "product kept in float32."
         )
-    margin = str(reproduction.margin_asked)
-    within = "one standard deviation between seeds" if margin == "1sd" else f"a margin of {margin}"
-    sections[f"The old losses, within {within}"] = [*_outcomes(reproduction)]
+    sections["The old losses, within one standard deviation between seeds"] = [
+        f"Of {len(retuned.table)} retunings of the training {_outcomes(retuned)}.",
+        f"Of {len(cured.table)} changes of the arithmetic {_outcomes(cured)}.",
+    ]
     unchanged_share = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
     sections["Bytes of an image"] = [
@@ -146,21 +145,12 @@ def cards_finding(
     return finding(sections, [line for judged in verdicts for line in str(judged).splitlines()])
 
 
-def _outcomes(reproduction: Reproduction) -> Iterator[str]:
-    """How many trials gave the old losses back, how many were shown not to, and of how many neither is known."""
-    tried = reproduction.table[reproduction.table.distance > 0]
-    original = {name: str(value) for name, value in reproduction.original.items() if name in ARITHMETIC}
-    arithmetic = (tried[[*original]].map(str) != pd.Series(original)).any(axis=1)
-    matches = tried.confirmed.astype(bool)
-    rejected = ~matches & ((tried.state == "pruned") | (tried.decision == "different"))
+def _outcomes(judged: Verdict) -> str:
+    """How many changes gave the old losses back, how many were shown not to, and of how many neither is known."""
+    decisions = judged.table.decision
+    matches, rejected = decisions.isin(["equivalent", "different but negligible"]), decisions == "different"
     counts = {"gave the old losses back": matches, "did not": rejected, "left it open": ~matches & ~rejected}
-    for changes, of_this_kind in {
-        "retunings of the training": ~arithmetic,
-        "changes of the arithmetic": arithmetic,
-    }.items():
-        if of_this_kind.any():
-            outcomes = ", ".join(f"{(of_this_kind & outcome).sum()} {words}" for words, outcome in counts.items())
-            yield f"Of {of_this_kind.sum()} {changes} {outcomes}."
+    return ", ".join(f"{count.sum()} {words}" for words, count in counts.items())
 
 
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
@@ -264,18 +254,3 @@ def prices(frame: pd.DataFrame) -> Picture:
     headline = f"{times.min():.2g} to {times.max():.2g} times as fast as the slowest" if len(times) else "One way alone"
     alt = f"Milliseconds a step on {machines} for float32 and for TF32 with either cure."
     return style.finished(figure, f"{headline}, recorded on {machines}", alt)
-
-
-def decoded(frame: np.ndarray) -> Picture:
-    """A frame (3, H, W) of bytes as each decoder makes it of the same JPEG file, and how far it is from the first."""
-    names = available_decoders()
-    file = encode_jpeg(frame)
-    pictures = torch.from_numpy(np.stack([decode_jpeg(file, name) for name in names])).float() / 255
-    differences = (pictures - pictures[0]).abs()
-    titles = [
-        f"{name}\n{(difference > 0).float().mean():.0%} differ, by up to {255 * difference.max():.0f} of 255"
-        for name, difference in zip(names, differences, strict=True)
-    ]
-    rows = {"decoded": pictures, "difference": differences.amax(1, keepdim=True) / differences.max().clamp(min=1 / 255)}
-    headline = f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels"
-    return in_rows(rows, titles, headline)

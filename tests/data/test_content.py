@@ -22,7 +22,6 @@ def test_a_film_is_its_bytes_and_another_clip_of_its_name_is_another(tmp_path):
     assert first == hashlib.sha256(film.read_bytes()).hexdigest()
     shutil.copy(film, tmp_path / "copy.mkv")
     assert load(tmp_path / "copy.mkv").content == first == load(film, grey=True).content
-    assert gl.load(f"jpeg:video:{film}", size=SMALL).content == first
     write_video(film, OTHER)
     assert load(film).content not in (first, "", None)
 
@@ -45,16 +44,14 @@ def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path)
     one, two = (gl.load(f"mnist:{tmp_path / name}").content for name in ("one", "two"))
     assert one == two
     assert gl.load("digits").content not in ("", None, one)
-    assert gl.load("walk").content == gl.load("moving-digits").content == gl.load("jpeg:walk").content == ""
+    assert gl.load("walk").content == gl.load("moving-digits").content == ""
 
 
 @pytest.mark.parametrize("how", ["rewritten", "removed"])
-@pytest.mark.parametrize("kind", ["video", "frames", "jpeg"])
+@pytest.mark.parametrize("kind", ["video", "frames"])
 def test_a_file_that_was_changed_since_it_was_loaded_is_named(tmp_path, kind, how):
     film, folder = write_video(tmp_path / "a.mkv", CLIP), write_images(tmp_path / "images", CLIP)
     data = load(folder if kind == "frames" else film)
-    if kind == "jpeg":
-        data = gl.load(f"jpeg:video:{film}", size=SMALL)
     data.check_unchanged()
     file = folder / "009.png" if kind == "frames" else film
     if how == "rewritten":

@@ -135,12 +135,11 @@ def test_a_folder_without_what_is_looked_for_or_with_images_of_two_sizes_is_name
     refused(f"mnist:{tmp_path}", f"{TEST}: images of another size")
 
 
-def test_a_real_video_with_a_hole_is_named_with_the_frame(shared, tmp_path):
+def test_a_real_video_with_a_hole_is_named(shared, tmp_path):
     content = (shared / "video" / "road_camera.mp4").read_bytes()
     (tmp_path / "hole.mp4").write_bytes(damaged(content, len(content) // 2, bytes(20_000)))
-    data = gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
-    with pytest.raises(gl.DataError, match=r"hole\.mp4: frame 1\d\d cannot be decoded"):
-        list(data.stream())
+    with pytest.raises(gl.DataError, match=r"\A.*hole\.mp4: not a video that can be read: .*\Z"):
+        gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
 
 
 def test_a_small_archive_cannot_ask_for_much_memory(tmp_path):

@@ -120,3 +120,8 @@ def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
         if row.status == "finished":
             assert len(history) == row.frames // {"whitener": 200}.get(row.experiment, 20)
             assert history.loss[-(len(history) // 5) :].mean() == pytest.approx(row.final_loss, rel=1e-12), row.id
+
+
+def test_recorded_runs_keep_their_jpeg_decoder():
+    counts = listing.recorded_runs("factors").decoder.value_counts()
+    assert counts.to_dict() == {"pillow": 18, "nvjpeg": 10, "av": 8}

@@ -174,7 +174,7 @@ def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
     assert [(job["setting"], job["rerun"], job["seed"]) for job in exp.jobs()] == [
         (setting, rerun, seed) for setting in exp.settings for rerun in (0, 1) for seed in (7, 3)
     ]
-    variants = [{}, {"flip": 3}, {"data": "jpeg:walk", "data_options": {"decoder": "av", "quality": 50}}]
+    variants = [{}, {"flip": 3}, {"data": "moving-digits", "data_options": {"speed": 2.0}}]
     jobs = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants).jobs()
     assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
     assert len(gl.Experiment("prednet", ["cpu"], profile="paper", store=tmp_path).jobs()) == 10

@@ -60,7 +60,6 @@ PER_MODEL = {
     },
     "whitener": {"model_options": st.just({"covariance": "centred", "hidden": 16})},
 }
-JPEG = {"data": "jpeg:walk", "data_options": {"decoder": "pillow", "quality": 50}, "frames": 20}
 
 
 @st.composite
@@ -68,7 +67,6 @@ def specifications(draw):
     model = draw(st.sampled_from([*PER_MODEL]))
     frames = {"frames": st.sampled_from([200, 400])}
     options = draw(st.fixed_dictionaries(frames, optional=OPTIONAL | PER_MODEL[model]))
-    options = JPEG if model == "prednet" and draw(st.booleans()) else options
     run = draw(st.tuples(st.sampled_from(["cpu", "cpu:threads=1"]), st.integers(0, 9)))
     return Specification(model, *run, "smoke", draw(st.integers(0, 2)), options)
 
