@@ -23,10 +23,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +37,7 @@ os.environ |= {
 
 import hypothesis
 from attacks import children, damage, formats
-from attacks.children import BASE, FORK, Child, Fault, fault, room
+from attacks.children import BASE, Child, Fault, fault, room
 from attacks.commands import COMMANDS, Call, Place, usual
 from attacks.formats import BY_NAME, REQUIRED, Format
 from hypothesis import strategies as st
@@ -48,7 +45,6 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 import gpulab as gl
 from gpulab import files
-from gpulab.passports import Passport
 from gpulab.progress import Progress
 
 ROOT = Path(__file__).parents[1]
@@ -69,10 +65,7 @@ def content_of(name: str) -> bytes:
     """The content of an undamaged file, which is made once."""
     form, folder = BY_NAME[name], BASE / name
     if not folder.exists():
-        scratch = folder.with_name(f"{name}.{os.getpid()}")
-        Child(_make, form, scratch, memory=None).result(120)
-        with contextlib.suppress(OSError):  # another process was first
-            scratch.rename(folder)
+        Child(_make, form, folder, memory=None).result(120)
     return next(folder.glob(form.file)).read_bytes()
 
 
@@ -301,15 +294,8 @@ ATTACKS = {
 }
 
 
-class Score(NamedTuple):
-    """What came of a case: how many examples there were, and what was found."""
-
-    examples: int
-    found: list[tuple[str, str]]
-
-
-def explore(attack: str, case: str, short: bool, seed: int) -> Score:
-    """Try the examples of a case. What fails is made small, except in the short form, and kept for the next time."""
+def explore(attack: str, case: str, short: bool, seed: int) -> tuple[int, list[Fault]]:
+    """Try the examples of a case: how many, and what failed, made small except in the short form, and kept."""
     work, drawn, long, few = ATTACKS[attack].work, ATTACKS[attack].drawn, ATTACKS[attack].long, ATTACKS[attack].short
     examples = 0
 
@@ -319,6 +305,7 @@ def explore(attack: str, case: str, short: bool, seed: int) -> Score:
         database=DirectoryBasedExampleDatabase(DATABASE / attack / case.replace("/", "-")),
         deadline=None,
         phases=[phase for phase in hypothesis.Phase if not short or phase.name != "shrink"],
+        report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
         verbosity=hypothesis.Verbosity.quiet,
     )
@@ -329,29 +316,14 @@ def explore(attack: str, case: str, short: bool, seed: int) -> Score:
         try:
             work(case, *given)
         except Fault as error:
-            shown = ", ".join(_shown(case, part) if isinstance(part, bytes) else str(part) for part in given)
+            shown = ", ".join(f"{part!r:.200}" for part in given)
             raise type(error)(f"{attack} --case '{case}': {shown}\n    {error}") from None
 
     try:
         example()
-    except (Fault, BaseExceptionGroup) as found:
-        return Score(examples, [(type(error).__name__, str(error)) for error in _flat(found)])
-    return Score(examples, [])
-
-
-def _shown(name: str, damaged: bytes) -> str:
-    content = content_of(name)
-    pairs = enumerate(zip(content, damaged, strict=False))
-    same = next((place for place, (one, other) in pairs if one != other), len(damaged))
-    return f"{len(damaged)} of {len(content)} bytes, from {same} on {damaged[same:][:60]!r}"
-
-
-def _flat(error: BaseException) -> list[BaseException]:
-    return (
-        [part for inner in error.exceptions for part in _flat(inner)]
-        if isinstance(error, BaseExceptionGroup)
-        else [error]
-    )
+    except Fault as found:
+        return examples, [found]
+    return examples, []
 
 
 def prepare() -> None:
@@ -364,30 +336,24 @@ def prepare() -> None:
     gl.load("digits")
 
 
-def table(asked: argparse.Namespace) -> tuple[list[str], bool]:
-    """The table, printed row by row with what was found, and whether anything was."""
+def table(asked: argparse.Namespace) -> bool:
+    """Print the table, row by row with what was found; returns whether anything was."""
     short, traced, failed = asked.attack == "short", children.traces(), False
-    rows = ["| attack | examples | failures | of which | time |", "|---|---|---|---|---|"]
-    with ProcessPoolExecutor(max(2, (os.cpu_count() or 1) // 2), FORK) as pool:  # cases at a time
-        for attack in ATTACKS if asked.attack in ("all", "short") else [asked.attack]:
-            cases = [case for case in ATTACKS[attack].cases if asked.case in (None, case)]
-            cases = cases[: ATTACKS[attack].of] if short else cases
-            if ATTACKS[attack].traced and not traced:
-                rows.append(f"| `{attack}` | not done | | strace is not installed here, or may not trace | |")
-                print(rows[-1], flush=True)
-            if not cases or (ATTACKS[attack].traced and not traced):
-                continue
-            begin = time.perf_counter()
-            lanes = [pool.submit(explore, attack, case, short, asked.seed) for case in cases]
-            done = Progress(as_completed(lanes), total=len(lanes), desc=attack, unit="case", leave=False)
-            scores = [lane.result() for lane in done]
-            found = [pair for score in scores for pair in score.found]
-            kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(kind for kind, _ in found).most_common())
-            examples, seconds = sum(score.examples for score in scores), time.perf_counter() - begin
-            rows.append(f"| `{attack}` | {examples:,} | {len(found)} | {kinds} | {seconds:.0f} s |")
-            print(rows[-1], *(f"{kind}: {what}" for kind, what in found), sep="\n", flush=True)
-            failed |= bool(found)
-    return rows, failed
+    print("| attack | examples | failures | time |", "|---|---|---|---|", sep="\n")
+    for name in ATTACKS if asked.attack in ("all", "short") else [asked.attack]:
+        attack = ATTACKS[name]
+        if attack.traced and not traced:
+            print(f"| `{name}` | not done | strace is not installed here, or may not trace | |", flush=True)
+            continue
+        cases = [case for case in attack.cases if asked.case in (None, case)][: attack.of if short else None]
+        begin = time.perf_counter()
+        scores = [explore(name, case, short, asked.seed) for case in Progress(cases, desc=name, leave=False)]
+        found = [fault for _, faults in scores for fault in faults]
+        examples, seconds = sum(count for count, _ in scores), time.perf_counter() - begin
+        print(f"| `{name}` | {examples:,} | {len(found)} | {seconds:.0f} s |", flush=True)
+        print(*(f"{type(fault).__name__}: {fault}\n" for fault in found), sep="", end="", flush=True)
+        failed |= bool(found)
+    return failed
 
 
 def main() -> None:
@@ -396,17 +362,12 @@ def main() -> None:
     parser.add_argument("attack", choices=[*ATTACKS, "all", "short"])
     parser.add_argument("--case", help="one case, by its name")
     parser.add_argument("--seed", type=int, default=0, help="draw other examples")
-    parser.add_argument("--write", type=Path, help="write machine, date and table to this file, below its last heading")
     asked = parser.parse_args()
     try:
         prepare()
-        rows, failed = table(asked)
+        failed = table(asked)
     finally:
         shutil.rmtree(BASE, ignore_errors=True)
-    if asked.write:
-        kept, heading, _ = asked.write.read_text().rpartition("\n## ")
-        here = f"`attack.py {asked.attack}` on {date.today()}: {Passport(gl.passport()).summary()}"
-        asked.write.write_text("\n".join([kept + heading + "The last time", here + ".\n", *rows, ""]))
     sys.exit(failed)
 
 

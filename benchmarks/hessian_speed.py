@@ -82,8 +82,8 @@ class Gpulab(Operator):
     distribution = "gpulab"
     blocks = True
 
-    def __init__(self, net: gl.models.PredNet, window: Tensor, at_once: int | None = None) -> None:
-        self.H = gl.hessian(net, lambda: window_loss(net, window), at_once=at_once)
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
+        self.H = gl.hessian(net, lambda: window_loss(net, window))
 
     def density(self, probes: int, steps: int) -> Quadratures:
         spectrum = gl.saddles.spectral_density(self.H, probes=probes, steps=steps, seed=0, progress=False)
@@ -156,42 +156,25 @@ def removed_eig(matrix: Tensor, eigenvectors: bool) -> tuple[Tensor, Tensor]:
 
 
 class Gradient(Operator):
-    """One gradient, to measure products by; also captured in a CUDA graph and replayed."""
+    """One gradient, to measure products by."""
 
     distribution = "torch"
 
-    def __init__(self, net: gl.models.PredNet, window: Tensor, graphed: bool = False) -> None:
-        self.net, self.window, self.graph = net, window, torch.cuda.CUDAGraph() if graphed else None
-        if self.graph is not None:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    self.gradient()
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self.graph, capture_error_mode="relaxed"):
-                self.captured = self.gradient()
-
-    def gradient(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(window_loss(self.net, self.window), list(self.net.parameters()))
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
+        self.net, self.window = net, window
 
     def product(self, _: Tensor) -> tuple[Tensor, ...]:
-        if self.graph is None:
-            return self.gradient()
-        self.graph.replay()
-        return self.captured
+        return torch.autograd.grad(window_loss(self.net, self.window), list(self.net.parameters()))
 
 
 LIBRARIES: dict[str, Callable[..., Operator]] = {
     "gpulab": Gpulab,
-    "gpulab, three at once": partial(Gpulab, at_once=3),
-    "gpulab, one at once": partial(Gpulab, at_once=1),  # in as little memory as it can
     "curvlinops": Curvlinops,
     "hessian-eigenthings": HessianEigenthings,
     "hessian-eigenthings, finite differences": partial(HessianEigenthings, method="finite_difference"),
     "PyHessian": PyHessian,
 }
-GRADIENTS = {"a gradient": Gradient, "a gradient in a CUDA graph": partial(Gradient, graphed=True)}
+GRADIENTS = {"a gradient": Gradient}
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -356,7 +339,7 @@ def main(
             if unknown := set(asked) - set(known):
                 raise gl.UsageError(f"{unknown.pop()!r}: expected one of {'; '.join(known)}")
         setting = gl.Setting.parse("cuda:tf32=off" if device == "cuda" else "cpu")
-        names = [*only, *(name for name in GRADIENTS if device == "cuda" or "CUDA" not in name)]
+        names = [*only, *GRADIENTS]
         rows: list[dict[str, Any]] = []
         with setting.apply():
             for one in size:

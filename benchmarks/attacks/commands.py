@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -34,7 +34,6 @@ def train(seed, setting, folder, rate=0.1):
         part.replace(file)
     return loss
 """
-STEP = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom attacks.formats import step\n"
 
 
 class Command(NamedTuple):
@@ -49,7 +48,6 @@ NETWORK = f"--profile smoke --setting {SETTING} --store store --checkpoint-secon
 COMMANDS = {  # the short form has the first ones
     "train": Command(f"train autoencoder --seed 3 {NETWORK}"),
     "pack": Command("pack store packed.parquet", "packed.parquet", formats.make_store),
-    "record": Command(f"record step.py:step --setting {SETTING} --output a.trace", "a.trace"),
     "function": Command(f"train own.py:train --setting {SETTING} --store store"),
     "prednet": Command(f"train prednet --frames 100 {NETWORK}"),
 }
@@ -81,8 +79,7 @@ class Place:
         self.name, self.command, self.folder = name, COMMANDS[name], folder
         source = BASE / name
         if not source.exists():
-            Child(_prepare, self.command, scratch := source.with_name(f"{name}.{os.getpid()}"), memory=None).result(120)
-            scratch.rename(source)
+            Child(_prepare, self.command, source, memory=None).result(120)
         shutil.copytree(source, folder, dirs_exist_ok=True)
 
     def run(self, *strace: str, **options: Any) -> Ended:
@@ -137,7 +134,6 @@ def _prepare(command: Command, folder: Path) -> None:
     os.chdir(folder)
     (folder / "fn.py").write_text(formats.FUNCTION)
     (folder / "own.py").write_text(FUNCTION)
-    (folder / "step.py").write_text(STEP)
     formats.train(folder, "function", seed=99)
     command.prepare(folder)
 
@@ -160,21 +156,16 @@ def _left(command: Command, folder: Path) -> dict[str, Any]:
     return facts
 
 
+@functools.cache
 def usual(name: str) -> Usual:
-    """What a command does that nothing disturbs, looked at once for all processes."""
-    known = BASE / f"{name}.usual"
-    if not known.exists():
-        with children.room() as room:
-            place = Place(name, room / "folder")
-            before, ended = place.left(), place.run("trace=all")
-            place.refused(ended)
-            if ended.status is None or not ended.calls:
-                raise SystemExit(f"{name} cannot be traced: {ended}")
-            found = Usual(before, place.left(), *_calls(ended, place.folder), ended.status)
-        scratch = known.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(pickle.dumps(found))
-        scratch.replace(known)
-    return pickle.loads(known.read_bytes())
+    """What a command does that nothing disturbs."""
+    with children.room() as room:
+        place = Place(name, room / "folder")
+        before, ended = place.left(), place.run("trace=all")
+        place.refused(ended)
+        if ended.status is None or not ended.calls:
+            raise SystemExit(f"{name} cannot be traced: {ended}")
+        return Usual(before, place.left(), *_calls(ended, place.folder), ended.status)
 
 
 def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call], list[Call], list[str]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 import struct
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from hypothesis import strategies as st
 
 Strategy = st.SearchStrategy[bytes]
@@ -80,34 +78,3 @@ def safetensors(draw: Any, content: bytes) -> bytes:
     header = draw(json_text(content[8 : 8 + length]))
     promised = draw(st.sampled_from([len(header), len(header), 0, length + 1, 10**8 - 1, 2**63]))
     return struct.pack("<Q", promised) + header + content[8 + length :]
-
-
-@st.composite
-def parquet(draw: Any, content: bytes) -> bytes:
-    """Other notes, or another column, in a Parquet file that is whole."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(io.BytesIO(content))
-    ((key, notes),) = table.schema.metadata.items()
-    name, row = draw(st.sampled_from(table.column_names)), draw(st.integers(0, len(table) - 1))
-    values = table[name].to_pylist()
-    odd = draw(st.sampled_from([-1, 10**9, float("nan"), "../../x", "\x1b[31m", "[/red]", b"\xff"]))
-    columns: list[Any] = [np.zeros(len(values), kind) for kind in ("f8", "i1", "f2", "datetime64[ns]")]
-    columns += [[wrap(value) for value in values] for wrap in (str, lambda v: [v], lambda v: {"a": v}, lambda _: odd)]
-    columns += [pa.nulls(len(values), table[name].type), [*values[:row], None, *values[row + 1 :]]]
-    change = draw(st.sampled_from(["notes", "notes", "column", "column", "drop", "double", "rows"]))
-    if change == "notes":
-        notes = draw(json_text(notes))
-    elif change == "column":
-        column = pa.array(draw(st.sampled_from(columns)))
-        table = table.set_column(table.column_names.index(name), name, column)
-    elif change == "drop":
-        table = table.drop_columns([name])
-    elif change == "double":
-        table = table.append_column(name, table[name])
-    else:
-        table = table.slice(0, row)
-    stream = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({key: notes}), stream, compression="zstd", use_dictionary=False)
-    return stream.getvalue()

@@ -129,28 +129,6 @@ def read_packed(folder: Path) -> Facts:
     yield from histories(frame).items()
 
 
-# --- traces -----------------------------------------------------------------------------------------------
-
-
-def step() -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    return gl.Step(model, (torch.randn(16, 8), torch.randn(16, 2)), torch.nn.functional.mse_loss)
-
-
-def make_trace(folder: Path) -> None:
-    gl.diagnostics.record(step(), SETTING, folder / "a.trace")
-
-
-def read_trace(folder: Path) -> Facts:
-    trace = gl.diagnostics.Trace.load(folder / "a.trace")
-    yield "step", repr((trace.setting, trace.operations, trace.reference, trace.passport, trace.arithmetic))
-    yield "numbers", {name: _digest(values.tobytes()) for name, values in trace.sketches.items()}
-    str(gl.audit(folder / "a.trace", folder / "a.trace"))
-
-
 def _of_run(run: str, file: str, what: str, hostile: Callable[[bytes], damage.Strategy]) -> Format:
     pattern = f"store/{run}*-seed0-*/{file}"
     return Format(f"{file} of {what}", pattern, make_store, functools.partial(read_store, what), hostile)
@@ -162,7 +140,6 @@ FORMATS = [
     _of_run("fn.py", "run.json", "function", damage.json_text),
     _of_run("fn.py", "results.safetensors", "function", damage.safetensors),
     Format("checkpoint", "store/.unfinished/*.safetensors", make_checkpoint, read_checkpoint, damage.safetensors),
-    Format("packed runs", "packed.parquet", make_packed, read_packed, damage.parquet),
-    Format("trace", "a.trace", make_trace, read_trace, damage.parquet),
+    Format("packed runs", "packed.parquet", make_packed, read_packed, damage.blind),
 ]
 BY_NAME = {form.name: form for form in FORMATS}
