@@ -15,8 +15,6 @@ import contextlib
 import functools
 import importlib
 import os
-import re
-import resource
 import shutil
 import signal
 import sys
@@ -49,7 +47,6 @@ from gpulab.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 DATABASE = ROOT / "build" / "attack"
-MEMORY_WORDS = re.compile(r"MemoryError|[Cc]annot allocate|can't allocate|malloc of size|bad_alloc|Unable to allocate")
 
 
 # --- damaged files ----------------------------------------------------------------------------------------
@@ -80,7 +77,7 @@ def _judge(form: Format, do: Callable[[Path], Any], hostile: bool = False) -> No
     whole = _whole(form)
     facts, words, refused, trace, name = _read_in_child(form, do)
     if trace:
-        raise fault("memory" if MEMORY_WORDS.search(trace) else "traceback", trace)
+        raise fault("traceback", trace)
     if len(refused.splitlines()) > 1 or len(refused) > 20_000:
         raise fault("not one line", refused)
     if refused and name not in refused:
@@ -144,8 +141,6 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
     "gone": lambda _: None,
 }
 EMPTY = list(SPECIAL)[2:]  # in the place of a store that is an empty one
-if os.geteuid():  # root may read all
-    SPECIAL["no permission"] = lambda file: (file.write_bytes(b"x"), file.chmod(0))
 
 
 def special(what: str, name: str) -> None:
@@ -161,12 +156,6 @@ def special(what: str, name: str) -> None:
 def _place(name: str) -> Any:
     with room() as folder:
         yield Place(name, folder / "folder")
-
-
-def sync(name: str) -> None:
-    """What a command renames, and what it leaves, was forced to the disk before: power may fail at any moment."""
-    if usual(name).unsynced:
-        raise fault("unsynced", usual(name).unsynced)
 
 
 def kill(name: str, calls: list[Call]) -> None:
@@ -185,24 +174,14 @@ def interrupt(name: str, call: Call, sent: str) -> None:
     _hindered(name, strace, (1, 128 + number, -number))
 
 
-def hinder(name: str, call: Call, error: str) -> None:
-    """A call that writes fails."""
-    _hindered(name, [f"trace={call.name}", f"inject={call.name}:error={error}:when={call.place}"])
+def hinder(name: str, call: Call, error: str, later: str) -> None:
+    """A call that writes fails, and with `+` all later ones of its name: the disk is full."""
+    _hindered(name, [f"trace={call.name}", f"inject={call.name}:error={error}:when={call.place}{later}"])
 
 
-def full(name: str, call: Call) -> None:
-    """From a moment on nothing can be written."""
-    _hindered(name, [f"trace={call.name}", f"inject={call.name}:error=ENOSPC:when={call.place}+"])
-
-
-def limit(name: str, size: int) -> None:
-    """No file may grow beyond a size."""
-    _hindered(name, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
-
-
-def _hindered(name: str, strace: Iterable[str] = (), allowed: tuple[int, ...] = (1,), **options: Any) -> None:
+def _hindered(name: str, strace: Iterable[str] = (), allowed: tuple[int, ...] = (1,)) -> None:
     with _place(name) as place:
-        place.refused(place.run(*strace, **options), allowed)
+        place.refused(place.run(*strace), allowed)
         place.intact(usual(name))
         place.again(usual(name))
 
@@ -269,9 +248,8 @@ def _damaged(name: str) -> st.SearchStrategy[bytes]:
 
 
 def _call(name: str, part: str = "") -> st.SearchStrategy[Call]:
-    """A call of a command that writes, with that part in its name; half of them the first of their kind."""
-    kinds, writes = ([call for call in calls if part in call.name] for calls in (usual(name).kinds, usual(name).writes))
-    return st.sampled_from(kinds) | st.sampled_from(writes)
+    """A call of a command that writes, with that part in its name."""
+    return st.sampled_from([call for call in usual(name).writes if part in call.name])
 
 
 def _files(what: str) -> st.SearchStrategy[str]:
@@ -279,17 +257,14 @@ def _files(what: str) -> st.SearchStrategy[str]:
 
 
 SENT, ERRORS = st.sampled_from(["INT", "TERM"]), st.sampled_from(["ENOSPC", "EIO"])
-SIZES = st.integers(0, 19).flatmap(lambda bits: st.integers(0, 2**bits))
 LINES = [*COMMANDS]
 ATTACKS = {
     "mutate": Attack(mutate, [*BY_NAME], lambda name: (_damaged(name), st.booleans()), 300, 3, len(BY_NAME)),
     "special": Attack(special, [*SPECIAL], lambda what: (_files(what),), len(BY_NAME), 1, len(SPECIAL)),
-    "sync": Attack(sync, LINES, lambda _: (), 1, 1, 2, traced=True),
     "kill": Attack(kill, LINES, lambda name: (st.lists(_call(name), min_size=1, max_size=3),), 60, 4, 2, traced=True),
     "interrupt": Attack(interrupt, LINES, lambda name: (st.sampled_from(usual(name).calls), SENT), 30, 2, traced=True),
-    "hinder": Attack(hinder, LINES, lambda name: (_call(name), ERRORS), 60, 4, traced=True),
-    "full": Attack(full, LINES, lambda name: (_call(name, "write"),), 30, 2, 2, traced=True),
-    "limit": Attack(limit, LINES, lambda _: (SIZES,), 30, 2, 2, traced=True),
+    "hinder": Attack(hinder, LINES, lambda name: (_call(name), ERRORS, st.just("")), 60, 4, traced=True),
+    "full": Attack(hinder, LINES, lambda name: (_call(name, "write"), ERRORS, st.just("+")), 30, 2, 2, traced=True),
     "writers": Attack(writers, ["6", "400"], lambda _: (), 1, 1, 1),
 }
 

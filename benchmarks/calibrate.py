@@ -11,7 +11,6 @@ settings are exchangeable.
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
@@ -399,17 +398,6 @@ def published_analysis() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["runs", "pairs", "false alarms"])
 
 
-def seconds_of_a_verdict(seeds: int = 1000, settings: int = 12) -> float:
-    generator = np.random.default_rng(7)
-    base, noise = generator.standard_normal(seeds), generator.standard_normal((settings, seeds))
-    names, numbers = np.repeat([f"s{k}" for k in range(settings)], seeds), np.tile(np.arange(seeds), settings)
-    frame = pd.DataFrame({"setting": names, "seed": numbers, "final_loss": (base + 1e-3 * noise).ravel()})
-    gl.verdict(frame[frame.seed < 20])
-    start = time.perf_counter()
-    gl.verdict(frame)
-    return time.perf_counter() - start
-
-
 # --- the commands ----------------------------------------------------------------------------------------
 
 
@@ -438,7 +426,7 @@ def verdicts() -> None:
     made = (
         f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). Python "
         f"{platform.python_version()}, NumPy {np.__version__}, SciPy {scipy.__version__}, statsmodels "
-        f"{statsmodels.__version__}. One verdict on 1,000 seeds × 12 settings: {seconds_of_a_verdict():.2f} s.\n\n"
+        f"{statsmodels.__version__}.\n\n"
         f"Highest: {worst}. Rows above 6 %: {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
     )
     without = (

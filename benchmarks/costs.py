@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,12 +23,11 @@ import numpy as np
 import torch
 import torchvision
 import typer
-from measuring import Step, command_line, machine, quartiles, race, run, seconds, show, table
+from measuring import Step, command_line, machine, quartiles, race, run, show, table
 from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.diagnostics.fingerprints import fingerprint
 from gpulab.numerics.arithmetic import CHIPS
 
 app = command_line(__doc__)
@@ -127,19 +125,6 @@ class Transformer(nn.Module):
         return self.out(self.body(x).mean(1))
 
 
-class GPT2(nn.Module):
-    """GPT-2 as published, 124 million weights, with weights that were not trained. Needs `transformers`."""
-
-    def __init__(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        super().__init__()
-        self.model = GPT2LMHeadModel(GPT2Config())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model((x * 50257).long()).logits[:, -1]
-
-
 def image_network(name: str) -> Callable[[], nn.Module]:
     return lambda: getattr(torchvision.models, name)(num_classes=10)
 
@@ -151,9 +136,7 @@ CASES = {
     "vit_b_16": (image_network("vit_b_16"), (2, 3, 224, 224)),
     "LSTM": (LSTM, (16, 50, 64)),
     "Transformer encoder": (Transformer, (8, 64, 256)),
-    "GPT-2": (GPT2, (2, 256)),
     "large: resnet18": (image_network("resnet18"), (256, 3, 224, 224)),
-    "large: GPT-2": (GPT2, (16, 512)),
 }
 
 
@@ -169,7 +152,7 @@ def guard(
     only: Annotated[str, typer.Option(help="cases whose names begin so")] = "",
     write: Write = None,
 ) -> None:
-    """A training step under `gpulab.guard` over the same step without it, and the speed of its fingerprint.
+    """A training step under `gpulab.guard` over the same step without it.
 
     Each step gets its batch from a NumPy array, or from pinned memory where it goes to a GPU.
     """
@@ -194,14 +177,8 @@ def guard(
             row.append(f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})")
         rows.append(row)
         print(*rows[-1], flush=True)
-    rates = []
-    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
-        x = torch.rand(size // 4, device=device)
-        fingerprint(x)
-        taken = statistics.median(seconds(lambda x=x: fingerprint(x), setting) for _ in range(15))
-        rates.append([f"{size:,} bytes", f"{size / taken / 1e9:.2f}"])
     steps = table('one step of SGD|input|without, ms|times as long|with reads="any"', rows)
-    text = f"`{shlex.join(['python', *sys.argv])}` on {machine()}.\n\n{steps}\n\n{table('fingerprint of|GB/s', rates)}"
+    text = f"`{shlex.join(['python', *sys.argv])}` on {machine()}.\n\n{steps}"
     show("What the guard costs", write, measured=text)
 
 
@@ -223,11 +200,6 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
     "ampere": {"name": CHIPS["ampere"]},  # in TF32, whatever this program allows
     "hopper": {"name": CHIPS["hopper"]},
     "split-4": {"order": "split-4"},
-}
-SLOW: dict[str, dict[str, Any]] = {
-    "pairwise": {"order": "pairwise"},
-    "sequential": {"order": "sequential"},
-    "hopper, tensor-core": {"name": replace(CHIPS["hopper"], order="tensor-core")},
 }
 WINDOW = "PredNet, a window of the quick profile"
 
@@ -258,7 +230,6 @@ def emulated(step: Step, how: dict[str, Any]) -> Step:
 @app.command()
 def emulation(
     repeats: int = 9,
-    slow: Annotated[bool, typer.Option(help="also the orders that are summed one by one")] = True,
     write: Write = None,
 ) -> None:
     """A training step under emulation over a plain one, which take turns: the median of paired ratios."""
@@ -278,10 +249,6 @@ def emulation(
         rows.append(cells)
         print(*cells, flush=True)
     text = f"{machine()}, {repeats} pairs.\n\n{table('|'.join(['step', 'plain, ms', *ARITHMETICS]), rows)}"
-    if slow:
-        ways = paired(steps[WINDOW], SLOW, 1)
-        one_by_one = [[name, f"{ratios(ways, 'plain', name)[0]:.0f}"] for name in SLOW]
-        text += f"\n\nSums made one by one here, on the window of PredNet:\n\n{table('order|ratio', one_by_one)}"
     show("What emulation costs", write, measured=text)
 
 

@@ -111,16 +111,13 @@ class Curvlinops(Operator):
 
 
 class HessianEigenthings(Operator):
-    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for each product.
-
-    Its other method, finite differences: the difference of two gradients, with its own step.
-    """
+    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for each product."""
 
     distribution = "hessian-eigenthings"
 
-    def __init__(self, net: gl.models.PredNet, window: Tensor, method: str = "autograd") -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
         self.library = importlib.import_module("hessian_eigenthings")
-        self.H = self.library.HessianOperator(net, [window], window_loss, method=method)
+        self.H = self.library.HessianOperator(net, [window], window_loss)
 
     def density(self, probes: int, steps: int) -> Quadratures:
         spectrum = self.library.spectral_density(self.H, num_runs=probes, lanczos_steps=steps, seed=0)
@@ -171,7 +168,6 @@ LIBRARIES: dict[str, Callable[..., Operator]] = {
     "gpulab": Gpulab,
     "curvlinops": Curvlinops,
     "hessian-eigenthings": HessianEigenthings,
-    "hessian-eigenthings, finite differences": partial(HessianEigenthings, method="finite_difference"),
     "PyHessian": PyHessian,
 }
 GRADIENTS = {"a gradient": Gradient}
@@ -189,7 +185,7 @@ def measure(
     film = next(gl.load("walk", frames=frames + 1, size=plan.size).windows(frames, 0)).frames
     window = torch.from_numpy(film / np.float32(255))[:, None].to(setting.device)
     parameters = sum(p.numel() for p in net.parameters())
-    # Of length one, as Lanczos multiplies: a finite difference goes as far as they are long.
+    # Of length one, as Lanczos multiplies.
     vectors = torch.randn(max(10, *blocks), parameters, generator=torch.Generator().manual_seed(0))
     vectors = (vectors / vectors.norm(dim=1, keepdim=True)).to(setting.device)
     turn, said = itertools.cycle(vectors), dict[str, Quadratures]()
@@ -327,7 +323,6 @@ def main(
     products: Annotated[int, typer.Option(help="products timed one at a time, of each library")] = 100,
     block: Annotated[list[int], typer.Option(help="vectors multiplied at once")] = (10,),
     steps: Annotated[int, typer.Option(min=2, help="Lanczos steps of each of the density's ten probes")] = 30,
-    only: Annotated[list[str], typer.Option(help="these libraries alone")] = tuple(LIBRARIES),
     record: Annotated[Path | None, typer.Option(help="measure, and keep it in this file")] = None,
     write: Annotated[
         Path | None, typer.Option(help="write the table of all records between the marks of a page")
@@ -335,11 +330,11 @@ def main(
 ) -> None:
     """Measure with `--record`; else print the table of what is recorded."""
     if record is not None:
-        for asked, known in ((size, PROFILES), (only, LIBRARIES), ([device], ("cpu", "cuda"))):
+        for asked, known in ((size, PROFILES), ([device], ("cpu", "cuda"))):
             if unknown := set(asked) - set(known):
                 raise gl.UsageError(f"{unknown.pop()!r}: expected one of {'; '.join(known)}")
         setting = gl.Setting.parse("cuda:tf32=off" if device == "cuda" else "cpu")
-        names = [*only, *GRADIENTS]
+        names = [*LIBRARIES, *GRADIENTS]
         rows: list[dict[str, Any]] = []
         with setting.apply():
             for one in size:

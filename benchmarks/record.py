@@ -10,22 +10,15 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import os
-import re
 import shlex
 import sys
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import networks
-import numpy as np
 import pandas as pd
-import psutil
 import torch
 import typer
 from measuring import command_line, keep, run
@@ -36,9 +29,7 @@ from companion.floating_point import factors, step_rows, trained_levels
 from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device.rooflines import roofline
-from gpulab.diagnostics.audits import Audit
 from gpulab.errors import UsageError, in_one_line
-from gpulab.passports import Passport
 from gpulab.progress import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import records
@@ -115,70 +106,16 @@ def record_dose(
     size: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
     seeds: int = 8,
     workers: Workers = 1,
-    minutes: float = math.inf,
 ) -> None:
     """Whether the bias of a gradient predicts the loss, over lengths of window and speeds of motion.
 
     A cell is a length and a speed. In each of the twelve a seed is trained twice: on copied frames, and on shared
-    memory. Seeds are done whole, one after the other, until the next would not end within the minutes; what is in the
-    store is not made again, so it can be stopped and called again.
+    memory. What is in the store is not made again, so it can be stopped and called again.
     """
-    until, longest = time.monotonic() + 60 * minutes, 0.0
     for seed in range(seeds):
-        began = time.monotonic()
-        if began + longest > until:
-            break
         common = {"store": store, "workers": workers, "options": {"size": size}, "variants": CELLS}
         gl.Experiment(TRAINING, [setting], [seed], **common).run()
         pack(store, output)
-        longest = max(longest, time.monotonic() - began)
-        print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
-
-
-# --- audits ----------------------------------------------------------------------------------------------
-
-
-@app.command("audits")
-def record_audits(
-    settings: Annotated[list[str], typer.Argument(help="the first against each of the others")],
-    output: Path = Path("data"),
-    only: Annotated[str, typer.Option(help="networks, separated by commas")] = ",".join(networks.NETWORKS),
-    keep_traces: Annotated[str, typer.Option("--keep", help="settings, separated by semicolons")] = "",
-) -> None:
-    """The audit of the networks of `networks.py` between settings of this machine, and traces of what is to be kept."""
-    reference, *others = settings
-    rows = []
-    for name in only.split(","):
-        step = networks.NETWORKS[name]()
-        first = gl.record(step, reference, progress=False)
-        for setting in others:
-            started = time.perf_counter()
-            file = re.sub(r"[^\w.]+", "-", f"{name}-{setting}.trace")
-            second = gl.record(step, setting, reference=first, progress=False)
-            row = {"network": name, **summary_of(gl.audit(first, second)), "seconds": time.perf_counter() - started}
-            print(json.dumps(row)[:400], flush=True)
-            rows.append(row)
-            if setting in keep_traces.split(";"):
-                second.save(output / "traces" / file)
-    kinds = {gl.Setting.parse(setting).kind for setting in settings}
-    keep(output / "measured" / "audits-here.json", "cpu" if kinds == {"cpu"} else "cuda", rows=rows)
-
-
-def summary_of(report: Audit) -> dict[str, object]:
-    table = report.table
-    return {
-        "a": report.a.setting,
-        "b": report.b.setting,
-        "machine_a": Passport(report.a.passport).summary(),
-        "machine_b": Passport(report.b.passport).summary(),
-        "operations": len(table),
-        "matched": int((table.difference.notna() & table.error_a.notna()).sum()),
-        "checked": int(table.ratio_a.notna().sum() + table.ratio_b.notna().sum()),
-        "findings": dict(Counter(finding.kind for finding in report.findings)),
-        "largest_ratio": float(table[["ratio_a", "ratio_b"]].max().max()),
-        "largest_so_far": float(table[["so_far_a", "so_far_b"]].max().max()),
-        "worst": [str(finding) for finding in report.findings[:3]],
-    }
 
 
 # --- factors ---------------------------------------------------------------------------------------------
@@ -223,47 +160,21 @@ def record_speed(
     write: Annotated[Path, typer.Option(help="JSON file, such as data/measured/speed-my-gpu.json")],
     sizes: Annotated[list[str], typer.Option(help="of smoke, quick and paper; several times")] = ("quick", "paper"),
     parts: Annotated[list[str], typer.Option(help="some sections only; several times")] = PARTS,
-    attempts: Annotated[int, typer.Option(help="at a section that others disturb; the best is kept")] = 1,
 ) -> None:
-    """Everything that notebook 07 shows, under one setting, and how many cores other programs used meanwhile.
-
-    What this machine lacks is kept as a row that says so.
-    """
-    frames, others = [], {}
+    """Everything that notebook 07 shows, under one setting; what this machine lacks is kept as a row that says so."""
+    frames = []
     for size, part in itertools.product(sizes, parts):
-        tries: list[tuple[pd.DataFrame, float]] = []
-        while len(tries) < attempts and not (tries and tries[-1][1] < QUIET):
-            tries.append(section(part, setting, size))
-        rows, others[f"{size} {part}"] = min(tries, key=lambda one: one[1])
+        try:
+            rows = measure_speed(part, [setting], size)
+        except Exception as error:  # of one section, which says so: the others are worth having
+            why = Row(part, note=f"failed: {in_one_line(error)[:200]}")._asdict()
+            rows = pd.DataFrame([{"part": part, **why, "size": size, "setting": setting}])
         frames.append(rows)
-        print(f"{size} {part}: {len(rows)} rows; others used {others[f'{size} {part}']:.1f} cores", flush=True)
-        table = (
-            pd.concat(frames, ignore_index=True).drop(columns=["machine", "recorded"], errors="ignore").astype(object)
-        )
+        print(f"{size} {part}: {len(rows)} rows", flush=True)
+        table = pd.concat(frames, ignore_index=True).drop(columns=["machine", "recorded"], errors="ignore")
+        table = table.astype(object)
         found = table.where(table.notna(), None).to_dict("records")
-        keep(write, setting.partition(":")[0], cores_of_others=others, rows=found)  # so far, if it is cut off
-
-
-QUIET = 0.5  # cores that others may use without another attempt
-
-
-def section(part: str, setting: str, size: str) -> tuple[pd.DataFrame, float]:
-    """The rows of a section, and how many cores other programs used meanwhile."""
-
-    def used() -> np.ndarray:
-        all_cores, me = psutil.cpu_times(), psutil.Process()
-        mine = [*me.cpu_times()[:2], *(t for child in me.children(True) for t in child.cpu_times()[:2])]
-        busy = sum(all_cores) - all_cores.idle - getattr(all_cores, "iowait", 0.0)
-        return np.array([busy - sum(mine), time.perf_counter()])
-
-    before = used()
-    try:
-        rows = measure_speed(part, [setting], size)
-    except Exception as error:  # of one section, which says so: the others are worth having
-        why = Row(part, note=f"failed: {in_one_line(error)[:200]}")._asdict()
-        rows = pd.DataFrame([{"part": part, **why, "size": size, "setting": setting}])
-    of_others, seconds = used() - before
-    return rows, max(0.0, of_others / seconds)
+        keep(write, setting.partition(":")[0], rows=found)  # so far, if it is cut off
 
 
 # --- saddles ---------------------------------------------------------------------------------------------
@@ -304,34 +215,23 @@ def record_saddles(
     kind: Annotated[str, typer.Argument(help="cpu or cuda: the device that trains")],
     output: Path = Path("data/saddles"),
     seeds: int = 8,
-    minutes: float = 9,
-    part: Annotated[str, typer.Option(help="which part of the seeds, of how many: 0/3, 1/3, …")] = "0/1",
     only: Annotated[str, typer.Option(help="such as prednet:paper,autoencoder:quick; or escapes")] = "",
 ) -> None:
     """The Hessian's spectrum along trainings, and escapes from a known saddle by each optimiser.
 
-    What is there already is not made again, so it can be stopped and called again; it stops by itself when the next
-    training would not end within the minutes. The escapes, in four files, take about ten minutes.
+    What is there already is not made again, so it can be stopped and called again. The escapes, in four files, take about ten minutes.
     """
-    until = time.perf_counter() + 60 * minutes
     if kind not in ALONG:
         raise UsageError(f"kind {kind!r}: expected cpu or cuda")
     gl.Setting.parse(ALONG[kind][0]).check()
-    first, parts = map(int, part.split("/"))
-    if first == 0:
-        name = "-".join(records.machine(gl.passport(), kind).lower().split())
-        record_escapes(output / "escapes", name, kind)
+    record_escapes(output / "escapes", "-".join(records.machine(gl.passport(), kind).lower().split()), kind)
     for net, profile, options in CURVATURE:
-        longest = 0.0
         wanted = not only or f"{net}:{profile}" in only.split(",")
-        for seed, setting in itertools.product(range(first, seeds, parts) if wanted else (), ALONG[kind]):
+        for seed, setting in itertools.product(range(seeds) if wanted else (), ALONG[kind]):
             started = time.perf_counter()
-            if started + longest > until:
-                print(f"{net} {profile} stops before seed {seed} under {setting}: call again for the rest")
-                return
             own = {"setting": setting, "seeds": [seed], "profile": profile, "store": output / "curvature"}
             frame = gl.saddles.curvature_along(net, **own, **options, command=this_command(), progress=False)
-            longest = max(longest, took := time.perf_counter() - started)
+            took = time.perf_counter() - started
             last = frame.iloc[-1]
             print(
                 f"{net} {profile} {setting} seed {seed}: {took:.1f} s, {last.status}, loss {last.loss:.4g}, "

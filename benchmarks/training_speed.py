@@ -1,9 +1,8 @@
-"""How fast training is: both networks beside other ways of training them, their kernels, several on one GPU.
+"""How fast training is: both networks beside other ways of training them, and several on one GPU.
 
 python benchmarks/training_speed.py race prednet cpu:threads=2 --leido pytorch-prednet --authors prednet_in_pytorch
 python benchmarks/training_speed.py race autoencoder cuda:tf32=off --record data/measured/autoencoder-my-gpu.json
 python benchmarks/training_speed.py race prednet --write benchmarks/prednet.md    # from all that is recorded
-python benchmarks/training_speed.py kernels cuda:tf32=off --size paper --record data/measured/kernels-my-gpu.json
 python benchmarks/training_speed.py networks cuda:tf32=on --size quick
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import re
 import sys
 import tempfile
 import time
@@ -19,12 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 import torch
 import typer
 from measuring import Step, command_line, keep, machine, race, run, seconds, show, table
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
@@ -103,12 +99,10 @@ def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
     return of_a_port(net, lambda: torch.mm(net(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean())
 
 
-def authors_port(folder: Path, shape: Shape, setting: Setting, hooks: bool) -> Step:
-    """https://github.com/eijwat/prednet_in_pytorch, also without the hooks that log every layer."""
+def authors_port(folder: Path, shape: Shape, setting: Setting) -> Step:
+    """https://github.com/eijwat/prednet_in_pytorch."""
     batch, count, height, width, channels = shape
     net = module_of(folder, "prednet").PredNet(list(channels), device=setting.device).to(setting.device)
-    for module in net.modules() if not hooks else ():
-        module._forward_hooks.clear()
     frames = torch.rand(batch, count + 1, channels[0], height, width, device=setting.device)
     return of_a_port(net, lambda: net(frames)[0].mean())
 
@@ -198,8 +192,7 @@ def ways_of(
     if leido:
         made["leido"] = lambda: leidos(leido, shape, setting)
     if authors:
-        made["authors' port"] = lambda: authors_port(authors, shape, setting, True)
-        made["authors' port, no hooks"] = lambda: authors_port(authors, shape, setting, False)
+        made["authors' port"] = lambda: authors_port(authors, shape, setting)
     return made
 
 
@@ -257,46 +250,6 @@ def race_ways(
         print(speeds(net, [keep(record, setting.kind, peak=peaks, rows=rows)]))
     if write:
         show(f"Training: {net}", write, measured=speeds(net, records.read_measured(net)))
-
-
-# --- what an update is made of ---------------------------------------------------------------------------
-
-GROUPS = {  # the first that fits a name
-    "weight gradients": r"wgrad|convolution_backward",
-    "changes of layout": r"nchwToNhwc|nhwcToNchw|convertTensor|AddPadding|reorder",
-    "the LSTM's cell": r"lstm_cell",
-    "Adam": r"adam|multi_tensor|FusedOptimizer",
-    "pooling": r"pool",
-    "convolutions": r"fprop|dgrad|gemm|cutlass|convol|winograd|fft|direct|im2col|conv2d|aten::mm",
-    "copies": r"copy|Memcpy|Memset|FillFunctor|CatArray|flip|aten::(cat|zero|fill|stack)",
-    "sums": r"reduce|aten::(sum|mean)",
-}
-
-
-def kinds_of_work(size: str, setting: Setting) -> list[dict[str, Any]]:
-    """A row a group: milliseconds of a window, and how many kernels."""
-    step, on_gpu = prednet_step(SIZES[size], setting, True), setting.kind == "cuda"
-    seconds(step, setting, STEPS)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
-        seconds(step, setting, STEPS)
-    found = []
-    for event in profiled.key_averages():
-        group = next((what for what, words in GROUPS.items() if re.search(words, event.key)), "element by element")
-        found.append((group, event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count))
-    frame = pd.DataFrame(found, columns=["what", "ms", "count"]).groupby("what").sum() / [1e3 * STEPS, STEPS]
-    frame = frame[frame.ms > 0].sort_values("ms", ascending=False).reset_index()
-    return frame.assign(size=size, setting=str(setting)).to_dict("records")
-
-
-@app.command()
-def kernels(settings: Settings, size: Sizes = ("quick",), record: Record = None) -> None:
-    """What kinds of work an update of PredNet is made of, under torch's profiler."""
-    rows = []
-    for text in settings:
-        with gl.setting(text) as setting:
-            rows += [row for one in size for row in kinds_of_work(one, setting)]
-    print(pd.DataFrame(rows).to_string())
-    keep(record, Setting.parse(settings[0]).kind, rows=rows)
 
 
 # --- several networks on one GPU -------------------------------------------------------------------------

@@ -107,7 +107,6 @@ def run(
     line: str,
     folder: Path,
     *strace: str,
-    before: Callable[[], Any] = lambda: None,
     seconds: float = 120.0,
 ) -> Ended:
     """Run a command of gpulab in a folder to its end, and to that of all that it started.
@@ -116,11 +115,10 @@ def run(
         line: The command, without `gpulab`.
         folder: Where it runs.
         strace: Expressions such as `inject=write:error=ENOSPC:when=3`; with none it is not traced.
-        before: Called in the child, once it is traced.
         seconds: After these it hangs, and is killed with all that it started.
     """
     heard, told = socket.socketpair()
-    child = FORK.Process(target=_command, args=(line, folder, told, before, bool(strace)))
+    child = FORK.Process(target=_command, args=(line, folder, told, bool(strace)))
     child.start()
     told.close()
     log = folder.with_name(f"{folder.name}.calls")
@@ -144,7 +142,7 @@ def run(
     return Ended(child.pid, None if hangs else child.exitcode, said.decode(errors="replace"), calls)
 
 
-def _command(line: str, folder: Path, told: socket.socket, before: Callable[[], Any], traced: bool) -> None:
+def _command(line: str, folder: Path, told: socket.socket, traced: bool) -> None:
     from gpulab.__main__ import main
 
     os.setpgid(0, 0)
@@ -160,7 +158,6 @@ def _command(line: str, folder: Path, told: socket.socket, before: Callable[[], 
         ctypes.CDLL(None).prctl(MAY_BE_TRACED, -1)
         while "TracerPid:\t0" in Path("/proc/self/status").read_text():
             time.sleep(0.001)
-    before()
     try:
         main()
     finally:

@@ -67,8 +67,6 @@ class Usual(NamedTuple):
     after: dict[str, Any]
     calls: list[Call]  # of any kind
     writes: list[Call]  # those that write
-    kinds: list[Call]  # the first of each kind that writes
-    unsynced: list[str]  # what was not forced to the disk before it was renamed, or left
     status: int
 
 
@@ -168,10 +166,10 @@ def usual(name: str) -> Usual:
         return Usual(before, place.left(), *_calls(ended, place.folder), ended.status)
 
 
-def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call], list[Call], list[str]]:
-    """All calls of the command's own process; those that write in the folder, and in new ways; what is not synced."""
+def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call]]:
+    """All calls of the command's own process; and those that write in the folder."""
     counts: Counter[str] = Counter()
-    calls, writes, kinds, unsynced, dirty = [], [], {}, [], set()
+    calls, writes = [], []
     for line in ended.calls:
         process, _, call = line.partition(" ")
         if process != str(ended.process) or not (named := re.match(r"(\w+)\(", call := call.lstrip())):
@@ -182,13 +180,4 @@ def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call], list[Cal
         if not inside or not WRITES.match(call) or "O_RDONLY" in call or "__pycache__" in call:
             continue
         writes.append(calls[-1])
-        kinds.setdefault(re.sub(r"[0-9a-f]{5,}|\d+|(?<=>), .*", "", call.replace(str(folder), "")), calls[-1])
-        (path, *_) = re.findall(r"<(/[^>]*)>|$", call)
-        names = [os.path.join(folder, name) for name in re.findall(r'"([^"]*)"', call)]
-        if "write" in named[1] and "/state." not in path:  # a function's own file is its author's affair
-            dirty.add(path)
-        elif "sync" in named[1]:
-            dirty.discard(path)
-        elif named[1].startswith("rename"):
-            unsynced += [file for file in dirty if file.startswith(names[0])]
-    return calls, writes, [*kinds.values()], [*unsynced, *dirty]
+    return calls, writes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ATTACKS = ("mutate", "special", "sync", "kill", "interrupt", "hinder", "full", "limit", "writers")
+ATTACKS = ("mutate", "special", "kill", "interrupt", "hinder", "full", "writers")
 
 pytestmark = [
     pytest.mark.slow("damages files and kills commands for a minute"),
