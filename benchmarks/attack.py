@@ -1,6 +1,6 @@
 """Attacks gpulab: damaged files, kills, faults at every call, a full disk, several writers. `all` prints the table.
 
-    python benchmarks/attack.py all                        # the long form, the table in attack.md
+    python benchmarks/attack.py all                        # the long form
     python benchmarks/attack.py short                      # a few cases of each, as in the tests
     python benchmarks/attack.py mutate --case checkpoint   # one case; what failed before is tried first, and made small
 

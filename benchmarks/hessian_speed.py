@@ -272,7 +272,7 @@ def flat(result: Tensor | Sequence[Tensor]) -> Tensor:
 def in_short(record: dict[str, Any], rows: list[dict[str, Any]]) -> list[list[str]]:
     """What gpulab and the fastest peer of the same accuracy need for the same work."""
     lines = []
-    for own in (row for row in rows if row["library"].startswith("gpulab") and row.get("error") is not None):
+    for own in (row for row in rows if row["library"] == "gpulab" and row.get("error") is not None):
         peers = [row for row in rows if row["library"] in LIBRARIES and not row["library"].startswith("gpulab")]
         costs_of_peers = [
             (costs(peer), peer["library"]) for peer in peers if (peer.get("error") or np.inf) <= ACCURATE * own["error"]

@@ -219,7 +219,8 @@ def record_saddles(
 ) -> None:
     """The Hessian's spectrum along trainings, and escapes from a known saddle by each optimiser.
 
-    What is there already is not made again, so it can be stopped and called again. The escapes, in four files, take about ten minutes.
+    What is there already is not made again, so it can be stopped and called again. The escapes, in four files, take
+    about ten minutes.
     """
     if kind not in ALONG:
         raise UsageError(f"kind {kind!r}: expected cpu or cuda")
