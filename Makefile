@@ -39,7 +39,7 @@ check: $(DEVELOPED) ## style, format and types, without the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-attack: $(DEVELOPED) ## damaged files, kills and full disks, the long form (half an hour); `make test-all` does a few of each
+attack: $(DEVELOPED) ## damaged files, kills and full disks, the long form (about an hour); `make test-all` does a few of each
 	$(BIN)/python benchmarks/attack.py all
 
 lab: $(INSTALLED) ## open copies of the notebooks in JupyterLab, without outputs, in lab/; the executed ones are beside them

@@ -1,10 +1,9 @@
 """How often a verdict is wrong, by simulation.
 
-    python benchmarks/calibrate.py verdicts
-    python benchmarks/calibrate.py mixed
+    python benchmarks/calibrate.py
 
-`verdicts` fills the tables of `verdict_calibration.md`, which says how they are read, and draws `verdict_power.png`
-beside this file; `mixed` is one of them. Losses are standardised to a standard deviation of 1 between seeds; a pair's
+It fills the tables of `verdict_calibration.md`, which says how they are read, and draws `verdict_power.png`
+beside this file. Losses are standardised to a standard deviation of 1 between seeds; a pair's
 difference is a shift plus noise, and the noise is the difference of two fresh losses, scaled: under no effect both
 settings are exchangeable.
 """
@@ -12,7 +11,6 @@ settings are exchangeable.
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
@@ -22,8 +20,9 @@ import numpy as np
 import pandas as pd
 import scipy
 import statsmodels
+import typer
 from matplotlib.figure import Figure
-from measuring import command_line, markdown, run, show
+from measuring import markdown, run, show
 from scipy import stats
 from tqdm import tqdm
 
@@ -32,12 +31,10 @@ from gpulab.stats import tests as inference
 from gpulab.stats.decisions import JUMP
 from gpulab.store import listing
 
-app = command_line(__doc__)
 PAGE = Path(__file__).with_name("verdict_calibration.md")
 SEEDS = (5, 10, 30)
 NOISES = (1e-5, 0.1, 0.5, 1.0)
 SHARE, ALPHA = 0.25, 0.05
-SETTLED_MARGIN = 0.3
 REPEATS = 10_000
 HUMP = 0.35  # share of seeds that stay on the plateau; of the recorded PredNets about a third do
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -325,7 +322,7 @@ def about_mixed_means() -> str:
     )
 
 
-# --- intervals, further seeds, power ---------------------------------------------------------------------
+# --- intervals, power ---------------------------------------------------------------------
 
 
 def coverage(repeats: int = 1000) -> pd.DataFrame:
@@ -344,42 +341,6 @@ def coverage(repeats: int = 1000) -> pd.DataFrame:
         for what, interval in (("sign flips", inference.sign_flip_interval), ("as used", inference.mean_interval)):
             row[f"coverage, {what}"] = np.mean([low <= 0 <= high for low, high in map(interval, moved)])
         rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def further_seeds(kind: str, size: float, n: int, generator: np.random.Generator) -> pd.DataFrame:
-    """Runs of n seeds; `size` is a shift in margins, or the share of seeds that jump, are lost or diverge."""
-    base, noise = generator.standard_normal(n), generator.standard_normal(n)
-    some = generator.random(n) < size
-    if kind == "learned or not":
-        base = (generator.random(n) < 0.9).astype(float)
-    moved = {
-        "shift": base + SETTLED_MARGIN * (size + 2 * noise),
-        "jump": base + 1.5 * some + 1e-3 * noise,
-        "learned or not": np.where(some, 0.0, base),
-        "diverge": np.where(some, np.nan, base + 0.1 * noise),
-    }[kind]
-    return paired_runs(base, moved)
-
-
-def settled(repeats: int = 40) -> pd.DataFrame:
-    """Of experiments that are inconclusive, how many the number of seeds that the verdict names does settle."""
-    sizes = {"shift": (0.0, 0.5, 1.0, 2.0), "jump": (0.1, 0.25, 0.4)}
-    sizes |= {"learned or not": (0.05, 0.25, 0.4), "diverge": (0.02, 0.25, 0.5)}
-    rows = []
-    for (kind, size), n in tqdm([*product([(k, s) for k in sizes for s in sizes[k]], (6, 12, 20))], desc="settled"):
-        generator, named, done = np.random.default_rng(8), [], []
-        for _ in range(repeats):
-            runs = further_seeds(kind, size, n, generator)
-            needed = gl.verdict(runs, margin=SETTLED_MARGIN).table.seeds_needed[0]
-            if needed <= 3000:
-                more = further_seeds(kind, size, int(needed) - n, generator)
-                whole = pd.concat([runs, more.assign(seed=more.seed + n)])
-                named.append(needed)
-                done.append(gl.verdict(whole, margin=SETTLED_MARGIN).decision != "inconclusive")
-        row = {"further seeds": kind, "size": f"{size:g}", "seeds": n, "inconclusive": len(done) / repeats}
-        middle = f"{np.median(named):.0f}" if named else ""
-        rows.append({**row, "seeds named (median)": middle, "settled then": np.mean(done) if len(done) > 9 else np.nan})
     return pd.DataFrame(rows)
 
 
@@ -437,17 +398,6 @@ def published_analysis() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["runs", "pairs", "false alarms"])
 
 
-def seconds_of_a_verdict(seeds: int = 1000, settings: int = 12) -> float:
-    generator = np.random.default_rng(7)
-    base, noise = generator.standard_normal(seeds), generator.standard_normal((settings, seeds))
-    names, numbers = np.repeat([f"s{k}" for k in range(settings)], seeds), np.tile(np.arange(seeds), settings)
-    frame = pd.DataFrame({"setting": names, "seed": numbers, "final_loss": (base + 1e-3 * noise).ravel()})
-    gl.verdict(frame[frame.seed < 20])
-    start = time.perf_counter()
-    gl.verdict(frame)
-    return time.perf_counter() - start
-
-
 # --- the commands ----------------------------------------------------------------------------------------
 
 
@@ -462,11 +412,10 @@ def percent(frame: pd.DataFrame) -> str:
     return markdown(frame.astype(object).map(shown))
 
 
-@app.command()
 def verdicts() -> None:
     """Error rates, power, and the published analysis beside it; minutes."""
     check_that_these_are_the_shipped_tests()
-    errors, lopsided, then, published = error_rates(), skewed(), settled(), published_analysis()
+    errors, lopsided, published = error_rates(), skewed(), published_analysis()
     curves = power_curves()
     draw_power(curves, published["false alarms"].iloc[-1]).savefig(PAGE.with_name("verdict_power.png"), dpi=100)
     rates = errors.columns[3:6]
@@ -477,7 +426,7 @@ def verdicts() -> None:
     made = (
         f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). Python "
         f"{platform.python_version()}, NumPy {np.__version__}, SciPy {scipy.__version__}, statsmodels "
-        f"{statsmodels.__version__}. One verdict on 1,000 seeds × 12 settings: {seconds_of_a_verdict():.2f} s.\n\n"
+        f"{statsmodels.__version__}.\n\n"
         f"Highest: {worst}. Rows above 6 %: {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
     )
     without = (
@@ -491,18 +440,11 @@ def verdicts() -> None:
         "mixed": about_mixed_means(),
         "switch": percent(rare_switch()),
         "coverage": percent(coverage()),
-        "settled": f"Kept on average: {then['settled then'].mean():.0%}.\n\n{percent(then)}",
         "power": percent(quarters.assign(shift=quarters["shift"].map("{:g} sd".format))),
         "published": percent(published),
     }
     show("How often a verdict is wrong", PAGE, **parts)
 
 
-@app.command()
-def mixed() -> None:
-    """What a verdict says of jumps against all others, printed."""
-    print(about_mixed_means())
-
-
 if __name__ == "__main__":
-    run(app)
+    run(lambda: typer.run(verdicts))

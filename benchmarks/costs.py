@@ -1,48 +1,34 @@
-"""What gpulab costs: time and memory of notebooks, guard, emulation, many runs, a class.
+"""What gpulab costs: time and memory of notebooks, guard and emulation.
 
 python benchmarks/costs.py budgets --profile smoke --profile quick --device cpu
 python benchmarks/costs.py guard --write benchmarks/guard_cost.md
 python benchmarks/costs.py emulation --write benchmarks/emulation_cost.md
-python benchmarks/costs.py many-runs --write benchmarks/many_runs.md
-python benchmarks/costs.py classroom 00 --students 1,10,30
-python benchmarks/costs.py busy --write benchmarks/busy_machine.md
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import nbformat
 import numpy as np
-import psutil
 import torch
 import torchvision
 import typer
-from measuring import Step, command_line, machine, quartiles, race, run, seconds, show, table
-from nbclient import NotebookClient
+from measuring import Step, command_line, machine, quartiles, race, run, show, table
 from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.diagnostics.fingerprints import fingerprint
 from gpulab.numerics.arithmetic import CHIPS
-from gpulab.store import identities, records, run_files
-from gpulab.store import listing as stores
 
 app = command_line(__doc__)
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,19 +125,6 @@ class Transformer(nn.Module):
         return self.out(self.body(x).mean(1))
 
 
-class GPT2(nn.Module):
-    """GPT-2 as published, 124 million weights, with weights that were not trained. Needs `transformers`."""
-
-    def __init__(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        super().__init__()
-        self.model = GPT2LMHeadModel(GPT2Config())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model((x * 50257).long()).logits[:, -1]
-
-
 def image_network(name: str) -> Callable[[], nn.Module]:
     return lambda: getattr(torchvision.models, name)(num_classes=10)
 
@@ -163,9 +136,7 @@ CASES = {
     "vit_b_16": (image_network("vit_b_16"), (2, 3, 224, 224)),
     "LSTM": (LSTM, (16, 50, 64)),
     "Transformer encoder": (Transformer, (8, 64, 256)),
-    "GPT-2": (GPT2, (2, 256)),
     "large: resnet18": (image_network("resnet18"), (256, 3, 224, 224)),
-    "large: GPT-2": (GPT2, (16, 512)),
 }
 
 
@@ -181,7 +152,7 @@ def guard(
     only: Annotated[str, typer.Option(help="cases whose names begin so")] = "",
     write: Write = None,
 ) -> None:
-    """A training step under `gpulab.guard` over the same step without it, and the speed of its fingerprint.
+    """A training step under `gpulab.guard` over the same step without it.
 
     Each step gets its batch from a NumPy array, or from pinned memory where it goes to a GPU.
     """
@@ -206,14 +177,8 @@ def guard(
             row.append(f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})")
         rows.append(row)
         print(*rows[-1], flush=True)
-    rates = []
-    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
-        x = torch.rand(size // 4, device=device)
-        fingerprint(x)
-        taken = statistics.median(seconds(lambda x=x: fingerprint(x), setting) for _ in range(15))
-        rates.append([f"{size:,} bytes", f"{size / taken / 1e9:.2f}"])
     steps = table('one step of SGD|input|without, ms|times as long|with reads="any"', rows)
-    text = f"`{shlex.join(['python', *sys.argv])}` on {machine()}.\n\n{steps}\n\n{table('fingerprint of|GB/s', rates)}"
+    text = f"`{shlex.join(['python', *sys.argv])}` on {machine()}.\n\n{steps}"
     show("What the guard costs", write, measured=text)
 
 
@@ -235,11 +200,6 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
     "ampere": {"name": CHIPS["ampere"]},  # in TF32, whatever this program allows
     "hopper": {"name": CHIPS["hopper"]},
     "split-4": {"order": "split-4"},
-}
-SLOW: dict[str, dict[str, Any]] = {
-    "pairwise": {"order": "pairwise"},
-    "sequential": {"order": "sequential"},
-    "hopper, tensor-core": {"name": replace(CHIPS["hopper"], order="tensor-core")},
 }
 WINDOW = "PredNet, a window of the quick profile"
 
@@ -270,7 +230,6 @@ def emulated(step: Step, how: dict[str, Any]) -> Step:
 @app.command()
 def emulation(
     repeats: int = 9,
-    slow: Annotated[bool, typer.Option(help="also the orders that are summed one by one")] = True,
     write: Write = None,
 ) -> None:
     """A training step under emulation over a plain one, which take turns: the median of paired ratios."""
@@ -290,127 +249,7 @@ def emulation(
         rows.append(cells)
         print(*cells, flush=True)
     text = f"{machine()}, {repeats} pairs.\n\n{table('|'.join(['step', 'plain, ms', *ARITHMETICS]), rows)}"
-    if slow:
-        ways = paired(steps[WINDOW], SLOW, 1)
-        one_by_one = [[name, f"{ratios(ways, 'plain', name)[0]:.0f}"] for name in SLOW]
-        text += f"\n\nSums made one by one here, on the window of PredNet:\n\n{table('order|ratio', one_by_one)}"
     show("What emulation costs", write, measured=text)
-
-
-# --- a large store ---------------------------------------------------------------------------------------
-
-LIST = """
-import sys, time
-begin = time.perf_counter()
-import gpulab as gl
-frame = gl.runs(sys.argv[1])
-listed = time.perf_counter()
-some = frame[(frame.setting == "cpu:threads=7") & (frame.final_loss < 0.01)]
-print(len(frame), listed - begin, time.perf_counter() - listed, len(some))
-"""
-
-
-def generate(store: Path, count: int) -> None:
-    """Folders as a real run of this machine has them, with other settings, seeds and losses."""
-    trained = gl.train("prednet", profile="smoke", setting="cpu:threads=1", progress=False)
-    for number in range(count):
-        summary = {**trained.record["summary"], "final_loss": (number * 7919 % 1000) / 1e3}
-        own = {"setting": f"cpu:threads={1 + number % 12}", "seed": number // 12, "summary": summary}
-        record = {**trained.record, **own}
-        record["id"] = identities.run_id({name: record[name] for name in ("experiment", "profile", "setting", "seed")})
-        folder = store / record["id"]
-        folder.mkdir(parents=True)
-        records.write_json(folder / run_files.RECORD, record)
-        run_files.write_results(folder, record["id"], trained.history)
-
-
-@app.command()
-def many_runs(runs: int = 20_000, write: Write = None) -> None:
-    """How long a large store takes to be listed and filtered, in a fresh process, Python's own start included."""
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        store, packed = (Path(scratch) / name for name in ("store", "packed.parquet"))
-        generate(store, runs)
-        begin = time.perf_counter()
-        stores.pack(store, packed)
-        packing = time.perf_counter() - begin
-        for path, what in 2 * [(store, "a folder a run")] + 2 * [(packed, "one packed file")]:
-            said = subprocess.check_output([sys.executable, "-c", LIST, str(path)], text=True)
-            count, listed, filtered, found = map(float, said.split())
-            assert count == runs
-            rows.append([what, f"{listed:.2f}", f"{filtered:.3f}", f"{found:.0f}"])
-    here = gl.passport()
-    text = (
-        f"{runs:,} runs.\n\n{table('store|listed, s|filtered, s|runs found', rows)}\n\nTo pack them took {packing:.0f} "
-        "s. The files were in the operating system's cache, and other programs ran. "
-        f"{here.summary()}, {here['cpu']['physical_cores']} cores, Python {here['software']['python']}."
-    )
-    show("A large store", write, measured=text)
-
-
-# --- a class on one server -------------------------------------------------------------------------------
-
-SPARE = 1.5e9  # bytes that are left to the machine: below, nothing is measured any more
-
-
-async def study(notebook: Path, home: Path, prepared: Path | None) -> float:
-    """Run a copy of a notebook, beside a copy of the prepared runs, and return the seconds that it took."""
-    home.mkdir()
-    if prepared:
-        shutil.copytree(prepared, home / "runs")
-    shutil.copy(notebook, home)
-    begin = time.perf_counter()
-    options = {"resources": {"metadata": {"path": str(home)}}, "extra_arguments": ["--log-level=ERROR"]}
-    await NotebookClient(nbformat.read(home / notebook.name, as_version=4), timeout=3600, **options).async_execute()
-    return time.perf_counter() - begin
-
-
-def memory() -> int:
-    """Bytes of all processes begun from here, what they share counted once."""
-    found = 0
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended
-            found += child.memory_full_info().pss
-    return found
-
-
-async def lesson(notebook: Path, students: int, prepared: Path | None) -> tuple[list[float], int]:
-    """Everybody presses run: the seconds of each, and the peak of memory."""
-    peak = 0
-    with tempfile.TemporaryDirectory() as folder:
-        pending = {asyncio.create_task(study(notebook, Path(folder, str(n)), prepared)) for n in range(students)}
-        all_of_them = list(pending)
-        while pending:
-            _, pending = await asyncio.wait(pending, timeout=1)
-            peak = max(peak, await asyncio.to_thread(memory))
-            if psutil.virtual_memory().available < SPARE:
-                raise SystemExit(f"{SPARE / 1e9:.1f} GB are left: this machine is too small for so many students")
-        return [student.result() for student in all_of_them], peak
-
-
-@app.command()
-def classroom(
-    notebook: Annotated[str, typer.Argument(help="such as 00")],
-    students: Annotated[str, typer.Option(help="how many, such as 1,10,30")] = "1,10,30",
-    profile: str = "smoke",
-    threads: Annotated[int, typer.Option(help="that a kernel may use; 0: as many as there are cores")] = 1,
-    prepared: Annotated[Path | None, typer.Option(help="a store of finished runs, of which each gets a copy")] = None,
-) -> None:
-    """How long a notebook takes, and how much memory, if all students of a class run it at the same moment.
-
-    Each has a kernel, a copy of the notebook and a store of their own, as on a server that they share.
-    """
-    os.environ["GPULAB_PROFILE"] = profile
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    (file,) = (ROOT / "notebooks").glob(f"{notebook}_*.ipynb")
-    print(f"\n{file.stem}, {profile}: {machine(threads=False)}, {os.cpu_count()} cores\n")
-    for count in map(int, students.split(",")):
-        taken, peak = asyncio.run(lesson(file, count, prepared))
-        times = [f"{s:.0f} s" for s in (min(taken), statistics.median(taken), max(taken))]
-        row = [count, threads or os.cpu_count(), "prepared" if prepared else "trained", *times]
-        row += [f"{peak / 2**30:.1f} GiB", f"{peak / count / 2**20:.0f} MiB"]
-        print(table("students|threads each|runs|first done|half|all|memory|of one", [row]), flush=True)
 
 
 if __name__ == "__main__":

@@ -82,9 +82,8 @@ class Gpulab(Operator):
     distribution = "gpulab"
     blocks = True
 
-    def __init__(self, net: gl.models.PredNet, window: Tensor, at_once: int | None = None) -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
         self.H = gl.hessian(net, lambda: window_loss(net, window))
-        self.H.at_once = at_once or self.H.at_once
 
     def density(self, probes: int, steps: int) -> Quadratures:
         spectrum = gl.saddles.spectral_density(self.H, probes=probes, steps=steps, seed=0, progress=False)
@@ -112,16 +111,13 @@ class Curvlinops(Operator):
 
 
 class HessianEigenthings(Operator):
-    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for each product.
-
-    Its other method, finite differences: the difference of two gradients, with its own step.
-    """
+    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for each product."""
 
     distribution = "hessian-eigenthings"
 
-    def __init__(self, net: gl.models.PredNet, window: Tensor, method: str = "autograd") -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
         self.library = importlib.import_module("hessian_eigenthings")
-        self.H = self.library.HessianOperator(net, [window], window_loss, method=method)
+        self.H = self.library.HessianOperator(net, [window], window_loss)
 
     def density(self, probes: int, steps: int) -> Quadratures:
         spectrum = self.library.spectral_density(self.H, num_runs=probes, lanczos_steps=steps, seed=0)
@@ -157,42 +153,24 @@ def removed_eig(matrix: Tensor, eigenvectors: bool) -> tuple[Tensor, Tensor]:
 
 
 class Gradient(Operator):
-    """One gradient, to measure products by; also captured in a CUDA graph and replayed."""
+    """One gradient, to measure products by."""
 
     distribution = "torch"
 
-    def __init__(self, net: gl.models.PredNet, window: Tensor, graphed: bool = False) -> None:
-        self.net, self.window, self.graph = net, window, torch.cuda.CUDAGraph() if graphed else None
-        if self.graph is not None:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    self.gradient()
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self.graph, capture_error_mode="relaxed"):
-                self.captured = self.gradient()
-
-    def gradient(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(window_loss(self.net, self.window), list(self.net.parameters()))
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
+        self.net, self.window = net, window
 
     def product(self, _: Tensor) -> tuple[Tensor, ...]:
-        if self.graph is None:
-            return self.gradient()
-        self.graph.replay()
-        return self.captured
+        return torch.autograd.grad(window_loss(self.net, self.window), list(self.net.parameters()))
 
 
 LIBRARIES: dict[str, Callable[..., Operator]] = {
     "gpulab": Gpulab,
-    "gpulab, three at once": partial(Gpulab, at_once=3),
-    "gpulab, one at once": partial(Gpulab, at_once=1),  # in as little memory as it can
     "curvlinops": Curvlinops,
     "hessian-eigenthings": HessianEigenthings,
-    "hessian-eigenthings, finite differences": partial(HessianEigenthings, method="finite_difference"),
     "PyHessian": PyHessian,
 }
-GRADIENTS = {"a gradient": Gradient, "a gradient in a CUDA graph": partial(Gradient, graphed=True)}
+GRADIENTS = {"a gradient": Gradient}
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -207,7 +185,7 @@ def measure(
     film = next(gl.load("walk", frames=frames + 1, size=plan.size).windows(frames, 0)).frames
     window = torch.from_numpy(film / np.float32(255))[:, None].to(setting.device)
     parameters = sum(p.numel() for p in net.parameters())
-    # Of length one, as Lanczos multiplies: a finite difference goes as far as they are long.
+    # Of length one, as Lanczos multiplies.
     vectors = torch.randn(max(10, *blocks), parameters, generator=torch.Generator().manual_seed(0))
     vectors = (vectors / vectors.norm(dim=1, keepdim=True)).to(setting.device)
     turn, said = itertools.cycle(vectors), dict[str, Quadratures]()
@@ -294,7 +272,7 @@ def flat(result: Tensor | Sequence[Tensor]) -> Tensor:
 def in_short(record: dict[str, Any], rows: list[dict[str, Any]]) -> list[list[str]]:
     """What gpulab and the fastest peer of the same accuracy need for the same work."""
     lines = []
-    for own in (row for row in rows if row["library"].startswith("gpulab") and row.get("error") is not None):
+    for own in (row for row in rows if row["library"] == "gpulab" and row.get("error") is not None):
         peers = [row for row in rows if row["library"] in LIBRARIES and not row["library"].startswith("gpulab")]
         costs_of_peers = [
             (costs(peer), peer["library"]) for peer in peers if (peer.get("error") or np.inf) <= ACCURATE * own["error"]
@@ -345,7 +323,6 @@ def main(
     products: Annotated[int, typer.Option(help="products timed one at a time, of each library")] = 100,
     block: Annotated[list[int], typer.Option(help="vectors multiplied at once")] = (10,),
     steps: Annotated[int, typer.Option(min=2, help="Lanczos steps of each of the density's ten probes")] = 30,
-    only: Annotated[list[str], typer.Option(help="these libraries alone")] = tuple(LIBRARIES),
     record: Annotated[Path | None, typer.Option(help="measure, and keep it in this file")] = None,
     write: Annotated[
         Path | None, typer.Option(help="write the table of all records between the marks of a page")
@@ -353,11 +330,11 @@ def main(
 ) -> None:
     """Measure with `--record`; else print the table of what is recorded."""
     if record is not None:
-        for asked, known in ((size, PROFILES), (only, LIBRARIES), ([device], ("cpu", "cuda"))):
+        for asked, known in ((size, PROFILES), ([device], ("cpu", "cuda"))):
             if unknown := set(asked) - set(known):
                 raise gl.UsageError(f"{unknown.pop()!r}: expected one of {'; '.join(known)}")
         setting = gl.Setting.parse("cuda:tf32=off" if device == "cuda" else "cpu")
-        names = [*only, *(name for name in GRADIENTS if device == "cuda" or "CUDA" not in name)]
+        names = [*LIBRARIES, *GRADIENTS]
         rows: list[dict[str, Any]] = []
         with setting.apply():
             for one in size:

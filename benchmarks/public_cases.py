@@ -608,10 +608,10 @@ def target_changed_through_numpy(setting: gl.Setting) -> Tensor | None:
 # --- the run -----------------------------------------------------------------------------------------------
 
 
-def compared(one: Case, device: str) -> list[tuple[str, str] | None]:
-    """The pairs of settings to be run; one None where there is none that can run here."""
-    cuda, cpu = one.pairs if torch.cuda.is_available() else (None, one.pairs[1])
-    return [pair for pair in {"cpu": [cpu], "cuda": [cuda], "auto": [cuda, cpu]}[device] if pair] or [None]
+def compared(one: Case) -> tuple[str, str] | None:
+    """The pair of settings to be run: on a GPU where there is one and the case has such a pair; or None."""
+    cuda, cpu = one.pairs
+    return (cuda if torch.cuda.is_available() else None) or cpu
 
 
 def first_line(step: Any, a: str, b: str) -> dict[str, Any]:
@@ -631,15 +631,15 @@ def examined(one: Case, pair: tuple[str, str]) -> dict[str, Any]:
     return found | {"right": found["said"] == one.kind and re.search(one.operation, found["at"]) is not None}
 
 
-def run(cases: list[Case], device: str) -> pd.DataFrame:
-    """A row for every case and pair of settings; nothing is `said` where no pair can run here."""
+def run(cases: list[Case]) -> pd.DataFrame:
+    """A row for every case; nothing is `said` where its settings cannot run here."""
     rows = []
     for one in tqdm(cases, disable=None):
-        for pair in compared(one, device):
-            row = {"case": one.name.replace("_", " "), "thread": one.thread, "cause": one.cause}
-            row |= {"a": pair[0], "b": pair[1]} if pair else {"a": "", "b": ""}
-            row |= {"kind": one.kind, "operation": one.operation, "said": None, "right": False}
-            rows.append(row | (examined(one, pair) if pair else {}))
+        pair = compared(one)
+        row = {"case": one.name.replace("_", " "), "thread": one.thread, "cause": one.cause}
+        row |= {"a": pair[0], "b": pair[1]} if pair else {"a": "", "b": ""}
+        row |= {"kind": one.kind, "operation": one.operation, "said": None, "right": False}
+        rows.append(row | (examined(one, pair) if pair else {}))
     return pd.DataFrame(rows)
 
 
@@ -682,13 +682,10 @@ def document(found: pd.DataFrame) -> str:
 
 def main(
     only: Annotated[str, typer.Option(help="names of cases, or parts of names, separated by commas")] = "",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda: which of the pairs of settings")] = "auto",
     record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
 ) -> None:
     """Audit the cases and say how many first lines are as expected."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise typer.BadParameter(f"device {device!r}: expected auto, cpu or cuda")
-    found = run([one for one in CASES if any(part in one.name for part in only.split(","))], device)
+    found = run([one for one in CASES if any(part in one.name for part in only.split(","))])
     show("Public questions", record, measured=document(found))
 
 

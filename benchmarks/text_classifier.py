@@ -2,8 +2,7 @@
 
     python benchmarks/record.py speed cpu:threads=1 --parts text --write data/measured/speed-my-cpu.json
 
-The texts are the docstrings of Python's standard library, and the question is which package one stands in; with
-scikit-learn's help also 20 Newsgroups.
+The texts are the docstrings of Python's standard library, and the question is which package one stands in.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import functools
 import itertools
 import re
 import sysconfig
-import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,13 +26,14 @@ from torch.nn import functional as F
 
 from companion.workloads import VOCABULARY, Row, TextNet, clocked
 from gpulab.device.rooflines import timed
-from gpulab.errors import GpulabError, in_one_line
+from gpulab.errors import in_one_line
 from gpulab.settings import Setting
 
 # Packages of the standard library that every supported Python has, each with more than a hundred docstrings.
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 TRAINING = {"smoke": (1, 16, 32), "quick": (2, 32, 64), "paper": (8, 64, 128)}  # epochs, words, width
 SEEDS = 6
+CORPUS = "docstrings"  # as it is named in the rows
 BATCH = 32
 SLOW = 4.0  # a format whose products take this much longer than float32's is not trained in
 
@@ -64,25 +63,6 @@ def docstrings() -> tuple[list[str], list[str]]:
     return list(found), list(found.values())
 
 
-def newsgroups() -> tuple[list[str], list[str]]:
-    """20 Newsgroups and their names, downloaded by scikit-learn (14 MB), and not kept.
-
-    Raises:
-        GpulabError: Without a network, or without scikit-learn.
-    """
-    try:
-        from sklearn.datasets import fetch_20newsgroups
-
-        with tempfile.TemporaryDirectory() as folder:  # a copy that is kept would be a pickle
-            fetched = fetch_20newsgroups(data_home=folder, subset="all", remove=("headers", "footers", "quotes"))
-    except (ImportError, OSError) as error:
-        raise GpulabError(f"20 Newsgroups cannot be had here, the docstrings can: {error}") from None
-    return fetched.data, [fetched.target_names[number] for number in fetched.target]
-
-
-CORPORA: dict[str, Callable[[], tuple[list[str], list[str]]]] = {"docstrings": docstrings, "newsgroups": newsgroups}
-
-
 def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
     """The first words of each text as numbers from 1, by a hash that is the same everywhere; 0 behind the last.
 
@@ -97,9 +77,9 @@ def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
     return torch.from_numpy(numbers)
 
 
-def split(corpus: str, length: int, every: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def split(length: int, every: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Words and classes to train on, and those of every fifth text, which are held out."""
-    texts, names = (part[::every] for part in CORPORA[corpus]())
+    texts, names = (part[::every] for part in docstrings())
     labels = torch.from_numpy(np.unique(names, return_inverse=True)[1])
     words, held = as_words(texts, length), torch.arange(len(texts)) % 5 == 0
     return words[~held], labels[~held], words[held], labels[held]
@@ -108,30 +88,30 @@ def split(corpus: str, length: int, every: int = 1) -> tuple[Tensor, Tensor, Ten
 # --- training --------------------------------------------------------------------------------------------
 
 
-def text(setting: Setting, size: str, corpus: str = "docstrings") -> Iterator[Row]:
+def text(setting: Setting, size: str) -> Iterator[Row]:
     """A Transformer trained to name the package of a docstring, in each precision, from the same seeds.
 
     Of each training the seconds, the joules where the device counts them, the mean loss of the last epoch, and the
     accuracy on texts held out.
     """
-    texts = split(corpus, TRAINING[size][1], every=2 if size == "smoke" else 1)
-    yield Row(corpus, "most frequent class", float((texts[3] == texts[1].mode().values).float().mean()), "accuracy")
+    texts = split(TRAINING[size][1], every=2 if size == "smoke" else 1)
+    yield Row(CORPUS, "most frequent class", float((texts[3] == texts[1].mode().values).float().mean()), "accuracy")
     against = precisions(setting)
     for seed, (precision, why_not) in itertools.product(range(SEEDS), against.items()):
         if not why_not:
             for value, unit in trained(setting, size, texts, precision, seed):
-                yield Row(corpus, precision, value, unit, seed=seed)
-    yield from (Row(corpus, precision, note=why_not) for precision, why_not in against.items() if why_not)
+                yield Row(CORPUS, precision, value, unit, seed=seed)
+    yield from (Row(CORPUS, precision, note=why_not) for precision, why_not in against.items() if why_not)
     for precision in ("float32", "bfloat16"):
         way = f"{precision}, compiled"
         if size != "paper":
-            yield Row(corpus, way, note="compiling takes longer than so short a training: at the paper size only")
+            yield Row(CORPUS, way, note="compiling takes longer than so short a training: at the paper size only")
             continue
         try:
             for value, unit in trained(setting, size, texts, precision, 0, compiled=True):
-                yield Row(corpus, way, value, unit, seed=0)
+                yield Row(CORPUS, way, value, unit, seed=0)
         except Exception as error:  # whatever the lack of a compiler raises
-            yield Row(corpus, way, note=f"cannot be compiled here: {in_one_line(error)[:120]}")
+            yield Row(CORPUS, way, note=f"cannot be compiled here: {in_one_line(error)[:120]}")
 
 
 def precisions(setting: Setting) -> dict[str, str]:

@@ -1,19 +1,15 @@
-"""How fast training is: PredNet and the autoencoder beside other ways of training them, kernels, scaling, replicas.
+"""How fast training is: both networks beside other ways of training them, and several on one GPU.
 
 python benchmarks/training_speed.py race prednet cpu:threads=2 --leido pytorch-prednet --authors prednet_in_pytorch
 python benchmarks/training_speed.py race autoencoder cuda:tf32=off --record data/measured/autoencoder-my-gpu.json
 python benchmarks/training_speed.py race prednet --write benchmarks/prednet.md    # from all that is recorded
-python benchmarks/training_speed.py kernels cuda:tf32=off --size paper --record data/measured/kernels-my-gpu.json
-python benchmarks/training_speed.py scaling cuda:tf32=on --size paper --replicas
-python benchmarks/training_speed.py replicas cuda:tf32=off cuda:tf32=on --write benchmarks/replicas.md
+python benchmarks/training_speed.py networks cuda:tf32=on --size quick
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import json
-import re
 import sys
 import tempfile
 import time
@@ -21,18 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 import torch
 import typer
-from measuring import Step, command_line, keep, machine, markdown, race, run, seconds, show, table
+from measuring import Step, command_line, keep, machine, race, run, seconds, show, table
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
 from gpulab.settings import Setting
 from gpulab.store import records
-from gpulab.training import replicas as together
 from gpulab.training.capture import Captured, Graph
 from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
@@ -106,12 +99,10 @@ def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
     return of_a_port(net, lambda: torch.mm(net(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean())
 
 
-def authors_port(folder: Path, shape: Shape, setting: Setting, hooks: bool) -> Step:
-    """https://github.com/eijwat/prednet_in_pytorch, also without the hooks that log every layer."""
+def authors_port(folder: Path, shape: Shape, setting: Setting) -> Step:
+    """https://github.com/eijwat/prednet_in_pytorch."""
     batch, count, height, width, channels = shape
     net = module_of(folder, "prednet").PredNet(list(channels), device=setting.device).to(setting.device)
-    for module in net.modules() if not hooks else ():
-        module._forward_hooks.clear()
     frames = torch.rand(batch, count + 1, channels[0], height, width, device=setting.device)
     return of_a_port(net, lambda: net(frames)[0].mean())
 
@@ -201,8 +192,7 @@ def ways_of(
     if leido:
         made["leido"] = lambda: leidos(leido, shape, setting)
     if authors:
-        made["authors' port"] = lambda: authors_port(authors, shape, setting, True)
-        made["authors' port, no hooks"] = lambda: authors_port(authors, shape, setting, False)
+        made["authors' port"] = lambda: authors_port(authors, shape, setting)
     return made
 
 
@@ -262,142 +252,33 @@ def race_ways(
         show(f"Training: {net}", write, measured=speeds(net, records.read_measured(net)))
 
 
-# --- what an update is made of ---------------------------------------------------------------------------
-
-GROUPS = {  # the first that fits a name
-    "weight gradients": r"wgrad|convolution_backward",
-    "changes of layout": r"nchwToNhwc|nhwcToNchw|convertTensor|AddPadding|reorder",
-    "the LSTM's cell": r"lstm_cell",
-    "Adam": r"adam|multi_tensor|FusedOptimizer",
-    "pooling": r"pool",
-    "convolutions": r"fprop|dgrad|gemm|cutlass|convol|winograd|fft|direct|im2col|conv2d|aten::mm",
-    "copies": r"copy|Memcpy|Memset|FillFunctor|CatArray|flip|aten::(cat|zero|fill|stack)",
-    "sums": r"reduce|aten::(sum|mean)",
-}
-
-
-def kinds_of_work(size: str, setting: Setting) -> list[dict[str, Any]]:
-    """A row a group: milliseconds of a window, and how many kernels."""
-    step, on_gpu = prednet_step(SIZES[size], setting, True), setting.kind == "cuda"
-    seconds(step, setting, STEPS)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
-        seconds(step, setting, STEPS)
-    found = []
-    for event in profiled.key_averages():
-        group = next((what for what, words in GROUPS.items() if re.search(words, event.key)), "element by element")
-        found.append((group, event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count))
-    frame = pd.DataFrame(found, columns=["what", "ms", "count"]).groupby("what").sum() / [1e3 * STEPS, STEPS]
-    frame = frame[frame.ms > 0].sort_values("ms", ascending=False).reset_index()
-    return frame.assign(size=size, setting=str(setting)).to_dict("records")
+# --- several networks on one GPU -------------------------------------------------------------------------
 
 
 @app.command()
-def kernels(settings: Settings, size: Sizes = ("quick",), record: Record = None) -> None:
-    """What kinds of work an update of PredNet is made of, under torch's profiler."""
-    rows = []
-    for text in settings:
-        with gl.setting(text) as setting:
-            rows += [row for one in size for row in kinds_of_work(one, setting)]
-    print(pd.DataFrame(rows).to_string())
-    keep(record, Setting.parse(settings[0]).kind, rows=rows)
-
-
-# --- networks that share a GPU ---------------------------------------------------------------------------
-
-FRAMES = {("autoencoder", "quick"): 6_000, ("prednet", "quick"): 1_200, ("prednet", "paper"): 400}
-WARM = 2  # windows of each, in which its graph is captured
-
-
-def frames_in_sum(net: str, size: str, setting: str, count: int) -> dict[str, float]:
-    """Frames per second in sum while so many train, and the peak of memory.
-
-    Each goes through the loop of `gpulab.train` from its first window to its last, data and checkpoints included; what
-    is measured is the time in which all are under way.
-    """
-    together.TELL = 0.0  # every window is told
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    frames, seen = FRAMES[net, size], dict[int, list[tuple[float, int]]]()
-
-    def answer(number: int, **message: object) -> None:
-        if "error" in message:
-            raise SystemExit(str(message["error"]))
-        if "done" in message:
-            seen.setdefault(number, []).append((time.perf_counter(), int(str(message["done"]))))
-
-    with tempfile.TemporaryDirectory() as store:
-        job = {"net": net, "profile": size, "setting": setting, "frames": frames, "store": store}
-        lines = [json.dumps({"number": seed, **job, "seed": seed, "keep_weights": False}) for seed in range(count)]
-        coming = together.Coming(iter(lines))
-        for number, first in coming:
-            together.train_together(number, first, coming, answer, count)
-    begin = max(times[WARM][0] for times in seen.values())
-    end = min(times[-1][0] for times in seen.values())
-    if begin >= end:
-        raise SystemExit(f"{net}, {size}: {frames} frames are too few for {count} at once")
-    inside = [[done for at, done in times if begin <= at <= end] for times in seen.values()]
-    done = sum(part[-1] - part[0] for part in inside)
-    return {"per_second": done / (end - begin), "memory": torch.cuda.max_memory_allocated()}
-
-
-@app.command()
-def replicas(
+def networks(
     settings: Settings,
-    profiles: Annotated[list[str], typer.Option(help="quick or paper; several times")] = ("quick", "paper"),
-    counts: Annotated[list[int], typer.Option(help="of networks; several times")] = (1, 2, 4, 8, 16, 32),
+    net: Annotated[str, typer.Option(help="prednet or autoencoder")] = "prednet",
+    size: Annotated[str, typer.Option(help="a profile, such as quick or paper")] = "quick",
+    counts: Annotated[list[int], typer.Option(help="of networks; several times")] = (1, 8, 16),
     write: Write = None,
 ) -> None:
-    """Frames per second in sum of 1, 2, 4, … networks that share one GPU."""
-    rows: list[dict[str, str]] = []
-    for setting, (net, size) in itertools.product(settings, FRAMES):
-        if size in profiles:
-            row = {"net": net, "profile": size, "setting": setting}
-            for count in counts:
-                found = frames_in_sum(net, size, setting, count)
-                row[str(count)] = f"{found['per_second']:.0f}"
-                print(row, flush=True)
-            rows.append({**row, f"GiB for {counts[-1]}": f"{found['memory'] / 2**30:.2f}"})
-    text = f"{markdown(pd.DataFrame(rows))}\n\n{machine(threads=False)}"
-    show("Networks that share a GPU", write, measured=text)
+    """Frames per second in sum of one, eight and sixteen networks that train at once on one GPU.
 
-
-# --- scaling ---------------------------------------------------------------------------------------------
-
-
-def variants(shape: Shape) -> list[tuple[str, float, Shape]]:
-    """What changes, to what, and the size that this makes."""
-    batch, count, height, width, channels = shape
-    found: list[tuple[str, float, Shape]] = []
-    for factor in (0.5, 1.0, 2.0):
-        halved = 2 ** (len(channels) - 1)  # each layer but the last halves a frame
-        edges = int(height * factor) // halved * halved, int(width * factor) // halved * halved
-        found.append(("frame size", edges[0] * edges[1], (batch, count, *edges, channels)))
-    for factor in (0.5, 1.0, 2.0):
-        wider = (channels[0], *(int(c * factor) for c in channels[1:]))
-        found.append(("channels", factor, (batch, count, height, width, wider)))
-    return found + [("window", length, (batch, length, height, width, channels)) for length in (5, 10, 20, 40)]
-
-
-@app.command()
-def scaling(
-    setting: str,
-    size: Annotated[str, typer.Option(help="quick or paper")] = "quick",
-    rounds: int = 5,
-    many: Annotated[bool, typer.Option("--replicas", help="also networks that share a GPU")] = False,
-    record: Record = None,
-) -> None:
-    """How time and memory of training PredNet grow with frames, channels, window and replicas, one at a time."""
-    rows: list[dict[str, Any]] = []
-    with gl.setting(setting) as applied:
-        for what, value, shape in variants(SIZES[size]):
-            same = {"what": what, "value": value, "setting": setting}
-            ways = race(ways_of("prednet", shape, applied), applied, rounds, STEPS, label=f"{what} {value:g}")
-            rows += [{**same, "entrant": name, **way.per_second(shape[0] * shape[1])} for name, way in ways.items()]
-    for count in (1, 2, 4, 8, 16) if many else ():
-        same = {"what": "replicas", "value": count, "setting": setting, "entrant": "gpulab"}
-        rows.append(same | frames_in_sum("prednet", size, setting, count))
-    print(pd.DataFrame(rows).to_string())
-    keep(record, applied.kind, size=size, rows=rows)
+    Each is a run of an experiment, from its first window to its last; data, captures and checkpoints are in the time.
+    """
+    rows = []
+    for setting in settings:
+        gl.train(net, setting=setting, profile="smoke", progress=False)  # so that CUDA has begun
+        for count in counts:
+            with tempfile.TemporaryDirectory() as store:
+                begin = time.perf_counter()
+                runs = gl.Experiment(net, [setting], count, profile=size, workers=count, store=store).run()
+                taken = time.perf_counter() - begin
+            rows.append([net, size, setting, count, f"{runs.frames.sum() / taken:,.0f}"])
+            print(*rows[-1], flush=True)
+    text = f"{table('net|profile|setting|networks|frames/s in sum', rows)}\n\n{machine(threads=False)}"
+    show("Several networks on one GPU", write, measured=text)
 
 
 if __name__ == "__main__":

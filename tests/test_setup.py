@@ -24,7 +24,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 NOTEBOOKS = [Requirement(text) for text in PROJECT["optional-dependencies"]["notebooks"]]
-UNLOCKED = {"architectures", "keras", "trees"}  # large libraries, for benchmarks alone
+UNLOCKED = {"keras", "trees"}  # large libraries, for benchmarks alone
 LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
 EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

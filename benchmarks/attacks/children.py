@@ -26,9 +26,6 @@ GIB = 1 << 30
 MAY_BE_TRACED = 0x59616D61  # by any process: PR_SET_PTRACER of Linux's Yama
 # The memory of this machine, where there is such a folder: thousands of stores are copied, and synced to a disk.
 BASE = Path(tempfile.mkdtemp(prefix="attacked-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-PROGRESS = re.compile(
-    r"\d+%\|| \?(run|frame|step)|\d+(run|frame|step|operation)s? |/s[,\]]|s/(run|frame|step|operation)"
-)
 
 
 class Fault(Exception):  # noqa: N818
@@ -102,17 +99,14 @@ class Ended(NamedTuple):
     calls: list[str]
 
     def lines(self) -> list[str]:
-        """The lines on standard error, without those of a progress bar."""
-        lines = re.split(r"[\r\n]", self.said.replace("\x1b[A", ""))
-        return [line.strip() for line in lines if line.strip() and not PROGRESS.search(line)]
+        """The lines on standard error; a progress bar writes its own again and again."""
+        return [line.strip() for line in re.split(r"[\r\n]", self.said.replace("\x1b[A", "")) if line.strip()]
 
 
 def run(
     line: str,
     folder: Path,
     *strace: str,
-    before: Callable[[], Any] = lambda: None,
-    meanwhile: Callable[[int], Any] = lambda _: None,
     seconds: float = 120.0,
 ) -> Ended:
     """Run a command of gpulab in a folder to its end, and to that of all that it started.
@@ -121,19 +115,16 @@ def run(
         line: The command, without `gpulab`.
         folder: Where it runs.
         strace: Expressions such as `inject=write:error=ENOSPC:when=3`; with none it is not traced.
-        before: Called in the child, once it is traced.
-        meanwhile: Called with the child's process id.
         seconds: After these it hangs, and is killed with all that it started.
     """
     heard, told = socket.socketpair()
-    child = FORK.Process(target=_command, args=(line, folder, told, before, bool(strace)))
+    child = FORK.Process(target=_command, args=(line, folder, told, bool(strace)))
     child.start()
     told.close()
     log = folder.with_name(f"{folder.name}.calls")
     expressions = [part for expression in strace for part in ("-e", expression)]
     tracing = ["strace", "-f", "-y", "-p", str(child.pid), "-o", str(log), *expressions]
     tracer = subprocess.Popen(tracing, stderr=subprocess.DEVNULL) if strace else None
-    meanwhile(child.pid)
     said, end, hangs = b"", time.monotonic() + seconds, False
     with heard:
         try:
@@ -151,7 +142,7 @@ def run(
     return Ended(child.pid, None if hangs else child.exitcode, said.decode(errors="replace"), calls)
 
 
-def _command(line: str, folder: Path, told: socket.socket, before: Callable[[], Any], traced: bool) -> None:
+def _command(line: str, folder: Path, told: socket.socket, traced: bool) -> None:
     from gpulab.__main__ import main
 
     os.setpgid(0, 0)
@@ -167,7 +158,6 @@ def _command(line: str, folder: Path, told: socket.socket, before: Callable[[], 
         ctypes.CDLL(None).prctl(MAY_BE_TRACED, -1)
         while "TracerPid:\t0" in Path("/proc/self/status").read_text():
             time.sleep(0.001)
-    before()
     try:
         main()
     finally:

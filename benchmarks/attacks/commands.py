@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -21,6 +21,7 @@ import gpulab as gl
 # Where a call that writes to a disk can fail; what only reads, or removes what was written, is left alone.
 WRITES = re.compile(r"(p?write(v|64)?|openat|f(data)?sync|ftruncate|mkdir(at)?|rename(at2?)?)\(")
 GOES_ON = re.compile(r"/\.unfinished/[^./][^/]*(-[0-9a-f]{10}\.safetensors|-[0-9a-f]{10}/state\.(json|new))$")
+HALF = re.compile(r"\.part$|/\.unfinished/")  # what is being written, which nobody reads
 FUNCTION = """
 import json
 def train(seed, setting, folder, rate=0.1):
@@ -33,7 +34,6 @@ def train(seed, setting, folder, rate=0.1):
         part.replace(file)
     return loss
 """
-STEP = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom attacks.formats import step\n"
 
 
 class Command(NamedTuple):
@@ -44,24 +44,12 @@ class Command(NamedTuple):
     prepare: Callable[[Path], None] = lambda _: None
 
 
-def _twelve_runs(folder: Path) -> None:
-    for seed in range(12):
-        formats.train(folder, "function", seed=seed)
-
-
 NETWORK = f"--profile smoke --setting {SETTING} --store store --checkpoint-seconds 0"
-SEARCH = f"--target {SETTING} --setting cpu --search rate=0.1,0.11,0.2 --store store"
-WORKERS = f"--frames 20 --setting {SETTING} --seeds 2 --workers 2 --store store"
 COMMANDS = {  # the short form has the first ones
     "train": Command(f"train autoencoder --seed 3 {NETWORK}"),
     "pack": Command("pack store packed.parquet", "packed.parquet", formats.make_store),
-    "record": Command(f"record step.py:step --setting {SETTING} --output a.trace", "a.trace"),
     "function": Command(f"train own.py:train --setting {SETTING} --store store"),
-    "picture": Command(f"train autoencoder --frames 20 --picture p.png {NETWORK}", "p.png"),
-    "html": Command("audit a.trace a.trace --html r.html", "r.html", formats.make_trace),
     "prednet": Command(f"train prednet --frames 100 {NETWORK}"),
-    "reproduce": Command(f"reproduce fn.py:train {SEARCH}", prepare=_twelve_runs),
-    "experiment": Command(f"experiment autoencoder --profile smoke {WORKERS}"),
 }
 
 
@@ -79,8 +67,6 @@ class Usual(NamedTuple):
     after: dict[str, Any]
     calls: list[Call]  # of any kind
     writes: list[Call]  # those that write
-    kinds: list[Call]  # the first of each kind that writes
-    unsynced: list[str]  # what was not forced to the disk before it was renamed, or left
     status: int
 
 
@@ -91,8 +77,7 @@ class Place:
         self.name, self.command, self.folder = name, COMMANDS[name], folder
         source = BASE / name
         if not source.exists():
-            Child(_prepare, self.command, scratch := source.with_name(f"{name}.{os.getpid()}"), memory=None).result(120)
-            scratch.rename(source)
+            Child(_prepare, self.command, source, memory=None).result(120)
         shutil.copytree(source, folder, dirs_exist_ok=True)
 
     def run(self, *strace: str, **options: Any) -> Ended:
@@ -110,7 +95,8 @@ class Place:
         if ended.status and ended.status not in allowed:
             raise fault("status", f"{ended.status}: {ended.said}")
         lines = ended.lines()
-        if ended.status == 1 and not (len(lines) == 1 and lines[0].startswith("gpulab: ")):
+        errors = [line for line in lines if line.startswith("gpulab: ")]
+        if ended.status == 1 and not (len(errors) == 1 and errors == lines[-1:]):
             raise fault("not one line", lines)
 
     def intact(self, usual: Usual, killed: bool = False) -> None:
@@ -122,18 +108,14 @@ class Place:
             raise fault("stray", strays)
 
     def again(self, usual: Usual) -> None:
-        """The same command to its end leaves what an undisturbed one leaves; `gpulab check` may remove the rest."""
+        """The same command to its end leaves what an undisturbed one leaves, beside half-written files of a kill."""
         ended = self.run()
         if ended.status not in (0, usual.status):
             raise fault("unhealed", f"the same command again: {ended.status}: {ended.said}")
         facts = self.left()
         self._compare(facts, usual.after, usual.after)
-        if facts["files"] - usual.after["files"]:
-            children.run("check store", self.folder)
-        # Half an output beside the store, which a kill leaves, may stay.
-        strays = self.left()["files"] - usual.after["files"]
-        if strays := [file for file in sorted(strays) if file.startswith("store/") or not file.endswith(".part")]:
-            raise fault("stray", f"after the same command and gpulab check: {strays}")
+        if strays := [file for file in sorted(facts["files"] - usual.after["files"]) if not HALF.search(file)]:
+            raise fault("stray", f"after the same command: {strays}")
 
     def _compare(self, facts: dict[str, Any], after: dict[str, Any], needed: dict[str, Any]) -> None:
         for name in sorted((facts.keys() | needed.keys()) - {"files"}):
@@ -150,7 +132,6 @@ def _prepare(command: Command, folder: Path) -> None:
     os.chdir(folder)
     (folder / "fn.py").write_text(formats.FUNCTION)
     (folder / "own.py").write_text(FUNCTION)
-    (folder / "step.py").write_text(STEP)
     formats.train(folder, "function", seed=99)
     command.prepare(folder)
 
@@ -173,27 +154,22 @@ def _left(command: Command, folder: Path) -> dict[str, Any]:
     return facts
 
 
+@functools.cache
 def usual(name: str) -> Usual:
-    """What a command does that nothing disturbs, looked at once for all processes."""
-    known = BASE / f"{name}.usual"
-    if not known.exists():
-        with children.room() as room:
-            place = Place(name, room / "folder")
-            before, ended = place.left(), place.run("trace=all")
-            place.refused(ended)
-            if ended.status is None or not ended.calls:
-                raise SystemExit(f"{name} cannot be traced: {ended}")
-            found = Usual(before, place.left(), *_calls(ended, place.folder), ended.status)
-        scratch = known.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(pickle.dumps(found))
-        scratch.replace(known)
-    return pickle.loads(known.read_bytes())
+    """What a command does that nothing disturbs."""
+    with children.room() as room:
+        place = Place(name, room / "folder")
+        before, ended = place.left(), place.run("trace=all")
+        place.refused(ended)
+        if ended.status is None or not ended.calls:
+            raise SystemExit(f"{name} cannot be traced: {ended}")
+        return Usual(before, place.left(), *_calls(ended, place.folder), ended.status)
 
 
-def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call], list[Call], list[str]]:
-    """All calls of the command's own process; those that write in the folder, and in new ways; what is not synced."""
+def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call]]:
+    """All calls of the command's own process; and those that write in the folder."""
     counts: Counter[str] = Counter()
-    calls, writes, kinds, unsynced, dirty = [], [], {}, [], set()
+    calls, writes = [], []
     for line in ended.calls:
         process, _, call = line.partition(" ")
         if process != str(ended.process) or not (named := re.match(r"(\w+)\(", call := call.lstrip())):
@@ -204,13 +180,4 @@ def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call], list[Cal
         if not inside or not WRITES.match(call) or "O_RDONLY" in call or "__pycache__" in call:
             continue
         writes.append(calls[-1])
-        kinds.setdefault(re.sub(r"[0-9a-f]{5,}|\d+|(?<=>), .*", "", call.replace(str(folder), "")), calls[-1])
-        (path, *_) = re.findall(r"<(/[^>]*)>|$", call)
-        names = [os.path.join(folder, name) for name in re.findall(r'"([^"]*)"', call)]
-        if "write" in named[1] and "/state." not in path:  # a function's own file is its author's affair
-            dirty.add(path)
-        elif "sync" in named[1]:
-            dirty.discard(path)
-        elif named[1].startswith("rename"):
-            unsynced += [file for file in dirty if file.startswith(names[0])]
-    return calls, writes, [*kinds.values()], [*unsynced, *dirty]
+    return calls, writes

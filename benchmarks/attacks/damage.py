@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import functools
-import gzip
-import io
 import json
 import struct
-import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from hypothesis import strategies as st
 
 Strategy = st.SearchStrategy[bytes]
@@ -30,8 +25,6 @@ HOSTILE = [
     *('"../../outside"', '"/dev/zero"', r'"a\nb"', r'"\u0000"', "[[1], {}]", '{"a": {"b": null}}', "2026", "1e-400"),
     *("1" + 400 * "0", "1" + 5000 * "0", 2000 * "[" + 2000 * "]", 100 * '{"a":' + "1" + 100 * "}"),
 ]
-CELLS = [b"\xff\xfe", b"\x00", b'"', b",,,,", b"\r", b"\x1b[31m", b"[/red]", b"nan", b"inf", b"1e999", b"$\\frac$"]
-CELLS += [5000 * b"9", b"=1+1", b"\xed\xa0\x80"]
 
 
 def blind(content: bytes) -> Strategy:
@@ -43,14 +36,9 @@ def blind(content: bytes) -> Strategy:
     bits = st.integers(0, 7).map(lambda bit: 1 << bit)
     return st.one_of(
         st.builds(lambda at, bit: content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :], place, bits),
-        cut(content),
+        place.map(lambda size: content[:size]),
         st.builds(lambda begin, size, new: content[:begin] + new + content[begin + size :], place, replaced, new),
     )
-
-
-def cut(content: bytes) -> Strategy:
-    """Of a copy that was broken off."""
-    return st.integers(0, len(content) - 1).map(lambda size: content[:size])
 
 
 # --- that know the format ---------------------------------------------------------------------------------
@@ -90,97 +78,3 @@ def safetensors(draw: Any, content: bytes) -> bytes:
     header = draw(json_text(content[8 : 8 + length]))
     promised = draw(st.sampled_from([len(header), len(header), 0, length + 1, 10**8 - 1, 2**63]))
     return struct.pack("<Q", promised) + header + content[8 + length :]
-
-
-@st.composite
-def parquet(draw: Any, content: bytes) -> bytes:
-    """Other notes, or another column, in a Parquet file that is whole."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(io.BytesIO(content))
-    ((key, notes),) = table.schema.metadata.items()
-    name, row = draw(st.sampled_from(table.column_names)), draw(st.integers(0, len(table) - 1))
-    values = table[name].to_pylist()
-    odd = draw(st.sampled_from([-1, 10**9, float("nan"), "../../x", "\x1b[31m", "[/red]", b"\xff"]))
-    columns: list[Any] = [np.zeros(len(values), kind) for kind in ("f8", "i1", "f2", "datetime64[ns]")]
-    columns += [[wrap(value) for value in values] for wrap in (str, lambda v: [v], lambda v: {"a": v}, lambda _: odd)]
-    columns += [pa.nulls(len(values), table[name].type), [*values[:row], None, *values[row + 1 :]]]
-    change = draw(st.sampled_from(["notes", "notes", "column", "column", "drop", "double", "rows"]))
-    if change == "notes":
-        notes = draw(json_text(notes))
-    elif change == "column":
-        column = pa.array(draw(st.sampled_from(columns)))
-        table = table.set_column(table.column_names.index(name), name, column)
-    elif change == "drop":
-        table = table.drop_columns([name])
-    elif change == "double":
-        table = table.append_column(name, table[name])
-    else:
-        table = table.slice(0, row)
-    stream = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({key: notes}), stream, compression="zstd", use_dictionary=False)
-    return stream.getvalue()
-
-
-@st.composite
-def npz(draw: Any, content: bytes) -> bytes:
-    """A NumPy archive with a member of another type, shape or name, or one that unpacks to more than a gigabyte."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    name = draw(st.sampled_from(sorted(members)))
-    array, stream = np.lib.format.read_array(io.BytesIO(members.pop(name))), io.BytesIO()
-    others = [np.zeros(array.shape, [("a", "f4"), ("b", "i8")]), array * np.nan, np.float32(1)]
-    others += [array.astype(kind) for kind in (object, complex, str)]
-    np.lib.format.write_array(stream, np.asarray(draw(st.sampled_from(others))), allow_pickle=True)
-    shape = draw(st.sampled_from(["1000000000, 3", "-1,", "99999999999,", 40 * "2,", "9, 0"]))
-    head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({shape}), }}\n".encode()
-    huge = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + array.tobytes()
-    name = draw(st.sampled_from([name, name, name, "../../outside.npy", "ConvP9/W.npy", "no-array.txt"]))
-    members[name] = draw(st.sampled_from([stream.getvalue(), huge]))
-    packed = io.BytesIO(draw(st.just(b"") | st.builds(_bomb)))
-    with zipfile.ZipFile(packed, "a", zipfile.ZIP_DEFLATED) as archive:
-        for member, data in members.items():
-            archive.writestr(member, data)
-    return packed.getvalue()
-
-
-@functools.cache
-def _bomb() -> bytes:
-    stream = io.BytesIO()
-    packed = zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
-    with packed, packed.open("zeros.npy", "w", force_zip64=True) as member:
-        for _ in range(20):
-            member.write(bytes(1 << 26))
-    return stream.getvalue()
-
-
-def idx(content: bytes) -> Strategy:
-    """Another header, or an archive of 3 GiB."""
-    numbers = st.sampled_from([0, 1, 28, 30, 2051, 2049, 1 << 31, 2**32 - 1])
-    headers = st.lists(numbers, min_size=4, max_size=4) | st.just([2051, 4_000_000, 28, 28])
-    images = st.just(gzip.compress(gzip.decompress(content)[16:])) | st.just(192).map(_zeros)
-    return st.builds(lambda four, rest: gzip.compress(struct.pack(">4I", *four)) + rest, headers, images)
-
-
-def _zeros(times: int) -> bytes:
-    return times * gzip.compress(bytes(1 << 24), 9)
-
-
-def image(content: bytes) -> Strategy:  # noqa: ARG001
-    """What is no such image, under its name."""
-    heads = [b"IHDR" + struct.pack(">2I", size, size) + b"\x08\x02\0\0\0" for size in (60_000, 2**31 - 1)]
-    ends = [head + struct.pack(">2I", zlib.crc32(head), 10) + b"IDAT" + zlib.compress(b"") for head in heads]
-    bombs = [b"\x89PNG\r\n\x1a\n\0\0\0\r" + end for end in ends]
-    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\n(hit) print showpage\n%%EOF\n"
-    others = [b"%PDF-1.4\n", b"<svg/>", b"GIF89a\x10\0\x10\0\0\0\0,", b"PK\x03\x04", b"P6 16 16 255\n"]
-    return st.sampled_from([*bombs, postscript, *others])
-
-
-@st.composite
-def csv(draw: Any, content: bytes) -> bytes:
-    """A cell of a table replaced."""
-    lines = [line.split(b",") for line in content.splitlines()]
-    row = draw(st.sampled_from(lines))
-    row[draw(st.integers(0, len(row) - 1))] = draw(st.sampled_from(CELLS))
-    return b"\n".join(map(b",".join, lines))

@@ -1,4 +1,4 @@
-"""Every format that gpulab reads: how an undamaged one is made, and what reading it says.
+"""Every format of gpulab's own: how an undamaged one is made, and what reading it says.
 
 Reading gives facts, each a name and a value, as far as it comes: those of an undamaged file are what all others are
 held against. A fact that is missing must have been missed with a word, unless it is one of `REQUIRED`: those must be
@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gzip
 import hashlib
-import io
-import struct
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from attacks import damage
 
 import gpulab as gl
@@ -46,8 +41,6 @@ class Format(NamedTuple):
     make: Callable[[Path], None]
     read: Callable[[Path], Facts]
     hostile: Callable[[bytes], damage.Strategy]  # damage that knows the format
-    foreign: bool = False  # without a checksum of gpulab's, so that nobody can know what was in it
-    declares: bool = False  # how long it is, so that it cannot be cut short unnoticed
 
 
 # --- stores -----------------------------------------------------------------------------------------------
@@ -107,7 +100,6 @@ def read_store(what: str, folder: Path) -> Facts:
         frame = gl.runs(folder / "store")
     yield "again reported", [str(word.message) for word in words]
     yield from ((f"again {name}", text) for name, text in (rows(frame) | histories(frame)).items())
-    cli(["runs", "store"])
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -137,132 +129,9 @@ def read_packed(folder: Path) -> Facts:
     yield from histories(frame).items()
 
 
-# --- other files of gpulab's own --------------------------------------------------------------------------
-
-
-def step() -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    return gl.Step(model, (torch.randn(16, 8), torch.randn(16, 2)), torch.nn.functional.mse_loss)
-
-
-def make_trace(folder: Path) -> None:
-    gl.diagnostics.record(step(), SETTING, folder / "a.trace")
-
-
-def read_trace(folder: Path) -> Facts:
-    trace = gl.diagnostics.Trace.load(folder / "a.trace")
-    yield "step", repr((trace.setting, trace.operations, trace.reference, trace.passport, trace.arithmetic))
-    yield "numbers", {name: _digest(values.tobytes()) for name, values in trace.sketches.items()}
-    str(gl.audit(folder / "a.trace", folder / "a.trace"))
-
-
-# --- foreign files ----------------------------------------------------------------------------------------
-
-
-def make_model(folder: Path) -> None:
-    from gpulab.models.chainer import chainer_views
-
-    views = chainer_views(gl.models.PredNet((3, 4), (8, 8)), lambda parameter: parameter.data)
-    with (folder / "net.model").open("wb") as stream:
-        np.savez(stream, **{name: view.numpy() for name, view in views.items()})
-
-
-def read_model(folder: Path) -> Facts:
-    yield "weights", len([*gl.models.PredNet.from_chainer(folder / "net.model").parameters()])
-
-
-def make_mnist(folder: Path) -> None:
-    images = (np.arange(40 * 28 * 28) % 251).astype(np.uint8).tobytes()
-    packed = gzip.compress(struct.pack(">4I", 2051, 40, 28, 28) + images)
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(packed)
-
-
-def read_mnist(folder: Path) -> Facts:
-    data = gl.load(f"mnist:{folder}")
-    yield "images", sum(len(window.frames) for window in [*data.heldout(20), next(data.windows(20))])
-
-
-def picture(number: int) -> Any:
-    from PIL import Image
-
-    shades = np.add.outer(np.arange(48), np.arange(64))[..., None] * [1, 2, 3] + 9 * number
-    return Image.fromarray(shades.astype(np.uint8))
-
-
-def make_images(suffix: str, folder: Path) -> None:
-    (folder / "frames").mkdir()
-    for number in range(6):
-        picture(number).save(folder / "frames" / f"{number}{suffix}")
-
-
-def read_images(folder: Path) -> Facts:
-    yield "frames", len([*gl.load(f"frames:{folder / 'frames'}", size=(16, 16)).stream()])
-
-
-def make_film(name: str, codec: str, options: dict[str, str], folder: Path) -> None:
-    import av
-
-    with av.open(str(folder / name), "w", options=options) as film:
-        stream = film.add_stream(codec, rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        stream.codec_context.gop_size = 8
-        for number in range(40):
-            film.mux(stream.encode(av.VideoFrame.from_image(picture(number))))
-        film.mux(stream.encode())
-
-
-def read_film(name: str, folder: Path) -> Facts:
-    yield "frames", len([*gl.load(f"video:{folder / name}", size=(16, 16)).stream()])
-
-
-def make_csv(folder: Path) -> None:
-    shifts = {"cpu": 0, "cuda": 0.01}
-    lines = [f"{setting},{seed},{1 + seed / 7 + shifts[setting]},finished" for setting in shifts for seed in range(8)]
-    (folder / "runs.csv").write_text("\n".join(["setting,seed,final_loss,state", *lines]) + "\n")
-
-
-def read_csv(folder: Path) -> Facts:  # noqa: ARG001
-    yield "verdict", cli(["verdict", "runs.csv"])
-
-
-def cli(arguments: list[str]) -> str:
-    """What a command prints; `GpulabError` where it fails."""
-    from gpulab.cli import main
-
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    before, sys.argv = sys.argv, ["gpulab", *arguments]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-    except SystemExit as end:
-        status = end.code or 0
-    finally:
-        sys.argv = before
-    said = out.getvalue() + err.getvalue()
-    if any(ord(sign) < 32 and sign not in "\n\t" for sign in said):
-        raise AssertionError(f"control characters on the terminal: {said!r}")
-    if status:
-        raise gl.GpulabError(f"gpulab {' '.join(arguments)}: {err.getvalue().strip()}")
-    return out.getvalue()
-
-
 def _of_run(run: str, file: str, what: str, hostile: Callable[[bytes], damage.Strategy]) -> Format:
     pattern = f"store/{run}*-seed0-*/{file}"
     return Format(f"{file} of {what}", pattern, make_store, functools.partial(read_store, what), hostile)
-
-
-def _of_film(name: str, suffix: str, codec: str, declares: bool = False, **options: str) -> Format:
-    make = functools.partial(make_film, f"film.{suffix}", codec, options)
-    read = functools.partial(read_film, f"film.{suffix}")
-    return Format(name, f"film.{suffix}", make, read, damage.cut, foreign=True, declares=declares)
-
-
-def _of_images(suffix: str) -> Format:
-    make = functools.partial(make_images, suffix)
-    return Format(f"image {suffix}", f"frames/3{suffix}", make, read_images, damage.image, foreign=True)
 
 
 FORMATS = [
@@ -271,18 +140,6 @@ FORMATS = [
     _of_run("fn.py", "run.json", "function", damage.json_text),
     _of_run("fn.py", "results.safetensors", "function", damage.safetensors),
     Format("checkpoint", "store/.unfinished/*.safetensors", make_checkpoint, read_checkpoint, damage.safetensors),
-    Format("packed runs", "packed.parquet", make_packed, read_packed, damage.parquet),
-    Format("trace", "a.trace", make_trace, read_trace, damage.parquet),
-    Format("model", "net.model", make_model, read_model, damage.npz, foreign=True),
-    Format("mnist", "train-images-idx3-ubyte.gz", make_mnist, read_mnist, damage.idx, foreign=True),
-    Format("csv", "runs.csv", make_csv, read_csv, damage.csv, foreign=True),
-    *map(_of_images, (".png", ".jpg", ".bmp", ".webp", ".tif")),
-    _of_film("mp4", "mp4", "mpeg4", declares=True),
-    _of_film("fragmented mp4", "mp4", "mpeg4", movflags="frag_keyframe+empty_moov"),
-    _of_film("mkv", "mkv", "mpeg4", declares=True),
-    _of_film("webm", "webm", "libvpx", declares=True),
-    _of_film("avi", "avi", "mpeg4", declares=True),
-    _of_film("ts", "ts", "mpeg2video"),
-    _of_film("mpg", "mpg", "mpeg2video"),
+    Format("packed runs", "packed.parquet", make_packed, read_packed, damage.blind),
 ]
 BY_NAME = {form.name: form for form in FORMATS}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ATTACKS = ("mutate", "special", "sync", "kill", "interrupt", "call", "full", "place", "writers")
+ATTACKS = ("mutate", "special", "kill", "interrupt", "hinder", "full", "writers")
 
 pytestmark = [
     pytest.mark.slow("damages files and kills commands for a minute"),
@@ -27,7 +27,7 @@ def said():
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_gpulab_withstands(attack, said):
-    if why := re.search(rf"^\| `{attack}` \| not done \| \| (.*?) \|", said, re.MULTILINE):
+    if why := re.search(rf"^\| `{attack}` \| not done \| (.*?) \|", said, re.MULTILINE):
         pytest.skip(why[1])
     row = re.search(rf"^\| `{attack}` \| (\d[\d,]*) \| (\d[\d,]*) \|", said, re.MULTILINE)
     assert row, said

@@ -1,11 +1,8 @@
-"""What notebook 08 shows, each small; and what a whole atlas costs."""
+"""What notebook 08 shows, each small."""
 
 import pytest
 
 from companion import scale_out
-from companion.benchmarks import benchmark
-
-plan_atlas = benchmark("plan_atlas")
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +42,3 @@ def test_two_gpus_or_more_are_compared_beside_the_cpu(monkeypatch):
     for count, device, expected in ((1, "cuda", cpu), (4, "auto", cpu | gpus), (4, "cuda", gpus), (8, "cpu", cpu)):
         monkeypatch.setattr(scale_out.torch.cuda, "device_count", lambda count=count: count)
         assert scale_out.device_counts(device) == expected
-
-
-# --- what an atlas costs ---------------------------------------------------------------------------------
-
-
-def rates(seconds, at_a_time):
-    """Of an experiment whose runs take so long in one setting, and twice as long in another."""
-    return {"prednet": plan_atlas.Rate({"one": [seconds] * 2, "two": [2 * seconds] * 2}, at_a_time, seconds, "a GPU")}
-
-
-def test_the_plan_adds_up():
-    plan = plan_atlas.atlas_plan(2.0, settings=3, seeds=2, gpus=(1, 4, 100), rates=rates(1800.0, 1.0)).set_index("gpus")
-    assert plan.hours_low[1] == pytest.approx((2 * 0.5 + 2 * 1.0) + 2 * 0.5)
-    assert plan.hours_high[1] == pytest.approx((2 * 0.5 + 2 * 1.0) + 2 * 1.0)
-    assert plan.money_high[1] == pytest.approx(2 * plan.hours_high[1])
-    assert plan.idle[1] == pytest.approx(0)
-    assert plan.hours_high[100] == pytest.approx(1.0)
-    assert plan.idle[100] == pytest.approx(1 - 5 / 100)
-    two = plan_atlas.atlas_plan(2.0, settings=3, seeds=2, gpus=(1,), rates=rates(1800.0, 2.5))
-    assert two.hours_high[0] == pytest.approx(5 / 2)

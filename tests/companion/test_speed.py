@@ -66,7 +66,7 @@ def test_what_was_measured_is_what_was_asked_for(measured):
 def test_texts_held_out_are_not_trained_on_and_words_are_numbered_alike_whatever_their_case():
     whole, packages = texts.docstrings()
     assert set(packages) == set(texts.PACKAGES)
-    words, labels, held_words, held_labels = texts.split("docstrings", 400)
+    words, labels, held_words, held_labels = texts.split(400)
     assert len(words) + len(held_words) == len(whole)
     assert len(held_words) == len(held_labels) == math.ceil(len(whole) / 5)
     assert labels.unique().tolist() == list(range(len(texts.PACKAGES)))
