@@ -32,7 +32,6 @@ from measuring import Step, command_line, keep, quartiles, race, run
 
 import companion
 import gpulab as gl
-from companion import scale_out as devices_table
 from companion.floating_point import factors, step_rows, trained_levels
 from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED, blurred_loss
 from companion.workloads import PARTS, Row, measure_speed
@@ -47,7 +46,7 @@ from gpulab.progress import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import records
 from gpulab.store.listing import pack
-from gpulab.training.protocol import protocol, whole_numbers
+from gpulab.training.protocol import protocol
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
@@ -461,38 +460,6 @@ def known_saddle() -> gl.saddles.LinearAutoencoderSaddle:
     images = torch.from_numpy(gl.load("digits").train[:500]).double() / 255
     pixels = torch.nn.functional.avg_pool2d(images, 4).flatten(1)
     return gl.saddles.linear_autoencoder_saddle(pixels - pixels.mean(0), [0, 2])
-
-
-# --- many devices ----------------------------------------------------------------------------------------
-
-
-@app.command("scale_out")
-def record_scale_out(
-    setting: str,
-    devices: Annotated[str, typer.Option(help="numbers of devices")] = "1,2",
-    size: Annotated[str, typer.Option(help="of PredNet: small, quick or paper")] = "small",
-    batch_size: int = 16,
-    frames: int = 10,
-    updates: int = 20,
-    record: Annotated[Path | None, typer.Option(help="JSON file")] = None,
-) -> None:
-    """One training on several devices: whether it ends as on one, strong and weak scaling, where the time goes."""
-    counts = whole_numbers(devices, name="--devices")
-    several = [count for count in counts if count > 1]
-    films = {"net": "prednet", "model_options": {"channels": [3, 8, 16], "size": (24, 32), "batch_size": 6}}
-    films |= {"data_options": {"size": (24, 32)}, "window": 60, "frames": 600}
-    ends = [devices_table.same_end(several, setting), devices_table.same_end(several, setting, **films)]
-    what = {"batch_size": batch_size, "frames": frames, "updates": updates}
-    tables = {"scaling": devices_table.scaling_table(counts, setting, [size], **what), "ends": pd.concat(ends)}
-    tables["parts"] = pd.DataFrame()
-    if setting.startswith("cuda") and torch.cuda.device_count() > 1:
-        tables["parts"] = devices_table.parts_table(("cuda:0", "cuda:1"))
-    rows = {}
-    for name, table in tables.items():
-        table = table.drop(columns=["machine", "recorded"], errors="ignore")
-        print(name, table.to_string(index=False), sep="\n")
-        rows[name] = table.to_dict("records")
-    keep(record, setting.partition(":")[0], **rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training: a single run, runs from many seeds, and batches or networks that several devices share."""
+"""Training: a single run, runs from many seeds, and batches in parts."""
 
 from gpulab._lazy import attach
 
@@ -6,16 +6,10 @@ NAMES = {
     "Experiment": "experiment",
     "GradientAccumulation": "accumulation",
     "Run": "run",
-    "descend": "asynchronous",
-    "fit_law": "batches",
-    "memory_per_part": "model_parallel",
-    "noise_scale": "batches",
     "predict": "data_parallel",
     "profile": "protocol",
     "seed_runs": "seeds",
     "slurm_script": "cluster",
-    "split": "model_parallel",
-    "steps_to_target": "batches",
     "train": "request",
 }
 
