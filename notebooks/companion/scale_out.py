@@ -281,7 +281,7 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
 
 
 def descent_losses(curve: pd.DataFrame) -> Picture:
-    """The loss per update and per second of each way in hogwild's `curve`: thin lines of seeds, a thick one of means."""
+    """The loss per update and per second of each way in `curve`: a thin line a seed, a thick one the mean."""
     figure, panels = style.canvas(2, height=3.6, share_rows=True)
     tints = dict(zip(dict.fromkeys(curve.way), TINTS, strict=False))
     mean = curve.groupby(["way", "piece"])[["step", "seconds", "loss"]].mean().reset_index()

@@ -19,7 +19,6 @@ Source: Li et al. 2020, *PyTorch distributed: experiences on accelerating data p
 import argparse
 import contextlib
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -100,16 +99,16 @@ def compare(args, device, dtype):
 
 def work(rank, size, args, meeting):
     """What one of the processes does: it joins the others, compares, and the first one reports."""
-    kind = args.setting.partition(":")[0]
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", rank))) if kind == "cuda" else torch.device(kind)
+    on_gpu = args.setting.startswith("cuda")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if on_gpu else torch.device("cpu")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs where containers share a host's switch
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:  # all on this machine: no other need hear them
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    if kind == "cuda":
+    if on_gpu:
         torch.cuda.set_device(device)
     with gl.setting(args.setting):
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", meeting, rank=rank, world_size=size)
+        dist.init_process_group("nccl" if on_gpu else "gloo", meeting, rank=rank, world_size=size)
         rows, float32 = compare(args, device, torch.float32)
         _, float64 = compare(args, device, torch.float64)
         dist.destroy_process_group()
@@ -125,18 +124,14 @@ def report(args, size, rows, differences):
     print(f"PredNet ({args.size}), films of {args.frames} frames, {size} processes under {args.setting}")
     print(scaling.round({"seconds": 4, "compute": 4, "frames_per_second": 0, "speedup": 2}).to_string(index=False))
     assert differences["float64"] < 1e-9, f"other weights than one process: {differences}"
-    print(f"The weights are the same in all {size} processes. From those of one process they differ by at most")
-    print(f"{differences['float32']:.1e} in float32 and {differences['float64']:.1e} in float64.")
+    words = " and ".join(f"{largest:.1e} in {precision}" for precision, largest in differences.items())
+    print(f"All {size} processes end with the same weights, which differ from those of one process by {words} at most.")
     if args.record:
-        common = {"size": args.size, "setting": args.setting}
-        ends = [
-            {"network": "prednet", "precision": name, "devices": size, "weights": largest, **common}
-            for name, largest in differences.items()
-        ]
-        start = ["torchrun", "--nproc-per-node", str(size)] if "RANK" in os.environ else ["python"]
+        common = {"network": "prednet", "size": args.size, "setting": args.setting}
         scaling = scaling.assign(ideal=scaling.devices, efficiency=scaling.speedup / scaling.devices, **common)
-        numbers = {"scaling": scaling.to_dict("records"), "ends": ends, "command": shlex.join([*start, *sys.argv])}
-        records.write_json(args.record, records.measured(args.setting.partition(":")[0], **numbers))
+        ends = pd.DataFrame(differences.items(), columns=["precision", "weights"]).assign(devices=size, **common)
+        tables = {"scaling": scaling.to_dict("records"), "ends": ends.to_dict("records")}
+        records.write_json(args.record, records.measured(args.setting.partition(":")[0], **tables))
 
 
 def main():
@@ -144,7 +139,7 @@ def main():
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=max(2, gpus), help="how many; torchrun decides it otherwise")
-    parser.add_argument("--setting", default="cuda:tf32=off" if gpus > 1 else "cpu:threads=1")
+    parser.add_argument("--setting", default="cuda:tf32=off" if gpus > 1 else "cpu:threads=1", help="of cpu or cuda")
     parser.add_argument("--size", choices=SIZES, default="small", help="of PredNet")
     parser.add_argument("--batch", type=int, default=8, help="films, in all")
     parser.add_argument("--frames", type=int, default=5, help="of a film")
@@ -154,6 +149,8 @@ def main():
     size = int(os.environ.get("WORLD_SIZE", args.processes))
     if size < 2 or args.batch % size:
         parser.error(f"{size} processes cannot have equal shares of a batch of {args.batch}: --batch, --processes")
+    if not args.setting.startswith(("cpu", "cuda")):
+        parser.error(f"--setting {args.setting}: expected one of cpu or cuda")
     if args.setting.startswith("cuda") and int(os.environ.get("LOCAL_WORLD_SIZE", size)) > gpus:
         parser.error(f"{size} processes need a GPU each, and there are {gpus}: --processes, --setting cpu:threads=1")
     if "RANK" in os.environ:

@@ -27,6 +27,7 @@ import gpulab as gl
 from gpulab.store import records
 
 WAYS = ("synchronous", "lock-free")
+BATCH, LEARNING_RATE = 20, 1.0  # images of a gradient; of plain gradient descent
 
 
 def pixels(window, device):
@@ -38,9 +39,9 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
     """What one worker does, for each seed and way: its share of the updates, on the row of `weights` for that."""
     torch.set_num_threads(1)
     net = gl.models.Autoencoder(args.hidden).to(args.device)
-    optimizer = torch.optim.SGD(net.parameters(), args.learning_rate)
+    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
     for row, shared in enumerate(weights):
-        way, windows = WAYS[row % 2], gl.load("digits", size=(28, 28)).windows(args.batch, seed=row // 2)
+        way, windows = WAYS[row % 2], gl.load("digits", size=(28, 28)).windows(BATCH, seed=row // 2)
         batches = [pixels(window, args.device) for window in itertools.islice(windows, args.updates)]
         wait = barrier.wait if way == "synchronous" else lambda: None
         vector_to_parameters(shared, net.parameters())  # the parameters are now views of the shared memory
@@ -51,7 +52,7 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
             optimizer.zero_grad()
             loss = net.training_loss(batch, None)[0]
             loss.backward()
-            moved[row, rank] -= args.learning_rate * parameters_to_vector(p.grad for p in net.parameters()).cpu()
+            moved[row, rank] -= LEARNING_RATE * parameters_to_vector(p.grad for p in net.parameters()).cpu()
             age = int(counts[row].sum()) - before
             wait()
             with lock if way == "synchronous" else contextlib.nullcontext():
@@ -69,44 +70,42 @@ def main():
     parser.add_argument("--updates", type=int, default=200, help="of all workers together")
     parser.add_argument("--seeds", type=int, default=2, help="how many")
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 16], help="widths of the layers up to the code")
-    parser.add_argument("--batch", type=int, default=20, help="images of a gradient")
-    parser.add_argument("--learning-rate", type=float, default=1.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
-    if args.updates % args.workers:
+    if args.workers < 1 or args.updates % args.workers:
         parser.error(f"{args.workers} workers cannot make equally many of {args.updates} updates: --updates, --workers")
     nets = [gl.models.Autoencoder(args.hidden) for _ in range(args.seeds)]
     for seed, net in enumerate(nets):
         net.draw_weights(torch.Generator().manual_seed(seed))
     begin = torch.stack([parameters_to_vector(net.parameters()).detach() for net in nets for _ in WAYS])
     weights = begin.to(args.device, copy=True).share_memory_()
-    rows, workers = len(weights), args.workers
-    counts = torch.zeros(rows, workers, dtype=torch.int64).share_memory_()
-    moved = torch.zeros(rows, workers, begin.shape[1], dtype=torch.float64).share_memory_()
-    logs = torch.zeros(rows, workers, args.updates // workers, 3, dtype=torch.float64).share_memory_()
+    shape = len(weights), args.workers
+    counts = torch.zeros(shape, dtype=torch.int64).share_memory_()
+    moved = torch.zeros(*shape, begin.shape[1], dtype=torch.float64).share_memory_()
+    logs = torch.zeros(*shape, args.updates // args.workers, 3, dtype=torch.float64).share_memory_()
     context = mp.get_context("spawn")
-    mp.spawn(work, (args, weights, counts, moved, logs, context.Lock(), context.Barrier(workers)), workers)
-    report(args, begin, weights.cpu(), counts, moved, logs)
+    barrier = context.Barrier(args.workers)
+    mp.spawn(work, (args, weights, counts, moved, logs, context.Lock(), barrier), args.workers)
+    report(args, begin, weights.cpu(), moved, logs)
 
 
-def report(args, begin, weights, counts, moved, logs):
+def report(args, begin, weights, moved, logs):
     """Print what came out of each way, and write the record: a row a training, and the losses in 20 pieces of time."""
     images = torch.cat([pixels(window, "cpu") for window in gl.load("digits", size=(28, 28)).heldout(1000)])
-    net, descents, curves = gl.models.Autoencoder(args.hidden), [], []
+    net, descents, curves = gl.models.Autoencoder(args.hidden).requires_grad_(False), [], []
     for row, end in enumerate(weights):
         training = {"way": WAYS[row % 2], "seed": row // 2}
-        assert counts[row].sum() == args.updates, f"{counts[row].tolist()} updates of {args.updates}"
         log = pd.DataFrame(logs[row].flatten(0, 1).numpy(), columns=["seconds", "loss", "age"])
         log = log.sort_values("seconds", ignore_index=True)
         lost = (begin[row] + moved[row].sum(0) - end).abs().sum() / moved[row].abs().sum()
         vector_to_parameters(end, net.parameters())
-        with torch.no_grad():
-            heldout_loss = net.training_loss(images, None)[0].item()
-        speed = args.updates / log.seconds.max()
-        numbers = {"heldout_loss": heldout_loss, "updates_per_second": speed, "age": log.age.mean()}
-        descents.append({**training, **numbers, "lost_share": lost.item(), "weights": len(end)})
-        curves.append(log.assign(**training, step=log.index, piece=log.index * 20 // len(log)))
+        heldout_loss = net.training_loss(images, None)[0].item()
+        training |= {"heldout_loss": heldout_loss, "updates_per_second": args.updates / log.seconds.max()}
+        descents.append({**training, "age": log.age.mean(), "lost_share": lost.item(), "weights": len(end)})
+        curves.append(
+            log.assign(way=training["way"], seed=training["seed"], step=log.index, piece=log.index * 20 // len(log))
+        )
     table = pd.DataFrame(descents)
     print(f"{args.workers} workers, {args.updates} updates from each of {args.seeds} seeds, on {args.device}")
     print(table.drop(columns=["seed", "weights"]).groupby("way").mean().to_string())
