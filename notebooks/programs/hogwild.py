@@ -84,9 +84,8 @@ def main():
     counts = torch.zeros(shape, dtype=torch.int64).share_memory_()
     moved = torch.zeros(*shape, begin.shape[1], dtype=torch.float64).share_memory_()
     logs = torch.zeros(*shape, args.updates // args.workers, 3, dtype=torch.float64).share_memory_()
-    context = mp.get_context("spawn")
-    barrier = context.Barrier(args.workers)
-    mp.spawn(work, (args, weights, counts, moved, logs, context.Lock(), barrier), args.workers)
+    new = mp.get_context("spawn")
+    mp.spawn(work, (args, weights, counts, moved, logs, new.Lock(), new.Barrier(args.workers)), args.workers)
     report(args, begin, weights.cpu(), moved, logs)
 
 
@@ -98,14 +97,12 @@ def report(args, begin, weights, moved, logs):
         training = {"way": WAYS[row % 2], "seed": row // 2}
         log = pd.DataFrame(logs[row].flatten(0, 1).numpy(), columns=["seconds", "loss", "age"])
         log = log.sort_values("seconds", ignore_index=True)
+        curves.append(log.assign(**training, step=log.index, piece=log.index * 20 // len(log)))
         lost = (begin[row] + moved[row].sum(0) - end).abs().sum() / moved[row].abs().sum()
         vector_to_parameters(end, net.parameters())
         heldout_loss = net.training_loss(images, None)[0].item()
         training |= {"heldout_loss": heldout_loss, "updates_per_second": args.updates / log.seconds.max()}
         descents.append({**training, "age": log.age.mean(), "lost_share": lost.item(), "weights": len(end)})
-        curves.append(
-            log.assign(way=training["way"], seed=training["seed"], step=log.index, piece=log.index * 20 // len(log))
-        )
     table = pd.DataFrame(descents)
     print(f"{args.workers} workers, {args.updates} updates from each of {args.seeds} seeds, on {args.device}")
     print(table.drop(columns=["seed", "weights"]).groupby("way").mean().to_string())

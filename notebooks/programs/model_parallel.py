@@ -87,7 +87,6 @@ def main():
     print(f"whole: mean loss {loss:.7f}, {speed:.0f} updates a second")
     print(f"in parts: mean loss {loss_in_parts:.7f}, {speed_in_parts:.0f} updates a second")
     common = {"network": "autoencoder", "whole": loss, "parts": loss_in_parts, "setting": str(setting)}
-    common |= {"updates_per_second": speed, "updates_per_second_in_parts": speed_in_parts}
     rows = []
     for number, (device, part) in enumerate(zip(args.devices, (encoder, decoder), strict=True)):
         print(f"part {number} on {device}: " + ", ".join(f"{name} {mib:.2f} MiB" for name, mib in part.items()))

@@ -25,15 +25,13 @@ SIZES = {"quick": ((3, 16, 32), (48, 64)), "paper": ((3, 48, 96, 192), (120, 160
 @torch.inference_mode()
 def predict(copies, films):
     """The predictions for films (T, B, C, H, W), by copies of a network on a device each."""
-    devices = [next(net.parameters()).device for net in copies]
-    shares = [share.to(device) for share, device in zip(films.chunk(len(copies), 1), devices, strict=True)]
 
     @torch.inference_mode()  # which every thread has for itself
     def work(net, share):
-        return net(share)[0].cpu()
+        return net(share.to(next(net.parameters()).device))[0].cpu()
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        return torch.cat([*pool.map(work, copies, shares)], 1)
+        return torch.cat([*pool.map(work, copies, films.chunk(len(copies), 1))], 1)
 
 
 def images_per_second(copies, films):

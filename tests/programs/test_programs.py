@@ -95,7 +95,7 @@ def test_serve_two_devices(tmp_path):
     [
         ("data_parallel", ["--batch", 7], "2 processes cannot have equal shares of a batch of 7"),
         ("data_parallel", ["--setting", "cuda"], "2 processes need a GPU each, and there are 0"),
-        ("data_parallel", ["--setting", "mps"], "expected one of cpu or cuda"),
+        ("data_parallel", ["--setting", "mps"], "2 processes need a GPU each, and there are 0"),
         ("hogwild", ["--updates", 7], "2 workers cannot make equally many of 7 updates"),
         ("serve", ["--films", 3], "2 devices cannot have equal shares of 3 films"),
         ("model_parallel", ["--devices", "cpu"], "expected 2 arguments"),
