@@ -50,8 +50,6 @@ def main():
     parser.add_argument("--frames", type=int, default=10, help="of a film")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
-    if args.films % len(args.devices):
-        parser.error(f"{len(args.devices)} devices cannot have equal shares of {args.films} films: --films, --devices")
     kind = torch.device(args.devices[0]).type
     channels, frame = SIZES[args.size]
     with gl.setting("cpu:threads=1" if kind == "cpu" else f"{kind}:tf32=off") as setting:

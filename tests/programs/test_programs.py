@@ -81,7 +81,7 @@ def test_model_parallel_memory_per_part(tmp_path):
 @pytest.mark.slow("imports torch anew")
 def test_serve_two_devices(tmp_path):
     file = tmp_path / "record.json"
-    said = run("serve", "--films", 2, "--frames", 2, "--record", file)
+    said = run("serve", "--films", 3, "--frames", 2, "--record", file)
     assert "Several devices predict what one does" in said
     one, two = records.read_json(file)["serving"]
     assert (one["devices"], two["devices"]) == (1, 2)
@@ -97,7 +97,7 @@ def test_serve_two_devices(tmp_path):
         ("data_parallel", ["--setting", "cuda"], "2 processes need a GPU each, and there are 0"),
         ("data_parallel", ["--setting", "mps"], "2 processes need a GPU each, and there are 0"),
         ("hogwild", ["--updates", 7], "2 workers cannot make equally many of 7 updates"),
-        ("serve", ["--films", 3], "2 devices cannot have equal shares of 3 films"),
+        ("serve", ["--size", "small"], "invalid choice: 'small'"),
         ("model_parallel", ["--devices", "cpu"], "expected 2 arguments"),
     ],
 )
