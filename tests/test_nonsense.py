@@ -59,9 +59,6 @@ CALLS = {
     gl.models.Whitener: {"hidden": 4, "code": 2, "batch_size": 3, "covariance": "one-pass"},
     gl.models.LinearAutoencoder: {"features": 4, "hidden": 2},
     gl.device.place: {"step": STEP, "ceilings": "cpu", "repeats": 1},
-    gl.training.split: {"model": gl.models.Autoencoder(), "devices": ["cpu"]},
-    gl.training.fit_law: {"batch_sizes": [1, 2, 4], "steps": [4, 3, 2]},
-    gl.training.descend: {"mode": "lock-free", "workers": 2, "updates": 4, "batch_size": 2, "learning_rate": 1.0},
 }
 NONSENSE = {
     str: st.text(string.ascii_letters, min_size=1).map(lambda text: f"no such {text}"),

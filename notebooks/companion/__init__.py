@@ -20,9 +20,8 @@ HOMES = {
     "spectrum",
     "first_windows": "FirstWindow published_network recorded_windows",
     "saddle_points": "saddle_finding",
-    "scale_out": "atlas_plan batch_gains batch_law descent_curves descent_losses descent_runs descent_verdict "
-    "device_counts large_batches parts_table recorded_scale_out same_end scale_finding scaling_lines scaling_table "
-    "update_shares what_the_guard_says",
+    "scale_out": "atlas_plan batch_gains batch_law descent_losses large_batches program_source recorded_scale_out "
+    "run_program scale_finding scaling_lines",
     "speed": "backends claims_table cost_table crossover kernels ladder precision_verdict recorded_speed scaling "
     "shares small_work speed_finding speed_table",
     "widgets": "bit_explorer slice_explorer",

@@ -1,9 +1,13 @@
-"""Notebook 08, many devices: data-parallel training, lock-free descent, networks in parts, the limit of batches."""
+"""Notebook 08, many devices: the programs it runs, what was recorded of them elsewhere, and the limit of batches."""
 
 from __future__ import annotations
 
+import ast
 import itertools
-import json
+import math
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,141 +16,81 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from IPython.display import Markdown
+from torch import Tensor
 
 import gpulab as gl
 from companion.findings import setting_in_text, span
-from gpulab.data.feed import Loader
 from gpulab.models import Autoencoder
+from gpulab.models.base import Trainable
 from gpulab.plots import style
 from gpulab.plots.style import FAINT, INK
 from gpulab.progress import Progress
 from gpulab.report import Picture
-from gpulab.stats.verdicts import Verdict
 from gpulab.store import records
-from gpulab.training import parallel
-from gpulab.training.adam import Adam
-from gpulab.training.asynchronous import Memory, descend
-from gpulab.training.batches import fit_law, noise_scale, steps_to_target
-from gpulab.training.loop import Plain
-from gpulab.training.model_parallel import begin_split, memory_per_part
-from gpulab.training.plan import TRAINING_FILES, plan_run
-from gpulab.training.run import set_up, train_to_the_end
 
-PARTS = ("training/parallel.py", "training/plan.py", *TRAINING_FILES, "models", "data")  # on which `times` depends
-TIMES = ["seconds", "compute", "wait", "communicate"]  # of an update
-SIZES = {  # of PredNet: the channels of its layers, and of its frames height and width
-    "small": ([3, 8, 16], [24, 32]),
-    "quick": ([3, 16, 32], [48, 64]),
-    "paper": ([3, 48, 96, 192], [120, 160]),
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "synchronous": {"mode": "synchronous"},
-    "lock-free": {"mode": "lock-free"},
-    "bounded, delay 4": {"mode": "bounded", "delay": 4},
-}
+PROGRAMS = Path(__file__).parents[1] / "programs"
 MARKERS = {"small": "o", "quick": "s", "paper": "D"}  # of PredNet's sizes
-DOES = {"compute": "#56B4E9", "wait": "#E69F00", "communicate": "#D55E00"}  # a device during an update
 TINTS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of ways to descend
-PLACE = ["recorded", "machine", "setting", "size"]
 
 
-# --- data-parallel ---------------------------------------------------------------------------------------
+# --- the programs ----------------------------------------------------------------------------------------
 
 
-def device_counts(device: str = "auto") -> dict[str, list[int]]:
-    """How many devices can be compared under which settings: processes on a CPU; GPUs where there are two or more.
+def program_source(name: str, *functions: str) -> Markdown:
+    """The source of some functions or classes of `programs/NAME.py`, as they stand there."""
+    text = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    definitions = {
+        node.name: node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    if unknown := set(functions) - definitions.keys():
+        raise gl.UsageError(f"{name}.py has no {', '.join(sorted(unknown))}: expected some of {', '.join(definitions)}")
+    pieces = []
+    for function in functions:
+        node = definitions[function]
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        pieces.append("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+    source = "\n\n\n".join(pieces)
+    return Markdown(f"```python\n{source}\n```")
 
-    >>> device_counts("cpu")
-    {'cpu:threads=1': [1, 2]}
+
+def run_program(name: str, *arguments: Any) -> dict[str, pd.DataFrame]:
+    """Run `programs/NAME.py` with these arguments, print what it prints, and return the tables that it records.
+
+    Raises:
+        GpulabError: With what the program says, where it fails.
     """
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    on_gpu = {"cuda:tf32=off": [count for count in (1, 2, 4, 8) if count <= gpus]} if gpus > 1 else {}
-    return on_gpu if on_gpu and device == "cuda" else {"cpu:threads=1": [1, 2], **on_gpu}
-
-
-def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any) -> pd.DataFrame:
-    """How far training on several devices ends from one, in float32 and float64.
-
-    A row for each precision and number of devices: `network`, `setting`, `precision`, `devices`, `weights` (the largest
-    difference of a weight), `final_loss` and `heldout_loss` (the differences), `machine`, `recorded`. `options` are
-    those of `gpulab.train`; by default a small autoencoder with batches of 7 images, which do not divide.
-    """
-    defaults = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 200}
-    rows = []
-    for precision in ("float32", "float64"):
-        full_setting = f"{setting}{',' if ':' in setting else ':'}precision={precision}"
-        training_options: dict[str, Any] = {
-            **defaults,
-            "profile": "smoke",
-            "setting": full_setting,
-            "progress": False,
-            **options,
-        }
-        single_run = gl.train(**training_options)
-        for count in devices:
-            run = gl.train(**training_options, devices=count)
-            pairs = zip(run.model.parameters(), single_run.model.parameters(), strict=True)
-            weights = max((joint_weight - single_weight).abs().max().item() for joint_weight, single_weight in pairs)
-            row = {"network": training_options["net"], "setting": setting, "precision": precision, "devices": count}
-            losses = {
-                name: abs(getattr(run, name) - getattr(single_run, name)) for name in ("final_loss", "heldout_loss")
-            }
-            rows.append({**row, "weights": weights, **losses})
-    return _on_this_machine(pd.DataFrame(rows), setting)
-
-
-def scaling_table(
-    devices: Iterable[int] = (1, 2),
-    setting: str = "cpu:threads=1",
-    sizes: Sequence[str] = ("small",),
-    batch_size: int = 8,
-    frames: int = 5,
-    updates: int = 10,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """How long an update of PredNet takes on one device and on several, and where the time goes.
-
-    `batch_size` counts films, of so many `frames`, in a batch of all devices (strong scaling), and of each of them
-    (weak). `updates` are timed twice: as they are, and with a barrier before the devices communicate. A row for each
-    kind of `scaling`, `size` and number of `devices`: `batch`; `seconds` of an update; with the barrier, the mean
-    device's seconds to `compute`, to `wait` for the slowest and to `communicate`; `frames_per_second`; its `speedup`
-    over the first number of devices, and that over the `ideal`, `efficiency`; `setting`, `machine`, `recorded`.
-    """
-    if unknown := set(sizes) - SIZES.keys():
-        raise gl.UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
-    rows = []
-    for count in Progress(list(devices), leave=False, disable=not progress):
-        with parallel.Processes(setting, count) as processes:
-            for size in sizes:
-                strong = _mean_times(processes, setting, size, batch_size, frames, updates)
-                larger = batch_size * count
-                weak = _mean_times(processes, setting, size, larger, frames, updates) if count > 1 else strong
-                rows += [{"scaling": "strong", **strong}, {"scaling": "weak", **weak}]
-    table = pd.DataFrame(rows).sort_values(["scaling", "size", "devices"], kind="stable", ignore_index=True)
-    table["frames_per_second"] = table.batch * frames / table.seconds
-    kinds = table.groupby(["scaling", "size"])
-    table["speedup"] = table.frames_per_second / kinds.frames_per_second.transform("first")
-    table["ideal"] = table.devices / kinds.devices.transform("first")
-    return _on_this_machine(table.assign(efficiency=table.speedup / table.ideal, setting=setting), setting)
-
-
-def _mean_times(
-    processes: parallel.Processes, setting: str, size: str, batch: int, frames: int, updates: int
-) -> dict[str, Any]:
-    """What `times` finds, the mean of the devices, and for what."""
-    channels, frame = SIZES[size]
-    model = {"channels": channels, "size": frame, "batch_size": batch}
-    length = {"window": batch * frames, "frames": 2 * batch * frames}
-    task = {"net": "prednet", "profile": "smoke", "model_options": model, "data_options": {"size": frame}, **length}
-    job = {"net": "companion.in_workers:times", "setting": setting, "seed": 0}
-    answers = processes.do(job | {"model_options": {"task": json.dumps(task), "updates": updates}})
-    mean = pd.DataFrame(answers).rename(columns={"update": "seconds"})[TIMES].mean()
-    return {"size": size, "devices": len(answers), "batch": batch, **mean}
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder, "record.json")
+        command = [sys.executable, str(PROGRAMS / f"{name}.py"), *map(str, arguments), "--record", str(record)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+        if done.returncode:
+            raise gl.GpulabError(f"{name}.py {' '.join(map(str, arguments))}: {done.stderr.strip()}")
+        print(done.stdout.strip())
+        document = records.read_json(record)
+    tables = {key: value for key, value in document.items() if isinstance(value, list)}
+    return {key: _from_document(value, document, "here") for key, value in tables.items()}
 
 
 def recorded_scale_out(table: str = "scaling") -> pd.DataFrame:
-    """What `benchmarks/record.py scale_out` recorded elsewhere: `scaling`, `ends` (of `same_end`) or `parts`."""
-    return records.recorded_table("scale_out", table)
+    """What was recorded elsewhere, by the programs or by an earlier version of gpulab; empty where nothing was.
+
+    `scaling` and `ends` are of data_parallel, `parts` of model_parallel, `descents` and `curve` of hogwild, `serving`
+    of serve.
+    """
+    origins = {"scale_out": "recorded by an earlier version", "programs": "recorded"}
+    tables = [
+        _from_document(document[table], document, origin)
+        for kind, origin in origins.items()
+        for document in records.read_measured(kind)
+        if table in document
+    ]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def _from_document(rows: list[dict[str, Any]], document: dict[str, Any], origin: str) -> pd.DataFrame:
+    """The rows with the machine that measured them, and whether that was here."""
+    return pd.DataFrame(rows).assign(machine=document["machine"], origin=origin, recorded=origin != "here")
 
 
 def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
@@ -165,98 +109,79 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     return pd.DataFrame(document["rates"]), plan, document["limits"]
 
 
-def _on_this_machine(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """With this machine's name, and that it was not recorded."""
-    return frame.assign(machine=records.machine(gl.passport(), gl.Setting.parse(setting).kind), recorded=False)
-
-
-# --- lock-free -------------------------------------------------------------------------------------------
-
-
-def descent_runs(
-    seeds: Iterable[int] = range(6), ways: dict[str, dict[str, Any]] = WAYS, progress: bool = True, **options: Any
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Gradient descent by several processes in each way, from each seed: what came out, and every update.
-
-    `options` are those of `gpulab.training.descend`. Its `summary` and its `history`, with `way` and `seed`.
-    """
-    summaries, histories = [], []
-    jobs = [*itertools.product(seeds, ways)]  # the ways take turns
-    with parallel.Processes("cpu:threads=1", options.setdefault("workers", 2)) as processes:
-        for seed, name in Progress(jobs, leave=False, disable=not progress):
-            descent = descend(seed=seed, processes=processes, **{**ways[name], **options})
-            summaries.append({"way": name, **descent.summary})
-            histories.append(descent.history.assign(way=name, seed=seed))
-    return pd.DataFrame(summaries), pd.concat(histories, ignore_index=True)
-
-
-def descent_verdict(summaries: pd.DataFrame, metric: str = "heldout_loss") -> Verdict:
-    """Whether a way ends elsewhere than synchronous descent, over the seeds: also of `updates_per_second`."""
-    frame = summaries[["way", "seed", metric]]
-    return gl.verdict(frame, metric, factor="way", block="seed", reference="synchronous")
-
-
-def descent_curves(histories: pd.DataFrame, pieces: int = 20) -> pd.DataFrame:
-    """The loss per step and per second: the updates of each way and seed in so many pieces of equal number.
-
-    A row for each way and piece: `step` (updates so far) and `seconds` at its middle, and `loss`, means over the seeds.
-    """
-    ordered = histories.sort_values("seconds")
-    runs = ordered.groupby(["way", "seed"])
-    step = runs.cumcount()
-    ordered = ordered.assign(step=step, piece=step * pieces // runs.seconds.transform("size"))
-    return ordered.groupby(["way", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
-
-
-def what_the_guard_says() -> str:
-    """What `gpulab.guard` says when another worker changes the weights between a step's forward and backward pass."""
-    model = Autoencoder((16,))
-    images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        own_memory, other_memory = (Memory(Path(folder), model, 2, create=first) for first in (True, False))
-        for parameter, view in zip(model.parameters(), own_memory.views(model), strict=True):
-            parameter.data = view
-        try:
-            with gl.guard():
-                loss, _, _ = model.training_loss(images, None)
-                other_memory.add(torch.full((len(other_memory.pairs),), 1e-3))
-                loss.backward()
-        except gl.OverwrittenError as error:
-            return str(error)
-    return "nothing"
-
-
-# --- in parts --------------------------------------------------------------------------------------------
-
-
-def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd.DataFrame:
-    """An autoencoder and a PredNet on one device and cut over several: the same losses, less memory on each.
-
-    A row for each network and part: `network`, `part`, `device`, `whole` and `parts` (the mean loss of training on one
-    device and in parts), MiB of `weights`, `optimizer` and `activations` in a step, `machine`, `recorded`.
-    """
-    rows = []
-    for name in ("autoencoder", "prednet"):
-        losses = []
-        for split in (False, True):
-            plan = plan_run(name, frames=frames, fast=False, profile="smoke", setting=devices[0])
-            plan.draw_weights()
-            training = set_up(plan)
-            engine = Plain(training, Loader("window", plan.setting))
-            if split:
-                training, engine = begin_split(plan, devices)
-            train_to_the_end(plan, training, engine)
-            losses.append(sum(update.loss for update in training.history) / len(training.history))
-        common = {"network": name, "whole": losses[0], "parts": losses[1]}
-        batch: Any = next(iter(engine.batches(next(plan.data.windows(plan.window)).frames)))
-        memory_of_parts = memory_per_part(training.model, batch, len(devices))
-        for number, (device, part_bytes) in enumerate(zip(devices, memory_of_parts, strict=True)):
-            mib = {purpose: size / 2**20 for purpose, size in part_bytes.items()}
-            rows.append({"network": name, "part": number, "device": device, **common, **mib})
-    return _on_this_machine(pd.DataFrame(rows), devices[0])
-
-
 # --- large batches ---------------------------------------------------------------------------------------
+
+
+def noise_scale(model: Trainable, examples: Tensor, batch_size: int = 16) -> tuple[float, float]:
+    """The squared length of a model's gradient, |G|², and the trace of the covariance of one example's gradient, tr Σ.
+
+    Their quotient tr Σ / |G|² is the simple noise scale: in a batch of so many examples the noise is as large as the
+    gradient. A gradient averaged over b examples has the squared length |G|² + tr Σ / b in expectation. It is measured
+    for small batches and for all examples (n, …) together, and the two equations are solved. Both estimates are without
+    bias, so |G|² can come out below zero.
+
+    Source: McCandlish, Kaplan, Amodei et al. 2018 (arXiv 1812.06162), appendix A.1.
+    """
+    everything, count = len(examples), len(examples) // batch_size
+    if count < 2 or everything % batch_size:
+        raise gl.UsageError(f"{everything} examples in batches of {batch_size}: expected two or more full batches")
+    total, small = torch.zeros(()), 0.0
+    for batch in examples.split(batch_size):
+        gradients = torch.autograd.grad(model.training_loss(batch, None)[0], [*model.parameters()])
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
+        small += flat.square().sum().item() / count
+        total = total + flat / count
+    large = total.square().sum().item()
+    gradient = (everything * large - batch_size * small) / (everything - batch_size)
+    return gradient, (small - large) / (1 / batch_size - 1 / everything)
+
+
+def steps_to_target(
+    model: Trainable, target: float, batch_size: int, learning_rate: float, seed: int = 0, most: int = 3000
+) -> float:
+    """Train a model on digits with Adam until its held-out loss is at most `target`: how many updates; NaN if never.
+
+    The loss is computed after updates 1, 2, 3 and so on, and from the fortieth on after every twentieth more updates.
+    """
+    data = gl.load("digits", size=(28, 28))
+    heldout = torch.cat([_pixels(window) for window in data.heldout(1000)])
+    optimizer, look = torch.optim.Adam(model.parameters(), learning_rate, fused=True), 1
+    for step, window in zip(range(1, most + 1), data.windows(batch_size, seed), strict=False):
+        optimizer.zero_grad()
+        model.training_loss(_pixels(window), None)[0].backward()
+        optimizer.step()
+        if step == look:
+            with torch.no_grad():
+                loss = model.training_loss(heldout, None)[0].item()
+            if loss <= target:
+                return step
+            if not math.isfinite(loss):
+                break
+            look += max(1, step // 20)
+    return math.nan
+
+
+def _pixels(window: Any) -> Tensor:
+    return torch.from_numpy(window.frames).float() / 255
+
+
+def fit_law(batch_sizes: Sequence[float], steps: Sequence[float]) -> tuple[float, float]:
+    """S_min and B of the law S = S_min (1 + B / batch size), by least squares of the logarithm of S.
+
+    >>> fit_law([1, 10, 100], [100 * (1 + 20 / size) for size in [1, 10, 100]])
+    (100.0, 20.0)
+    """
+    from scipy.optimize import curve_fit
+
+    if len(batch_sizes) < 3 or not all(map(math.isfinite, steps)):
+        raise gl.UsageError(f"{len(steps)} numbers of steps {list(steps)}: expected three or more, all finite")
+
+    def law(size: Any, least: float, noise: float) -> Any:
+        return least + np.logaddexp(0, noise - np.log(size))
+
+    start = [math.log(min(steps)), math.log(batch_sizes[len(batch_sizes) // 2])]
+    (least, noise), _ = curve_fit(law, np.array(batch_sizes, float), np.log(steps), p0=start)
+    return round(math.exp(least), 6), round(math.exp(noise), 6)
 
 
 def large_batches(
@@ -269,34 +194,45 @@ def large_batches(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Steps to a target against the batch size, and the noise scale of the gradient beside it.
 
-    Of each seed and batch size the best learning rate's row of `gpulab.training.steps_to_target`, with `law`: the steps
-    by S_min (1 + B / batch), fitted to those that reached the target. And of each seed `least_steps` (S_min) and
-    `critical_batch` (B) of that law, and `law_off`, by what share it misses a measured number at most; `noise_begin`
-    and `noise_target`: the simple noise scale of the fresh network, and of the one that the largest batch brought to
-    the target.
+    Of each seed and batch size the best learning rate's row: `steps`, `examples` and `law`, the steps by S_min (1 + B /
+    batch), fitted to those that reached the target. And of each seed `least_steps` (S_min) and `critical_batch` (B) of
+    that law, and `law_off`, by what share it misses a measured number at most; `noise_begin` and `noise_target`: the
+    simple noise scale of the fresh network, and of the one that the largest batch brought to the target.
     """
-    data, tables, law_rows = gl.load("digits", size=(28, 28)), [], []
+    tables, law_rows = [], []
     for seed in seeds:
-        model = Autoencoder((32,))
-        model.draw_weights(torch.Generator().manual_seed(seed))
-        table = steps_to_target(model, data, target, batch_sizes, learning_rates, seed, most, progress)
-        best = table.sort_values("steps").drop_duplicates("batch_size").sort_values("batch_size", ignore_index=True)
+        rows, trained = [], {}
+        examples = _pixels(next(gl.load("digits", size=(28, 28)).windows(1024, seed + 1)))
+        grid = [*itertools.product(batch_sizes, learning_rates)]
+        for size, rate in Progress(grid, leave=False, disable=not progress):
+            model = trained[size, rate] = _fresh(seed)
+            steps = steps_to_target(model, target, size, rate, seed, most)
+            rows.append({"batch_size": size, "learning_rate": rate, "steps": steps, "examples": steps * size})
+        best = pd.DataFrame(rows).sort_values("steps").drop_duplicates("batch_size")
+        best = best.sort_values("batch_size", ignore_index=True)
         reached = best.dropna(subset="steps")
         least, critical = fit_law(reached.batch_size.tolist(), reached.steps.tolist())
         best["law"] = least * (1 + critical / best.batch_size)
-        examples = torch.from_numpy(next(data.windows(1024, seed + 1)).frames).float() / 255
-        noise_begin = noise_scale(model, examples, 16).scale
         last = reached.iloc[-1]
-        optimizer = Adam([*model.parameters()], last.learning_rate)
-        for _, window in zip(range(int(last.steps)), data.windows(int(last.batch_size), seed), strict=False):
-            optimizer.zero_grad()
-            model.training_loss(torch.from_numpy(window.frames).float() / 255, None)[0].backward()
-            optimizer.step()
         row = {"seed": seed, "least_steps": least, "critical_batch": critical}
-        row |= {"law_off": (best.law / best.steps - 1).abs().max(), "noise_begin": noise_begin}
-        law_rows.append(row | {"noise_target": noise_scale(model, examples, 16).scale})
-        tables.append(best.assign(seed=seed).drop(columns="best"))
+        row["law_off"] = (best.law / best.steps - 1).abs().max()
+        row["noise_begin"] = _noise(_fresh(seed), examples)
+        row["noise_target"] = _noise(trained[int(last.batch_size), last.learning_rate], examples)
+        law_rows.append(row)
+        tables.append(best.assign(seed=seed))
     return pd.concat(tables, ignore_index=True), pd.DataFrame(law_rows)
+
+
+def _fresh(seed: int) -> Autoencoder:
+    model = Autoencoder((32,))
+    model.draw_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def _noise(model: Trainable, examples: Tensor) -> float:
+    """The noise scale in examples; infinite where the estimate of |G|² is not above zero."""
+    gradient, variance = noise_scale(model, examples)
+    return variance / gradient if gradient > 0 else math.inf
 
 
 def batch_gains(
@@ -324,8 +260,7 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
     figure, panels = style.canvas(2, height=4.0, share_rows=True)
     most_devices = int(frame.devices.max())
     ticks = sorted({1, *frame.devices})
-    origin = frame.machine + frame.recorded.map({True: " (recorded)", False: ", here"})
-    name = "PredNet " + frame["size"] + ", " + frame.setting + ", " + origin
+    name = "PredNet " + frame["size"] + ", " + frame.setting + ", " + frame.machine + " (" + frame.origin + ")"
     frame = frame.assign(name=name, marker=frame["size"].map(MARKERS))
     titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
     for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
@@ -345,34 +280,18 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
     return style.finished(figure, headline, alt, keys, columns=1 if len(keys) < 5 else 2, size=7.5)
 
 
-def update_shares(frame: pd.DataFrame) -> Picture:
-    """What share of an update several devices compute, wait and communicate; of the same frame."""
-    table = frame[frame.devices > 1].sort_values([*PLACE, "scaling", "devices"], kind="stable", ignore_index=True)
-    origin = (table.machine + ", recorded").where(table.recorded, "here")
-    devices = table.devices.map("{} × ".format) + table.setting
-    names = table["size"] + ", " + table.scaling + ", " + devices + ", " + origin
-    shares = table[[*DOES]].set_axis(names)
-    computing = (shares.compute / shares.sum(axis=1)).tolist()
-    headline = f"Devices compute {span(computing, '.0%')} of an update, and wait or communicate the rest"
-    label = "share of an update (right: a whole one, unobserved)"
-    return style.stacked_shares(
-        shares, table.seconds, DOES, label, headline, "Shares of computing, waiting, communicating."
-    )
-
-
-def descent_losses(histories: pd.DataFrame) -> Picture:
-    """The loss per update and per second of each way in `descent_runs`: a thin line a seed, a thick one their mean."""
+def descent_losses(curve: pd.DataFrame) -> Picture:
+    """The loss per update and per second of each way in `curve`: a thin line a seed, a thick one the mean."""
     figure, panels = style.canvas(2, height=3.6, share_rows=True)
-    tints = dict(zip(dict.fromkeys(histories.way), TINTS, strict=False))
-    mean = descent_curves(histories)
-    seeds = pd.concat(descent_curves(rows).assign(seed=seed) for seed, rows in histories.groupby("seed"))
+    tints = dict(zip(dict.fromkeys(curve.way), TINTS, strict=False))
+    mean = curve.groupby(["way", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
     for axes, column in zip(panels, ("step", "seconds"), strict=True):
-        style.run_lines(axes, seeds, column, "loss", ["way", "seed"], tints, lw=0.5, alpha=0.4)
+        style.run_lines(axes, curve, column, "loss", ["way", "seed"], tints, lw=0.5, alpha=0.4)
         style.run_lines(axes, mean, column, "loss", ["way"], tints, lw=1.8)
         axes.set(xlabel="updates of all workers" if column == "step" else "seconds", xlim=(0, None))
     panels[0].set_ylabel("loss of a batch (mean squared error)")
     style.log_scale(panels[0].yaxis, mean.loss.min(), mean.loss.max())
-    seconds = histories.groupby(["way", "seed"]).seconds.max().groupby("way").mean()
+    seconds = curve.groupby(["way", "seed"]).seconds.max().groupby("way").mean()
     first = f"{seconds.idxmin()} is done first, in {seconds.min():.2g} s"
     headline = f"As many updates: {first}, the last in {seconds.max():.2g} s"
     alt = f"Loss per update and per second of {', '.join(tints)} gradient descent."
@@ -413,7 +332,7 @@ def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
     return style.finished(figure, headline, alt, keys, 3)
 
 
-def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, summaries: pd.DataFrame, found: pd.DataFrame) -> str:
+def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, descents: pd.DataFrame, found: pd.DataFrame) -> str:
     """What was measured here, then what was recorded, in sentences: `found` is the second of `large_batches`."""
     largest_differences = ends.groupby("precision").weights.max()
     recorded = style.is_recorded(scaling)
@@ -422,22 +341,22 @@ def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, summaries: pd.DataF
         f"{largest_differences.float32:.1e} in float32 and {largest_differences.float64:.1e} in float64.",
         *(f"Here, {line}" for line in _scaling_sentences(scaling[~recorded])),
     ]
-    mean = summaries.groupby("way")[["updates_per_second", "staleness", "lost_share"]].mean()
-    synchronous = mean.updates_per_second["synchronous"]
-    for way, row in mean.drop("synchronous").iterrows():
-        lines.append(
-            f"Descent {way}: {row.updates_per_second / synchronous:.2f} times the updates a second of workers that "
-            f"wait for each other. A gradient is {row.staleness:.2f} updates old when it is applied; "
-            f"{row.lost_share:.1%} of a weight's updates are overwritten by another worker's."
-        )
+    mean = descents.groupby("way")[["updates_per_second", "age", "lost_share"]].mean()
+    synchronous, free = mean.loc["synchronous"], mean.loc["lock-free"]
+    lines.append(
+        f"Descent lock-free: {free.updates_per_second / synchronous.updates_per_second:.2f} times the updates a second "
+        f"of workers that wait for each other. A gradient is {free.age:.2f} updates old when it is applied; of all "
+        f"changes a share of {free.lost_share:.1e} was lost (synchronous: {synchronous.lost_share:.1e}, by rounding)."
+    )
     middle = found.median()
     lines.append(
         f"By the law, a batch of {middle.critical_batch:.0f} images takes twice the fewest updates "
         f"({middle.least_steps:.0f}). The law misses a measured number by up to {found.law_off.max():.0%}. "
         f"The gradient's noise scale is {middle.noise_begin:.0f} at first, and {middle.noise_target:.0f} at the target."
     )
-    for (machine, setting), rows in scaling[recorded].groupby(["machine", "setting"], sort=False):
-        lines += [f"Recorded on {machine}, {setting_in_text(setting)}: {line}" for line in _scaling_sentences(rows)]
+    for (origin, machine, setting), rows in scaling[recorded].groupby(["origin", "machine", "setting"], sort=False):
+        heading = f"{origin.capitalize()} on {machine}, {setting_in_text(setting)}"
+        lines += [f"{heading}: {line}" for line in _scaling_sentences(rows)]
     return "\n".join(lines)
 
 
@@ -447,10 +366,9 @@ def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
     for size, rows in scaling.groupby("size", sort=False):
         last = rows[rows.devices == rows.devices.max()].set_index("scaling")
         strong, weak = last.loc["strong"], last.loc["weak"]
-        total = strong[[*DOES]].sum()
         lines.append(
             f"{strong.devices} devices train a {size} PredNet {strong.speedup:.2f} times as fast as one where they "
             f"divide a batch of {strong.batch}, {weak.speedup:.2f} times where each has as large a batch. "
-            f"Of a divided update {strong.wait / total:.0%} is waiting, {strong.communicate / total:.0%} communication."
+            f"Of a divided update {max(0, 1 - strong.compute / strong.seconds):.0%} is waiting and communication."
         )
     return lines

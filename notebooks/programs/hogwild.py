@@ -1,0 +1,119 @@
+"""Gradient descent by several processes on the same weights, without a lock: Hogwild.
+
+Each worker computes the gradient of a batch of its own and subtracts it from the weights, which lie in memory that all
+share, and none waits. So a gradient may be some updates of the others old when it is applied, and where two workers
+change a weight at once, one change is lost. In the other way, synchronous, all wait for each other before and after
+they change the weights, one at a time. From each seed both ways begin with the same weights and see the same batches.
+
+    python notebooks/programs/hogwild.py
+    python notebooks/programs/hogwild.py --seeds 24 --updates 400 --device cuda
+
+On a GPU all workers share its memory. Source: Recht, Ré, Wright, Niu 2011 (arXiv 1106.5730); pytorch/examples has the
+same program for a classifier, `mnist_hogwild`.
+"""
+
+import argparse
+import contextlib
+import itertools
+import time
+from pathlib import Path
+
+import pandas as pd
+import torch
+import torch.multiprocessing as mp
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import gpulab as gl
+from gpulab.store import records
+
+WAYS = ("synchronous", "lock-free")
+BATCH, LEARNING_RATE = 20, 1.0  # images of a gradient; of plain gradient descent
+
+
+def pixels(window, device):
+    """Images (n, 1, 28, 28) as numbers from 0 to 1."""
+    return torch.from_numpy(window.frames).to(device).float() / 255
+
+
+def work(rank, args, weights, counts, moved, logs, lock, barrier):
+    """What one worker does, for each seed and way: its share of the updates, on the row of `weights` for that."""
+    torch.set_num_threads(1)
+    net = gl.models.Autoencoder(args.hidden).to(args.device)
+    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
+    for row, shared in enumerate(weights):
+        way, windows = WAYS[row % 2], gl.load("digits", size=(28, 28)).windows(BATCH, seed=row // 2)
+        batches = [pixels(window, args.device) for window in itertools.islice(windows, args.updates)]
+        wait = barrier.wait if way == "synchronous" else lambda: None
+        vector_to_parameters(shared, net.parameters())  # the parameters are now views of the shared memory
+        barrier.wait()
+        start = time.perf_counter()
+        for number, batch in enumerate(batches[rank :: args.workers]):
+            before = int(counts[row].sum())  # updates of all workers so far
+            optimizer.zero_grad()
+            loss = net.training_loss(batch, None)[0]
+            loss.backward()
+            moved[row, rank] -= LEARNING_RATE * parameters_to_vector(p.grad for p in net.parameters()).cpu()
+            age = int(counts[row].sum()) - before
+            wait()
+            with lock if way == "synchronous" else contextlib.nullcontext():
+                optimizer.step()
+                shared[0].item()  # waits for a GPU
+            counts[row, rank] += 1
+            logs[row, rank, number] = torch.tensor([time.perf_counter() - start, loss.item(), age])
+            wait()
+
+
+def main():
+    """Let the workers run, and compare the two ways."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=200, help="of all workers together")
+    parser.add_argument("--seeds", type=int, default=2, help="how many")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 16], help="widths of the layers up to the code")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--record", type=Path, help="JSON file for the numbers")
+    args = parser.parse_args()
+    if args.workers < 1 or args.updates % args.workers:
+        parser.error(f"{args.workers} workers cannot make equally many of {args.updates} updates: --updates, --workers")
+    nets = [gl.models.Autoencoder(args.hidden) for _ in range(args.seeds)]
+    for seed, net in enumerate(nets):
+        net.draw_weights(torch.Generator().manual_seed(seed))
+    begin = torch.stack([parameters_to_vector(net.parameters()).detach() for net in nets for _ in WAYS])
+    weights = begin.to(args.device, copy=True).share_memory_()
+    shape = len(weights), args.workers
+    counts = torch.zeros(shape, dtype=torch.int64).share_memory_()
+    moved = torch.zeros(*shape, begin.shape[1], dtype=torch.float64).share_memory_()
+    logs = torch.zeros(*shape, args.updates // args.workers, 3, dtype=torch.float64).share_memory_()
+    new = mp.get_context("spawn")
+    mp.spawn(work, (args, weights, counts, moved, logs, new.Lock(), new.Barrier(args.workers)), args.workers)
+    report(args, begin, weights.cpu(), moved, logs)
+
+
+def report(args, begin, weights, moved, logs):
+    """Print what came out of each way, and write the record: a row a training, and the losses in 20 pieces of time."""
+    images = torch.cat([pixels(window, "cpu") for window in gl.load("digits", size=(28, 28)).heldout(1000)])
+    net, descents, curves = gl.models.Autoencoder(args.hidden).requires_grad_(False), [], []
+    for row, end in enumerate(weights):
+        training = {"way": WAYS[row % 2], "seed": row // 2}
+        log = pd.DataFrame(logs[row].flatten(0, 1).numpy(), columns=["seconds", "loss", "age"])
+        log = log.sort_values("seconds", ignore_index=True)
+        curves.append(log.assign(**training, step=log.index, piece=log.index * 20 // len(log)))
+        lost = (begin[row] + moved[row].sum(0) - end).abs().sum() / moved[row].abs().sum()
+        vector_to_parameters(end, net.parameters())
+        heldout_loss = net.training_loss(images, None)[0].item()
+        training |= {"heldout_loss": heldout_loss, "updates_per_second": args.updates / log.seconds.max()}
+        descents.append({**training, "age": log.age.mean(), "lost_share": lost.item(), "weights": len(end)})
+    table = pd.DataFrame(descents)
+    print(f"{args.workers} workers, {args.updates} updates from each of {args.seeds} seeds, on {args.device}")
+    print(table.drop(columns=["seed", "weights"]).groupby("way").mean().to_string())
+    most = table[table.way == "synchronous"].lost_share.max()
+    assert most < 1e-3, f"of synchronous changes a share of {most} was lost"
+    print(f"Of the synchronous changes none was lost: they add up to within {most:.0e}, which is rounding.")
+    if args.record:
+        curve = pd.concat(curves).groupby(["way", "seed", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
+        tables = {"descents": descents, "curve": curve.to_dict("records")}
+        records.write_json(args.record, records.measured(args.device.partition(":")[0], **tables))
+
+
+if __name__ == "__main__":
+    main()

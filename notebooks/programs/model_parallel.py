@@ -1,0 +1,99 @@
+"""One network on two devices: the encoder lies on the first, the decoder on the second.
+
+What passes between them is copied, and autograd copies the gradient back. One device computes while the other waits, so
+this buys memory and no speed. The program trains the same autoencoder whole and in two parts, asserts that the losses
+are the same, and tells what memory each part needs.
+
+    python notebooks/programs/model_parallel.py                          # two GPUs, or the CPU twice
+    python notebooks/programs/model_parallel.py --hidden 8192 1024 --devices cuda:0 cuda:1
+
+Source: Huang et al. 2019, *GPipe* (arXiv 1811.06965), which keeps both parts busy.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import gpulab as gl
+from gpulab.store import records
+
+MIB = 2**20
+
+
+class InTwoParts(gl.models.Autoencoder):
+    """An autoencoder, cut after its code; on one device where both are the same."""
+
+    def __init__(self, hidden, first, second):
+        super().__init__(hidden)
+        self.encoder, self.decoder = self.layers[: 2 * len(hidden)].to(first), self.layers[2 * len(hidden) :].to(second)
+        self.first, self.second = first, second
+
+    def forward(self, images):
+        """Reconstruct images, whose code moves from the first device to the second."""
+        code = self.encoder(self.flat(images).to(self.first))
+        return self.decoder(code.to(self.second)).to(self.first).view_as(images)
+
+
+def train(net, images, batch_size):
+    """The mean loss, and updates a second after the first."""
+    optimizer, losses = torch.optim.Adam(net.parameters(), 1e-3), []
+    for batch in images.to(net.first).split(batch_size):
+        optimizer.zero_grad()
+        loss, _, _ = net.training_loss(batch, None)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if len(losses) == 1:
+            start = time.perf_counter()
+    return sum(losses) / len(losses), (len(losses) - 1) / (time.perf_counter() - start)
+
+
+def memory(part, inputs):
+    """MiB of a part's weights, of their gradients and Adam's two moments, and of what is saved for its backward."""
+    weights = sum(weight.nbytes for weight in part.parameters())
+    saved = {}
+    with saved_tensors_hooks(lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
+        outputs = part(inputs)
+    own = {weight.data_ptr() for weight in part.parameters()}
+    activations = sum(tensor.nbytes for place, tensor in saved.items() if place not in own)
+    return {"weights": weights / MIB, "optimizer": 3 * weights / MIB, "activations": activations / MIB}, outputs
+
+
+def main():
+    """Train whole and in parts, and compare."""
+    devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs=2, default=devices)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 32], help="widths of the layers up to the code")
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=20, help="images")
+    parser.add_argument("--record", type=Path, help="JSON file for the numbers")
+    args = parser.parse_args()
+    first, second = args.devices
+    kind = torch.device(first).type
+    with gl.setting("cpu:threads=1" if kind == "cpu" else f"{kind}:tf32=off") as setting:
+        window = next(gl.load("digits", size=(28, 28)).windows(args.updates * args.batch))
+        images = torch.from_numpy(window.frames).float() / 255
+        whole, cut = InTwoParts(args.hidden, first, first), InTwoParts(args.hidden, first, second)
+        (loss, speed), (loss_in_parts, speed_in_parts) = (train(net, images, args.batch) for net in (whole, cut))
+        assert abs(loss - loss_in_parts) < 1e-5 * loss, f"the loss is {loss_in_parts} in parts, {loss} of the whole"
+        batch = cut.flat(images[: args.batch]).to(first)
+        encoder, code = memory(cut.encoder, batch)
+        decoder, _ = memory(cut.decoder, code.detach().to(second))
+    print(f"Autoencoder, hidden layers {args.hidden}, {args.updates} updates with {args.batch} images each")
+    print(f"whole: mean loss {loss:.7f}, {speed:.0f} updates a second")
+    print(f"in parts: mean loss {loss_in_parts:.7f}, {speed_in_parts:.0f} updates a second")
+    common = {"network": "autoencoder", "whole": loss, "parts": loss_in_parts, "setting": str(setting)}
+    rows = []
+    for number, (device, part) in enumerate(zip(args.devices, (encoder, decoder), strict=True)):
+        print(f"part {number} on {device}: " + ", ".join(f"{name} {mib:.2f} MiB" for name, mib in part.items()))
+        rows.append({"part": number, "device": device, **common, **part})
+    if args.record:
+        records.write_json(args.record, records.measured(kind, parts=rows))
+
+
+if __name__ == "__main__":
+    main()

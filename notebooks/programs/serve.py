@@ -1,0 +1,74 @@
+"""Inference on several devices: each has a copy of the network and predicts its share of the films.
+
+The films need nothing of each other, so nothing is communicated but films and predictions. A thread for each device is
+enough, since Python's lock is free while a device computes. The program asserts that the predictions are those of one
+device, up to rounding, and tells how many images a second one device and all of them predict.
+
+    python notebooks/programs/serve.py                                   # all GPUs, or the CPU twice
+    python notebooks/programs/serve.py --size paper --films 64 --devices cuda:0 cuda:1
+"""
+
+import argparse
+import copy
+import timeit
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+import gpulab as gl
+from gpulab.store import records
+
+SIZES = {"quick": ((3, 16, 32), (48, 64)), "paper": ((3, 48, 96, 192), (120, 160))}  # channels; height, width
+
+
+@torch.inference_mode()
+def predict(copies, films):
+    """The predictions for films (T, B, C, H, W), by copies of a network on a device each."""
+
+    @torch.inference_mode()  # which every thread has for itself
+    def work(net, share):
+        return net(share.to(next(net.parameters()).device))[0].cpu()
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        return torch.cat([*pool.map(work, copies, films.chunk(len(copies), 1))], 1)
+
+
+def images_per_second(copies, films):
+    """How many images are predicted in a second, the best of five rounds."""
+    seconds = min(timeit.repeat(lambda: predict(copies, films), number=1, repeat=5))
+    return films.shape[0] * films.shape[1] / seconds
+
+
+def main():
+    """Predict on one device and on all of them, and compare."""
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", default=gpus or ["cpu", "cpu"])
+    parser.add_argument("--size", choices=SIZES, default="quick", help="of PredNet")
+    parser.add_argument("--films", type=int, default=8)
+    parser.add_argument("--frames", type=int, default=10, help="of a film")
+    parser.add_argument("--record", type=Path, help="JSON file for the numbers")
+    args = parser.parse_args()
+    kind = torch.device(args.devices[0]).type
+    channels, frame = SIZES[args.size]
+    with gl.setting("cpu:threads=1" if kind == "cpu" else f"{kind}:tf32=off") as setting:
+        net = gl.models.PredNet(channels, frame).eval()
+        copies = [copy.deepcopy(net).to(device) for device in args.devices]
+        windows = gl.load("walk", size=frame).windows(args.frames)
+        films = [torch.from_numpy(next(windows).frames[-args.frames :]) for _ in range(args.films)]
+        films = torch.stack(films, 1).float() / 255
+        difference = (predict(copies, films) - predict(copies[:1], films)).abs().max().item()
+        assert difference < 1e-5, f"the predictions of several devices differ by {difference} from those of one"
+        rows = [{"devices": n, "images_per_second": images_per_second(copies[:n], films)} for n in (1, len(copies))]
+    print(f"PredNet ({args.size}), {args.films} films of {args.frames} frames on {', '.join(args.devices)}")
+    for row in rows:
+        print(f"{row['devices']} device(s): {row['images_per_second']:,.0f} images a second")
+    print(f"Several devices predict what one does: no pixel is off by more than {difference:.1e}.")
+    if args.record:
+        common = {"size": args.size, "films": args.films, "setting": str(setting), "difference": difference}
+        records.write_json(args.record, records.measured(kind, serving=[{**row, **common} for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
