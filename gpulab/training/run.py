@@ -316,8 +316,11 @@ def _can_go_on(training: Training) -> bool:
 
 
 def _for_device(plan: Plan, made: Iterator[Window]) -> Iterator[Window]:
-    """The windows; where a device computes, the next is made meanwhile, by several threads."""
-    if plan.setting.kind == "cpu":
+    """The windows; where a device computes, the next is made meanwhile, by several threads.
+
+    Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
+    """
+    if plan.setting.kind == "cpu" or not has_its_device_alone(plan.setting):
         return made
     plan.data.threads = min(4, os.cpu_count() or 1)
     return ahead(made)
