@@ -101,7 +101,10 @@ def train(
         training.inside_window = True
         state = None if window.restart else training.state
         losses, training.state = engine.train_window(window.frames, state)
-        # One look at the device a window, since every look waits for it.
+        # One look at the device a window, since every look waits for it. The stream is waited for first: a copy that
+        # waits for it itself would keep other threads from launching meanwhile.
+        if losses.is_cuda:
+            torch.cuda.current_stream(losses.device).synchronize()
         training.note(losses.tolist(), time.perf_counter() - began)
         after_window()
         if training.diverged_at is not None:
