@@ -273,7 +273,8 @@ def networks(
         for count in counts:
             with tempfile.TemporaryDirectory() as store:
                 begin = time.perf_counter()
-                runs = gl.Experiment(net, [setting], count, profile=size, workers=count, store=store).run()
+                experiment = gl.Experiment(net, [setting], count, profile=size, workers=count, store=store)
+                runs = experiment.run(progress=False)
                 taken = time.perf_counter() - begin
             rows.append([net, size, setting, count, f"{runs.frames.sum() / taken:,.0f}"])
             print(*rows[-1], flush=True)
