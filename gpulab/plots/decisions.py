@@ -74,6 +74,8 @@ def estimation(verdict: Verdict) -> Picture:
         heights = row_height - 0.08 + 0.8 * group[block].map(offsets)
         style.points(right, group.difference / unit, heights, tints[level], hollow[level], **dots)
         largest = f"largest {row['largest_difference'] / unit:.2g}" if row["largest_difference"] else "exactly the same"
+        if np.isnan(row["largest_difference"]):
+            largest = "no pair finished"
         right.annotate(f" {row['decision']}\n {largest}", (1.0, row_height), fontsize=7, **BESIDE)
     below = table[factor].map(rows).astype(float) + 0.33
     for low, high, width in (("low", "high", 1.0), ("equivalent_low", "equivalent_high", 3.2)):
