@@ -24,6 +24,7 @@ from companion.findings import setting_in_text, span
 from gpulab.models import Autoencoder
 from gpulab.models.base import Trainable
 from gpulab.plots import style
+from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK
 from gpulab.progress import Progress
 from gpulab.report import Picture
@@ -260,8 +261,18 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
     figure, panels = style.canvas(2, height=4.0, share_rows=True)
     most_devices = int(frame.devices.max())
     ticks = sorted({1, *frame.devices})
-    name = "PredNet " + frame["size"] + ", " + frame.setting + ", " + frame.machine + " (" + frame.origin + ")"
-    frame = frame.assign(name=name, marker=frame["size"].map(MARKERS))
+    name = (
+        "PredNet "
+        + frame["size"]
+        + ", "
+        + frame.setting.map(setting_words)
+        + ", "
+        + frame.machine
+        + " ("
+        + frame.origin
+        + ")"
+    )
+    frame = frame.assign(name=name, marker=frame["size"].map(MARKERS)).sort_values("devices", kind="stable")
     titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
     for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
         style.named_lines(axes, frame[frame.scaling == scaling], "devices", "speedup")
@@ -364,7 +375,7 @@ def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
     """What the most devices bring, a sentence a size."""
     lines = []
     for size, rows in scaling.groupby("size", sort=False):
-        last = rows[rows.devices == rows.devices.max()].set_index("scaling")
+        last = rows[rows.devices == rows.devices.max()].drop_duplicates("scaling").set_index("scaling")
         strong, weak = last.loc["strong"], last.loc["weak"]
         lines.append(
             f"{strong.devices} devices train a {size} PredNet {strong.speedup:.2f} times as fast as one where they "

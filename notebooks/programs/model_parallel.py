@@ -20,8 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import gpulab as gl
 from gpulab.store import records
 
-MIB = 2**20
-
 
 class InTwoParts(gl.models.Autoencoder):
     """An autoencoder, cut after its code; on one device where both are the same."""
@@ -59,7 +57,7 @@ def memory(part, inputs):
         outputs = part(inputs)
     own = {weight.data_ptr() for weight in part.parameters()}
     activations = sum(tensor.nbytes for place, tensor in saved.items() if place not in own)
-    return {"weights": weights / MIB, "optimizer": 3 * weights / MIB, "activations": activations / MIB}, outputs
+    return {"weights": weights / 2**20, "optimizer": 3 * weights / 2**20, "activations": activations / 2**20}, outputs
 
 
 def main():

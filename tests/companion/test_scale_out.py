@@ -97,6 +97,7 @@ def test_recorded_scale_out_of_both_versions(monkeypatch):
     assert set(both.origin) == {"recorded by an earlier version", "recorded"}
     assert both[both.origin == "recorded"].machine.unique().tolist() == ["a GPU"]
     assert both.recorded.all()
+    assert "4 devices do" in scale_out.scaling_lines(both).alt
     assert scale_out.recorded_scale_out("no such table").empty
 
 
