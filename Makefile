@@ -31,7 +31,7 @@ TESTS := GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope -
 test: check ## style, types, and the tests for every day: five minutes
 	$(TESTS) -m "not slow"
 
-test-all: $(DEVELOPED) ## all the other tests: browser, all notebooks, site, slides, attack, clusters: seven minutes
+test-all: $(DEVELOPED) ## all the other tests: all notebooks, site, slides, attack, clusters: seven minutes
 	$(TESTS) -m slow
 
 check: $(DEVELOPED) ## style, format and types, without the tests

@@ -1,6 +1,4 @@
 import os
-import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -8,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from nbval.plugin import IPyNbCell
-from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["pytester"]
 
@@ -28,27 +25,13 @@ OTHER_NOTEBOOKS = pytest.mark.slow("a notebook that daily work seldom breaks")
 
 
 def pytest_collection_modifyitems(items):
-    """A test that `make test` leaves to `make test-all` says why: `@pytest.mark.slow("starts a browser")`."""
+    """A test that `make test` leaves to `make test-all` says why: `@pytest.mark.slow("starts a server")`."""
     for item in items:
         if isinstance(item, IPyNbCell) and item.path.stem not in EVERY_DAY:
             item.add_marker(OTHER_NOTEBOOKS)
         for mark in item.iter_markers("slow"):
             if not mark.args:
-                raise pytest.UsageError(f"{item.nodeid}: say why it is slow, in a few words: slow('starts a browser').")
-
-
-class Scheduling(LoadScopeScheduling):
-    """A file is for one process, which makes its fixtures once; but the notebooks in a browser are for three."""
-
-    def _split_scope(self, nodeid):
-        file = nodeid.split("::")[0]
-        notebook = re.search(r"in_a_browser\[(\d+)", nodeid)
-        return f"{file} {int(notebook[1]) % 3}" if notebook else file
-
-
-@pytest.hookimpl(optionalhook=True)  # xdist may be switched off
-def pytest_xdist_make_scheduler(config, log):
-    return Scheduling(config, log)
+                raise pytest.UsageError(f"{item.nodeid}: say why it is slow, in a few words: slow('starts a server').")
 
 
 @pytest.fixture(scope="session")
@@ -78,17 +61,6 @@ def python():
         return done
 
     return run
-
-
-@pytest.fixture(scope="module")  # not longer: while Playwright runs, nothing else can run an event loop
-def browser():
-    """Chromium, where it and Playwright are there."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no chromium is installed: what a browser shows is not tested")
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
 
 
 @pytest.fixture

@@ -184,46 +184,6 @@ def test_recorded_runs_are_listed_as_csv_and_nothing_of_the_current_folder_is_im
     assert len(table) == len(gl.recorded_runs())
 
 
-@of_posix
-@pytest.mark.slow("stops an experiment in several processes")
-@pytest.mark.parametrize(("seeds", "status"), [("3", 0), ("1000", 143)], ids=["to its end", "until it is stopped"])
-def test_an_experiment_whose_bar_nobody_reads_goes_on(tmp_path, seeds, status):
-    size = ["--profile", "smoke", "--size", "8x12", "--channels", "3,4", "--frames", "400", "--workers", "2"]
-    command = [*COMMAND, "experiment", "prednet", "--setting", "cpu:threads=1", "--seeds", seeds, *size]
-    with open(tmp_path / "said", "w") as said:
-        experiment = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=subprocess.PIPE)
-    try:
-        assert experiment.stderr.read(1), "the bar is drawn"
-        experiment.stderr.close()
-        deadline = time.monotonic() + 300
-        while status and not list(tmp_path.glob("runs/prednet-*")):
-            assert experiment.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        if status:
-            experiment.terminate()
-        assert experiment.wait(timeout=300) == status
-    finally:
-        experiment.kill()
-    if not status:
-        assert len(gl.runs(tmp_path / "runs")) == 3
-        assert "3 runs" in (tmp_path / "said").read_text()
-
-
-@pytest.mark.slow("starts processes that load torch")
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [(SMOKE, 0), (["runs", "--recorded", "--csv"], 0), (["runs", "no-such"], 1), (["train", "nonsense"], 2)],
-)
-def test_a_command_that_nobody_reads_keeps_its_exit_status(tmp_path, arguments, status):
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run([*COMMAND, *arguments], cwd=tmp_path, stdout=writing, stderr=writing, timeout=300)
-    os.close(writing)
-    assert done.returncode == status
-    assert gl.runs(tmp_path / "runs").empty == (arguments != SMOKE)
-
-
 @pytest.mark.slow("starts a process that loads torch")
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_an_instruction_set_can_be_chosen(tmp_path):
@@ -255,78 +215,6 @@ def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path
     options = {"model_options": {"size": (8, 12), "channels": [3, 4]}, "data_options": {"size": (8, 12)}}
     run = gl.train("prednet", profile="smoke", frames=2000, store=tmp_path / "runs", progress=False, **options)
     assert 0 < run.record["resumed_at"] < 100
-
-
-# A signal at a chosen moment: when a module is looked for, or the first time that a function is called.
-AT_A_MOMENT = """
-import os, signal, sys
-
-moment = sys.argv.pop(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == moment:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def watch(frame, event, _):
-    if event == "call" and frame.f_code.co_name == moment:
-        sys.setprofile(None)
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-sys.meta_path.insert(0, Finder())
-from gpulab.__main__ import main
-
-sys.setprofile(watch)
-main()
-"""
-
-
-@of_posix
-@pytest.mark.slow("starts processes that load torch")
-@pytest.mark.parametrize("moment", ["typer", "pandas", "say_csv", "_shutdown"])
-def test_ctrl_c_is_quiet_at_any_moment(python, moment):
-    done = python(AT_A_MOMENT, moment, "runs", "--recorded", "--csv", check=False)
-    assert done.returncode == 130
-    assert done.stderr in ("", "gpulab: interrupted; run the same command again to go on\n")
-
-
-@of_posix
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_is_not_lost_in_a_finalizer_nor_said_twice(python, name, status):
-    code = """
-    import os, signal, sys
-    from gpulab import signals
-
-    class Odd:
-        def __del__(self):
-            os.kill(os.getpid(), number)
-            print("heard")
-
-    number = getattr(signal, sys.argv[1])
-    signal.signal(number, signal.default_int_handler)
-    with signals.Raising("interrupted"):
-        if sys.argv[2] == "lost":
-            Odd()
-        os.kill(os.getpid(), number)
-        print("went on")
-    """
-    for where, errors in (("lost", ""), ("work", "interrupted\n")):
-        done = python(code, name, where, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (status, "", errors)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this operating system has no /dev/full")
-@pytest.mark.slow("starts a process that loads torch")
-def test_an_output_that_is_full_is_one_line():
-    with open("/dev/full", "w") as full_one:
-        done = subprocess.run([*COMMAND, "runs", "--recorded"], stdout=full_one, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("gpulab: standard output: cannot be written: the disk is full")
-    assert len(done.stderr.splitlines()) == 1
 
 
 # --- a step ------------------------------------------------------------------------------------------------
@@ -538,26 +426,3 @@ def test_a_name_that_is_not_utf8_is_refused_before_it_is_written_into_a_store(ar
     assert got.status == 2
     assert re.fullmatch(r"gpulab: \S*\\udcff\S*: this name is not UTF-8, .*\n", got.errors)
     assert not list(tmp_path.glob("runs*"))
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
-def test_names_are_shown_as_they_are_and_move_no_cursor(answer, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr("gpulab.terminal.MOST_DRAWN", 1)
-    name = "[bold]\x1b[31m$red$.py"
-    (tmp_path / name).write_text("def train(seed):\n    return {'[link=x]\\x07': float(seed)}\n")
-    train = ["train", f"{name}:train", "--seed"]
-    answers = [answer(*line) for line in ([*train, "0"], ["runs"], [*train, "1"], ["runs"], ["runs", "--csv"])]
-    assert [got.status for got in answers] == [0] * 5
-    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f]", "".join(got.out for got in answers))
-    assert not [got.errors for got in answers if "\x1b[31m" in got.errors]
-    drawn, aligned, csv = (answers[place].out for place in (1, 3, 4))
-    for listed in (drawn, aligned, csv):
-        assert "[bold]\\x1b[31m$red$.py:train" in listed
-        assert "[link=x]\\x07" in listed
-
-    def cells(table):
-        return [re.findall(r"[^\s│┃]+", line) for line in table.splitlines() if re.search("profile|cpu", line)]
-
-    assert cells(drawn) == cells(aligned)[:2]
-    assert len(cells(aligned)) == 3

@@ -1,6 +1,6 @@
 """The site of `make site`, opened from disk: its links, its words, its width on a telephone, its search; the slides.
 
-Without the extra `site` all of this is skipped, and without a browser what needs one.
+Without the extra `site` all of this is skipped.
 """
 
 import html.parser
@@ -104,95 +104,7 @@ def test_every_figure_has_words(pages):
         assert all((attributes.get("alt") or "").strip() for tag, attributes in page.elements if tag == "img"), file
 
 
-@pytest.fixture
-def look(site, browser):
-    """Open a page of the site from disk; the page, and what the browser asked for or complained of."""
-    opened = []
-
-    def go(name, size=TELEPHONE):
-        context = browser.new_context(viewport=size)
-        page, complaints = context.new_page(), []
-        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or complaints.append(asked.url))
-        page.goto((site / name).as_uri())
-        opened.append(context)
-        return page, complaints
-
-    yield go
-    for context in opened:
-        context.close()
-
-
-def test_no_page_is_wider_than_a_telephone(look, pages):
-    page, complaints = look("index.html")
-    for file in pages:
-        page.goto(file.as_uri())
-        assert page.evaluate("document.scrollingElement.scrollWidth") <= TELEPHONE["width"], file.name
-        assert page.evaluate(WIDE) == [], file.name
-    assert complaints == []
-
-
-def test_the_search_finds_a_word_from_disk(look):
-    page, complaints = look("index.html", size=LAPTOP)
-    page.get_by_placeholder("Search").first.fill("denormals")
-    page.keyboard.press("Enter")
-    page.locator("#search-results a").get_by_text("Settings", exact=True).first.click()
-    assert "denormals" in page.locator("article").inner_text()
-    assert complaints == []
-
-
-# --- the slides: what stands on them can be read from the last row ------------------------------------------
-
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PROJECTOR = {"width": 1280, "height": 720}
-# Of the slide in view: what stands outside of the picture, is smaller than SMALLEST, or has no words.
-SMALLEST = 24
-FAULTS = """smallest => {
-    const slide = Reveal.getCurrentSlide(), found = [];
-    for (const part of slide.querySelectorAll("*")) {
-        if (part.closest("math, .anchor-link") || !part.getClientRects().length) continue;
-        const box = part.getBoundingClientRect(), name = part.localName + " " + (part.innerText ?? "").slice(0, 60);
-        if (box.bottom > innerHeight || box.right > innerWidth + 1 || part.scrollWidth > part.clientWidth + 1 &&
-            part.clientWidth && getComputedStyle(part).display != "inline") found.push("outside: " + name);
-        if (part.localName == "img" && !part.alt) found.push("no words: " + name);
-        const written = [...part.childNodes].some(node => node.nodeType == 3 && node.data.trim());
-        if (written && parseFloat(getComputedStyle(part).fontSize) < smallest) found.push("small: " + name);
-    }
-    const text = [...slide.querySelectorAll("p")].map(part => part.innerText).join(" ");
-    if (!slide.querySelector("img, table, pre") && !/[.?!]$/.test(text.trim())) found.push("no sentence: " + text);
-    if (/\\d+%\\|/.test(slide.innerText)) found.push("a progress bar");
-    const words = [...slide.querySelectorAll("p, li, h2")].map(part => part.innerText).join(" ");
-    if (words.includes("$")) found.push("a formula? " + words);
-    return found.map(fault => location.hash + " " + fault);
-}"""
-
-
-@pytest.fixture(scope="module")
-def decks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slides")
-    subprocess.run([sys.executable, ROOT / "docs" / "slides.py", folder], check=True, timeout=300)
-    return folder
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
-def test_slides_can_be_read(notebook, decks, browser):
-    page, asked, complaints, faults = browser.new_page(viewport=PROJECTOR), [], [], []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto((decks / f"{notebook.stem}.slides.html").as_uri())
-    page.wait_for_function("window.Reveal && Reveal.isReady()")
-    total = page.evaluate("Reveal.getTotalSlides()")
-    for number in range(total):
-        page.evaluate("number => Reveal.slide(number, 0, 0)", number)  # with its answer, where it has one
-        faults += page.evaluate(FAULTS, SMALLEST)
-        file = ROOT / "build" / "screenshots" / "slides" / f"{notebook.stem}-{number:02}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=file)
-    page.close()
-    assert 6 <= total <= 20
-    assert f'href="{notebook.stem}.slides.html"' in (decks / "index.html").read_text(encoding="utf-8")
-    assert faults == []
-    assert complaints == []
-    assert all(url.startswith(("file:", "data:")) for url in asked)
+def test_every_notebook_has_slides(tmp_path):
+    subprocess.run([sys.executable, ROOT / "docs" / "slides.py", tmp_path], check=True, timeout=300)
+    notebooks = {file.stem for file in (ROOT / "notebooks").glob("*.ipynb")}
+    assert notebooks <= {file.stem for file in tmp_path.glob("*.html") if "reveal" in file.read_text(encoding="utf-8")}

@@ -12,7 +12,7 @@ import pyarrow.parquet
 from pandas.api.types import is_bool_dtype
 
 from gpulab import files
-from gpulab.errors import DataError
+from gpulab.errors import DataError, UsageError
 from gpulab.stats.pairs import NAME_THEM, find_column, run_states
 
 MOST_CELLS, MOST_BYTES = 1 << 25, 1 << 28  # of a Parquet file, unpacked
@@ -55,6 +55,8 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
         raise DataError(f"{file}: cannot be read as a table: {why}") from None
     if frame.empty:
         raise DataError(f"{file}: no runs in it; expected a header and a row per run")
+    if "status" not in frame and "State" in frame and set(frame["State"].str.lower()) - {"finished"}:
+        raise UsageError(f"{file}: column 'State' has runs that did not finish: rename it to 'status', which says so")
     cells = frame[metric := find_column(frame.columns, metric, NAME_THEM)].dropna().infer_objects()
     if not is_bool_dtype(cells):
         text = cells.map(str).str.strip()

@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 
 import nbformat
@@ -77,30 +76,6 @@ def test_copies_without_outputs_are_made_once(notebooks, tmp_path):
     (tmp_path / "lab" / "03_three.ipynb").write_text("my work")
     assert copy_without_outputs(notebooks, tmp_path / "lab") == []
     assert (tmp_path / "lab" / "03_three.ipynb").read_text() == "my work"
-
-
-@pytest.mark.slow("starts a kernel for each of six notebooks")
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot share its cores out")
-def test_notebooks_beside_each_other_have_cores_of_their_own(tmp_path):
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("one core cannot be shared out")
-    (tmp_path / "notebooks").mkdir()
-    source = "import os\nprint(sorted(os.sched_getaffinity(0)))"
-    for name in ("02_two", "05_five", "07_seven"):
-        cells = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
-        cells += [new_code_cell(source, metadata={"tags": ["finding", "here"]})]
-        nbformat.write(new_notebook(cells=cells, metadata=KERNEL), tmp_path / "notebooks" / f"{name}.ipynb")
-    seen = {
-        profile: [
-            json.loads(result.said(run.HERE)[0])
-            for result in execute(tmp_path / "notebooks", tmp_path / profile, profile, "cpu", jobs=2)
-        ]
-        for profile in ("quick", "smoke")
-    }
-    assert sorted(seen["quick"][0] + seen["quick"][1]) == cores
-    assert seen["quick"][2] == cores, "what times things has the machine for itself"
-    assert len(seen["smoke"][2]) < len(cores), "but not where it says nothing of speed"
 
 
 def test_a_kernel_that_dies_is_reported_with_its_last_words_and_others_are_executed_where_they_lie(notebooks, tmp_path):

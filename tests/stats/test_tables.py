@@ -104,6 +104,7 @@ SMALL = {"setting": ["cpu", "cuda"], "seed": [0, 0], "loss": [0.5, 0.6]}
         ("setting,seed,loss\n", DataError, "no runs in it; expected a header and a row per run"),
         ("los,seed,lss\n1,2,3\n", UsageError, "no column 'loss'; there are los, seed, lss"),
         ("train/loss,val/loss\n1,2\n", UsageError, "'loss' could be any of train/loss, val/loss; give the whole"),
+        ("State,loss\nfinished,1\ncrashed,2\n", UsageError, "column 'State' has runs that did not finish"),
         ("seed,loss\n0,0.5\n1,oops\n", DataError, r"of numbers: row 3 has 'oops' \(the header is row 1\)"),
         ("seed,loss\n0,0.5,7,8\n1,2\n3,4,5,6,7,8\n", DataError, "cannot be read as a table"),
         (b"seed,loss\n\xff\xfe,1\n", DataError, "cannot be read as a table: 'utf-8' codec"),
