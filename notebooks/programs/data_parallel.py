@@ -83,8 +83,7 @@ def compare(args, device, dtype):
         return train(loss, shares, args.updates, communicate), parameters_to_vector(loss.parameters())
 
     alone = Loss(gl.models.PredNet(channels, frame)).to(device, dtype)
-    seconds = train(alone, whole, args.updates) if rank == 0 else 0.0
-    dist.barrier()  # the others have waited
+    seconds = train(alone, whole, args.updates) if rank == 0 else 0.0  # the others wait where they train together
     rows = [(scaling, 1, args.batch, seconds, seconds) for scaling in ("strong", "weak")]
     strong, weights = together(whole)
     everywhere = [torch.empty_like(weights) for _ in range(size)]
@@ -130,9 +129,8 @@ def report(args, size, rows, differences):
     print(f"All {size} processes end with the same weights, which differ from those of one process by {words} at most.")
     if args.record:
         common = {"network": "prednet", "size": args.size, "setting": args.setting}
-        scaling = scaling.assign(ideal=scaling.devices, efficiency=scaling.speedup / scaling.devices, **common)
         ends = pd.DataFrame(differences.items(), columns=["precision", "weights"]).assign(devices=size, **common)
-        tables = {"scaling": scaling.to_dict("records"), "ends": ends.to_dict("records")}
+        tables = {"scaling": scaling.assign(**common).to_dict("records"), "ends": ends.to_dict("records")}
         records.write_json(args.record, records.measured(args.setting.partition(":")[0], **tables))
 
 
@@ -156,8 +154,9 @@ def main():
     if "RANK" in os.environ:
         work(int(os.environ["RANK"]), size, args, "env://")
     else:
+        method = "fork" if args.setting.startswith("cpu") and sys.platform == "linux" else "spawn"
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(work, (size, args, Path(folder, "meeting").as_uri()), size)
+            mp.start_processes(work, (size, args, Path(folder, "meeting").as_uri()), size, start_method=method)
 
 
 if __name__ == "__main__":

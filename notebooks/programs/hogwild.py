@@ -15,6 +15,7 @@ same program for a classifier, `mnist_hogwild`.
 import argparse
 import contextlib
 import itertools
+import sys
 import time
 from pathlib import Path
 
@@ -39,7 +40,6 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
     """What one worker does, for each seed and way: its share of the updates, on the row of `weights` for that."""
     torch.set_num_threads(1)
     net = gl.models.Autoencoder(args.hidden).to(args.device)
-    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
     for row, shared in enumerate(weights):
         way, windows = WAYS[row % 2], gl.load("digits", size=(28, 28)).windows(BATCH, seed=row // 2)
         batches = [pixels(window, args.device) for window in itertools.islice(windows, args.updates)]
@@ -49,14 +49,15 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
         start = time.perf_counter()
         for number, batch in enumerate(batches[rank :: args.workers]):
             before = int(counts[row].sum())  # updates of all workers so far
-            optimizer.zero_grad()
+            net.zero_grad()
             loss = net.training_loss(batch, None)[0]
             loss.backward()
-            moved[row, rank] -= LEARNING_RATE * parameters_to_vector(p.grad for p in net.parameters()).cpu()
+            change = -LEARNING_RATE * parameters_to_vector(weight.grad for weight in net.parameters())
+            moved[row, rank] += change.cpu()
             age = int(counts[row].sum()) - before
             wait()
             with lock if way == "synchronous" else contextlib.nullcontext():
-                optimizer.step()
+                shared += change
                 shared[0].item()  # waits for a GPU
             counts[row, rank] += 1
             logs[row, rank, number] = torch.tensor([time.perf_counter() - start, loss.item(), age])
@@ -84,8 +85,10 @@ def main():
     counts = torch.zeros(shape, dtype=torch.int64).share_memory_()
     moved = torch.zeros(*shape, begin.shape[1], dtype=torch.float64).share_memory_()
     logs = torch.zeros(*shape, args.updates // args.workers, 3, dtype=torch.float64).share_memory_()
-    new = mp.get_context("spawn")
-    mp.spawn(work, (args, weights, counts, moved, logs, new.Lock(), new.Barrier(args.workers)), args.workers)
+    method = "fork" if args.device == "cpu" and sys.platform == "linux" else "spawn"
+    new = mp.get_context(method)
+    shared = (args, weights, counts, moved, logs, new.Lock(), new.Barrier(args.workers))
+    mp.start_processes(work, shared, args.workers, start_method=method)
     report(args, begin, weights.cpu(), moved, logs)
 
 

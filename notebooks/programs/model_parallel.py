@@ -81,7 +81,6 @@ def main():
         batch = cut.flat(images[: args.batch]).to(first)
         encoder, code = memory(cut.encoder, batch)
         decoder, _ = memory(cut.decoder, code.detach().to(second))
-    print(f"Autoencoder, hidden layers {args.hidden}, {args.updates} updates with {args.batch} images each")
     print(f"whole: mean loss {loss:.7f}, {speed:.0f} updates a second")
     print(f"in parts: mean loss {loss_in_parts:.7f}, {speed_in_parts:.0f} updates a second")
     common = {"network": "autoencoder", "whole": loss, "parts": loss_in_parts, "setting": str(setting)}

@@ -51,11 +51,10 @@ def main():
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     kind = torch.device(args.devices[0]).type
-    channels, frame = SIZES[args.size]
     with gl.setting("cpu:threads=1" if kind == "cpu" else f"{kind}:tf32=off") as setting:
-        net = gl.models.PredNet(channels, frame).eval()
+        net = gl.models.PredNet(*SIZES[args.size]).eval()
         copies = [copy.deepcopy(net).to(device) for device in args.devices]
-        windows = gl.load("walk", size=frame).windows(args.frames)
+        windows = gl.load("walk", size=net.size).windows(args.frames)
         films = [torch.from_numpy(next(windows).frames[-args.frames :]) for _ in range(args.films)]
         films = torch.stack(films, 1).float() / 255
         difference = (predict(copies, films) - predict(copies[:1], films)).abs().max().item()
