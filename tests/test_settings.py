@@ -27,7 +27,6 @@ VALUES = {
     "precision": (None, *PRECISIONS),
     "emulate": (None, "tf32", "hopper"),
     "order": (None, "pairwise", "tensor-core+split-4"),
-    "float32": (None, "model.py:12+other.py:3"),
 }
 
 
@@ -35,7 +34,7 @@ def options_of(device):
     """Every combination of the options that have a meaning on a device, as lists of `name=value`."""
     names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name].devices]
     for values in itertools.product(*(VALUES[name] for name in names)):
-        *_, precision, emulate, order, _ = values
+        *_, precision, emulate, order = values
         if precision not in (None, "float32") and (emulate or order):
             continue  # what is emulated is the arithmetic of float32
         yield [f"{name}={value}" for name, value in zip(names, values, strict=True) if value is not None]

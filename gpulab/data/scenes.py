@@ -231,8 +231,13 @@ class _Chunk:
             return self.rendered
 
 
-# For several who want the same frames, and are not equally far: at 160×120 a whole film, of 288 MB.
-_chunk = functools.lru_cache(maxsize=1000)(_Chunk)
+_chunk = functools.lru_cache(maxsize=32)(_Chunk)  # some 10 MB, for several who want the same frames
+
+
+def remember_chunks(count: int) -> None:
+    """Keep the last so many chunks, of 0.3 MB each, for trainings that share a film and are not equally far."""
+    global _chunk
+    _chunk = functools.lru_cache(maxsize=count)(_Chunk)
 
 
 EXTENDING = threading.Lock()

@@ -292,7 +292,7 @@ def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0
         >>> import gpulab as gl
         >>> layer = torch.nn.Linear(2, 1, bias=False).double()
         >>> loss = lambda: (layer.weight[0, 0] * layer.weight[0, 1] - 1) ** 2
-        >>> around = gl.saddles.landscape(layer, loss, progress=False)
+        >>> around = gl.saddles.landscape(layer, loss)
         >>> picture = gl.plots.landscape_slice(around, around.slice(90, extent=0.1), 90)
         >>> print(picture.alt.partition(". ")[0])
         The loss along a line through the weights

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     Answer = Callable[..., None]  # of a job's number: `done` and `loss` now and then, and last its end
 
 TELL_SECONDS = 0.2  # between what a training says of its progress
+WHOLE_FILM = 1000  # chunks of frames: 5,000 frames of 160×120, 288 MB
 
 
 def main(arguments: list[str]) -> None:
@@ -76,6 +77,7 @@ def train_together(lines: Iterable[str], answer: Answer, setting: str, threads: 
 
     import torch
 
+    from gpulab.data import scenes
     from gpulab.settings import Setting
 
     parsed, stopping = Setting.parse(setting), threading.Event()
@@ -91,6 +93,7 @@ def train_together(lines: Iterable[str], answer: Answer, setting: str, threads: 
             _do(number, job, answer, check_stopping)
         streams.put(stream)
 
+    scenes.remember_chunks(WHOLE_FILM)
     # Each training puts the setting in force and takes it back; around all of them it stays in force.
     with parsed.apply(), ThreadPoolExecutor(threads) as pool:
         for _ in range(threads):

@@ -180,7 +180,7 @@ def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
     """The first line of the audit of some questions that people asked in public, beside the cause confirmed there."""
     cases = benchmark("public_cases")
     chosen_cases = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
-    first_lines = cases.run(chosen_cases, "cpu").set_index("case").rename_axis("question")
+    first_lines = cases.run(chosen_cases).set_index("case").rename_axis("question")
     words = {"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"}
     return first_lines.rename(columns=words)[["thread", "setting", "against", "said", "first at", "confirmed there"]]
 
