@@ -8,6 +8,7 @@ since every C library has its own. Random numbers are PCG64's raw output, which 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import threading
@@ -234,10 +235,15 @@ class _Chunk:
 _chunk = functools.lru_cache(maxsize=32)(_Chunk)  # some 10 MB, for several who want the same frames
 
 
-def remember_chunks(count: int) -> None:
+@contextlib.contextmanager
+def remembered_chunks(count: int) -> Iterator[None]:
     """Keep the last so many chunks, of 0.3 MB each, for trainings that share a film and are not equally far."""
     global _chunk
-    _chunk = functools.lru_cache(maxsize=count)(_Chunk)
+    before, _chunk = _chunk, functools.lru_cache(maxsize=count)(_Chunk)
+    try:
+        yield
+    finally:
+        _chunk = before
 
 
 EXTENDING = threading.Lock()
@@ -259,10 +265,11 @@ class _Path:
         with EXTENDING:
             while self.starts[-1] <= distance.max(initial=0.0):
                 self._extend()
-        piece = np.searchsorted(np.array(self.starts), distance, side="right") - 1
-        along = distance - np.array(self.starts)[piece]
-        places = np.array(self.places, dtype=np.float64)[piece]
-        turn = np.array([turn or 0 for turn in self.turns], dtype=np.float64)[piece]
+            starts, all_places, turns = np.array(self.starts), np.array(self.places, dtype=np.float64), [*self.turns]
+        piece = np.searchsorted(starts, distance, side="right") - 1
+        along = distance - starts[piece]
+        places = all_places[piece]
+        turn = np.array([turn or 0 for turn in turns], dtype=np.float64)[piece]
         x, y, quarter = places.T
         # A turn follows a quarter circle of radius one: forward by sin, to the side by 1 − cos.
         forward = np.where(turn == 0, along, sine(along))

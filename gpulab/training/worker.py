@@ -93,9 +93,8 @@ def train_together(lines: Iterable[str], answer: Answer, setting: str, threads: 
             _do(number, job, answer, check_stopping)
         streams.put(stream)
 
-    scenes.remember_chunks(WHOLE_FILM)
     # Each training puts the setting in force and takes it back; around all of them it stays in force.
-    with parsed.apply(), ThreadPoolExecutor(threads) as pool:
+    with scenes.remembered_chunks(WHOLE_FILM), parsed.apply(), ThreadPoolExecutor(threads) as pool:
         for _ in range(threads):
             streams.put(torch.cuda.Stream(parsed.device) if parsed.kind == "cuda" else None)
         try:
