@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
     assert {key: value for key, value in apart.items() if not value < 1e-6} == {}
 
 
-def test_an_experiment_hands_its_loader_to_every_run_and_each_loader_is_another_run(tmp_path):
+def test_experiment_with_each_loader(tmp_path):
     options = {"loader": "reused", "frames": 20, "model_options": {"channels": [3, 4]}}
     (job,) = gl.Experiment("prednet", [SETTING], [0], "smoke", tmp_path, options=options).jobs()
     run = gl.train(**job, progress=False)
