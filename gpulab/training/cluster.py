@@ -83,8 +83,8 @@ class RayCluster:
         if not able:
             raise UsageError(f"a run under {setting} asks for {wanted} on one node; none of {len(nodes)} has as much")
         on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in able]
-        ask = self.ray.remote(passport)
-        return self.ray.get([ask.options(**options, scheduling_strategy=strategy).remote() for strategy in on_each])
+        ask = [self.ray.remote(**options, scheduling_strategy=strategy)(passport) for strategy in on_each]
+        return self.ray.get([task.remote() for task in ask])
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> str:  # noqa: ARG002
         """Have a run done on a node, keep it, and return its id."""

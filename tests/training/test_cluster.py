@@ -62,9 +62,7 @@ class OneNode:
         if function is None:
             return functools.partial(self.remote, **options)
         self.options.append(options)
-        task = types.SimpleNamespace(remote=lambda *given: (function, given))
-        task.options = lambda **more: self.options.append(more) or task
-        return task
+        return types.SimpleNamespace(remote=lambda *given: (function, given))
 
     def get(self, tasks):
         if isinstance(tasks, list):
