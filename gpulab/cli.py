@@ -133,8 +133,6 @@ def experiment(
     picture: Picture = None,
     engine: Annotated[str, option("local, or ray (a cluster)")] = "local",
     address: Annotated[str | None, option("of the Ray cluster", "$RAY_ADDRESS or a local")] = None,
-    cpus: Annotated[float | None, option("of each run on a cluster", "its threads, or 1")] = None,
-    gpus: Annotated[float | None, option("of each run on a cluster, such as 0.25", "1")] = None,
     share: Annotated[str | None, option("K/N does every N-th run from the K-th on, for one task")] = None,
 ) -> None:
     """Train every seed under every setting, here or on a cluster, and compare. What is done already is skipped."""
@@ -146,7 +144,7 @@ def experiment(
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
     k, n = whole_numbers(share, "/", 2, "--share") if share else (0, 1)
-    frame = exp.run(engine=engine, address=address, cpus=cpus, gpus=gpus, share=(k, n))
+    frame = exp.run(engine=engine, address=address, share=(k, n))
     say_runs(frame, f", kept in {exp.folder}")
     if share:
         say(f"share {share} is done; without --share, --fresh and --guard the same command compares all runs")

@@ -24,18 +24,11 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 NOTEBOOKS = [Requirement(text) for text in PROJECT["optional-dependencies"]["notebooks"]]
-UNLOCKED = {"keras", "trees"}  # large libraries, for benchmarks alone
-LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
-EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = {file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = {"README.md": README, **DOCS}
 SEMINAR = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("*.md"))]
 ALL_PAGES = "\n".join([*PAGES.values(), *SEMINAR])
-CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-PINS = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in CONSTRAINTS)}
-UNPINNED = {"gpulab", "pip", "setuptools", "wheel"}  # the project, and what installs it
-
 # conda-forge's names, where they differ. The -base packages come without a window toolkit.
 CONDA_NAMES = {
     "torch": "pytorch",
@@ -117,15 +110,6 @@ def installed(requirements):
             if text.marker is None or any(text.marker.evaluate({"extra": extra}) for extra in extras):
                 waiting.append(text)
     return names_of_all
-
-
-def test_constraints_pin_what_is_needed_and_all_that_it_brings():
-    assert [line for line in CONSTRAINTS if not re.fullmatch(r"[A-Za-z0-9][\w.-]*==\d[\w.]*", line)] == []
-    assert len(PINS) == len(CONSTRAINTS), "one version a package"
-    assert not PINS.keys() & UNPINNED
-    for requirement in RUNTIME + EXTRAS:
-        assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)]), requirement
-    assert installed(RUNTIME + EXTRAS) - PINS.keys() - UNPINNED == set()
 
 
 @pytest.mark.parametrize(("file", "torch"), [("environment.yml", "pytorch"), ("binder/environment.yml", "pytorch-cpu")])
@@ -386,12 +370,6 @@ def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypat
         assert records.shipped(file) == copy
 
 
-def test_citation_has_the_version():
-    import gpulab
-
-    assert f"\nversion: {gpulab.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)
 def test_benchmarks_import_what_is_there(script):
     for node in ast.walk(ast.parse(script.read_bytes())):
@@ -399,13 +377,3 @@ def test_benchmarks_import_what_is_there(script):
             module = importlib.import_module(node.module)
             for name in node.names:
                 assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
-
-
-def test_torch_and_torchvision_are_pinned_as_a_pair():
-    installed = importlib.metadata.version("torchvision").partition("+")[0]
-    if installed != PINS["torchvision"]:
-        pytest.skip(f"torchvision {installed} is installed; {PINS['torchvision']} is pinned")
-    (torch,) = [
-        wanted for wanted in map(Requirement, importlib.metadata.requires("torchvision")) if wanted.name == "torch"
-    ]
-    assert torch.specifier.contains(PINS["torch"]), torch

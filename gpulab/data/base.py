@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,13 @@ Bytes = npt.NDArray[np.uint8]
 
 HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
 HELDOUT_WINDOW = 20  # frames of a window in which losses to compare with are computed
+
+
+def check_folder(folder: Path, expected: str) -> None:
+    """Raise `DataError`, which says what is expected, unless this is a folder."""
+    if not os.path.isdir(folder):  # a name too long for one is none, too
+        problem = "a file, not a folder" if os.path.isfile(folder) else "no such folder"
+        raise DataError(f"{folder}: {problem}; {expected}")
 
 
 class Window(NamedTuple):

@@ -50,12 +50,13 @@ def load(
 
     - `digits`: scikit-learn's 1,797 handwritten digits, enlarged to 28×28, the last 297 of them held out.
     - `mnist`: MNIST's 70,000 digits, 28×28, from the original files, which are downloaded once; the test split is held
-      out. `mnist:DIR` finds the files in a folder; where only those of the test split are there, a tenth of it is held
-      out.
+      out. `mnist:DIR` finds the files in a folder, or where torchvision keeps them below it; where only those of the
+      test split are there, a tenth of it is held out.
     - `walk`: a first-person walk through a town. `moving-digits`: two digits that drift and bounce. Both are sequences
       of frames that are rendered from a seed, the same bytes on every machine.
-    - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names. The middle of each
-      frame is cut out in the shape of `size` and scaled to it.
+    - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names (2.png before
+      10.png). Each frame is turned as its file says that it is to be shown; its middle is cut out in the shape of
+      `size` and scaled to it.
 
     Args:
         name: One of these.
@@ -64,10 +65,10 @@ def load(
             number, those that follow are held out, up to a tenth as many; a number that leaves less than an eleventh of
             all frames counts as none. For `digits` and `mnist` the number does not matter.
         size: (height, width) of a frame in pixels. For `digits` and `mnist` it does not matter.
-        seed: What a rendered scene is drawn from.
-        speed: How fast a rendered scene moves, as a multiple of its usual speed.
+        seed: What a rendered scene is drawn from; for other data it has no meaning, and is refused.
+        speed: How fast a rendered scene moves, as a multiple of its usual speed; for other data it is refused.
         grey: Whether to read your own frames with one channel. Without it, grey ones are refused, so that they are not
-            taken for colour.
+            taken for colour. For other data it is refused.
 
     Returns:
         The data. `data.windows(length)` gives windows of the training part without an end, `data.heldout(length)` those
@@ -103,6 +104,11 @@ def load(
         raise UsageError(f"data {name!r}: frames={frames!r} must be a whole number above 0, seed={seed!r} one from 0")
     if not 0 < speed < float("inf"):
         raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
+    rendered, read = kind in ("walk", "moving-digits"), kind in ("video", "frames")
+    if not rendered and (seed != 0 or speed != 1):
+        raise UsageError(f"data {name!r}: seed={seed}, speed={speed} are for what is rendered: walk, moving-digits")
+    if grey and not read:
+        raise UsageError(f"data {name!r}: grey={grey} is for frames of your own: video:FILE, frames:DIR")
     if kind == "digits":
         return images.Images("digits", *map(np.copy, np.split(images.digits(), [1500])))  # for each caller its own
     if kind == "mnist":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gpulab.data import pictures
-from gpulab.data.base import HELD_OUT, Bytes, Sequence
+from gpulab.data.base import HELD_OUT, Bytes, Sequence, check_folder
 from gpulab.errors import DataError, reason
 from gpulab.store.identities import Stamp, Stamps, stamp
 
@@ -45,11 +47,11 @@ class Video(Sequence):
         stop = self.frames + self.held if stop is None else stop
         with _film(self.file) as film:
             for frame in itertools.islice(film.decode(video=0), start, stop):
-                yield pictures.fit(frame.to_image(), self.size, self.grey)
+                yield pictures.fit(_upright(self.file, frame), self.size, self.grey)
 
 
 class Folder(Sequence):
-    """The images of a folder in the order of their names, all of one size."""
+    """The images of a folder in the order of their names, 2.png before 10.png, all of one size."""
 
     def __init__(self, folder: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.stamps, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
@@ -74,6 +76,23 @@ def _look(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
     if not formats:
         raise DataError(f"{file}: holds no frames")
     return len(formats), formats[0]
+
+
+def _upright(file: Path, frame: Any) -> PIL.Image.Image:
+    """A frame as it is to be shown: a telephone writes down how it was held, and leaves the pixels as they are."""
+    from PIL.Image import Transpose
+
+    image, matrix = frame.to_image(), frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return image
+    # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
+    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+    if not (a or d):
+        image, a, d = image.transpose(Transpose.TRANSPOSE), c, b
+    elif b or c:
+        raise DataError(f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read")
+    image = image.transpose(Transpose.FLIP_LEFT_RIGHT) if a < 0 else image
+    return image.transpose(Transpose.FLIP_TOP_BOTTOM) if d < 0 else image
 
 
 @contextlib.contextmanager
@@ -111,22 +130,28 @@ def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
 
 def _image_files(folder: Path, grey: bool) -> Stamps:
     """The images of a folder by name, as they are now, after a look at the header of each."""
-    if not os.path.isdir(folder):  # a name too long for one is none, too
-        raise DataError(f"{folder}: no such folder")
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    check_folder(folder, "'frames:DIR' reads a folder of images, 'video:FILE' a film")
+    files = sorted((file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES), key=_natural_key)
     if not files:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
     stamps = {file: stamp(file) for file in files}
     size = None
     for file in files:
         with _opened(file) as image:
-            size = size or image.size
-            if image.size != size:
-                sizes = f"is {image.width}×{image.height} pixels, the images before it {size[0]}×{size[1]}"
+            width, height = pictures.upright_size(image)
+            size = size or (width, height)
+            if (width, height) != size:
+                sizes = f"is {width}×{height} pixels, the images before it {size[0]}×{size[1]}"
                 raise DataError(f"{file}: {sizes}; all must have one size")
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); ask for grey=True (--grey) to read one channel")
     return stamps
+
+
+def _natural_key(file: Path) -> tuple[list[str | int], str]:
+    """Sorts names by the numbers in them: 2.png comes before 10.png."""
+    parts = re.split("([0-9]+)", file.name)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)], file.name
 
 
 @contextlib.contextmanager

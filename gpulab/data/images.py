@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpulab.data.base import HELD_OUT, Bytes, Data, Window
+from gpulab.data.base import HELD_OUT, Bytes, Data, Window, check_folder
 from gpulab.errors import DataError, reason
 from gpulab.files import cache_folder
 
@@ -95,9 +95,6 @@ def digits() -> Bytes:
 def mnist(folder: str) -> Images:
     """MNIST's images: both splits, or the test split alone, as found in a folder; with none, downloaded."""
     files = _find_mnist(Path(folder)) if folder else list(map(_downloaded, SHA256))
-    if not files:
-        neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
-        raise DataError(f"{folder}: holds {neither}; 'mnist' without a folder downloads them")
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
         count = len(parts[0])
@@ -110,12 +107,18 @@ def mnist(folder: str) -> Images:
 
 
 def _find_mnist(folder: Path) -> list[Path]:
-    """The files of the training and of the test images, as far as they are there."""
-    files: list[Path] = []
-    for split in ("train", "t10k"):
-        either = (folder / f"{split}-images-idx3-ubyte{suffix}" for suffix in ("", ".gz"))
-        files += itertools.islice(filter(os.path.isfile, either), 1)
-    return files
+    """The files of the training and of the test images, as far as they are there, in one of their usual places."""
+    check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
+    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):  # the latter two are torchvision's
+        files: list[Path] = []
+        for split in ("train", "t10k"):
+            names = (f"{split}-images{dot}idx3-ubyte{suffix}" for dot in "-." for suffix in ("", ".gz"))
+            files += itertools.islice(filter(os.path.isfile, map(place.joinpath, names)), 1)
+        if files:
+            return files
+    there = ", ".join(sorted(file.name for file in itertools.islice(folder.iterdir(), 5))) or "nothing"
+    neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
+    raise DataError(f"{folder}: holds {neither}, here or in MNIST/raw, but {there}; 'mnist' downloads them")
 
 
 def _downloaded(name: str) -> Path:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 MOST_PIXELS = 1 << 27  # of a frame or an image
+ORIENTATION = 0x0112  # the number of this note in Exif
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 
 
@@ -30,10 +31,19 @@ def opened(file: Path | IO[bytes], formats: Collection[str] = FORMATS) -> PIL.Im
     return image
 
 
-def fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> npt.NDArray[np.uint8]:
-    """Cut the middle out in the shape of `size` and scale it: (C, H, W) bytes."""
-    from PIL import Image
+def upright_size(image: PIL.Image.Image) -> tuple[int, int]:
+    """(width, height) of an image as it is to be shown: a camera notes (in Exif) how it was held."""
+    # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would read all of them.
+    noted = image.format != "TIFF" and "exif" in image.info
+    sideways = noted and image.getexif().get(ORIENTATION, 1) > 4
+    return (image.height, image.width) if sideways else image.size
 
+
+def fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> npt.NDArray[np.uint8]:
+    """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W) bytes."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
     scale = min(image.width / size[1], image.height / size[0])
     width, height = size[1] * scale, size[0] * scale
     left, top = (image.width - width) / 2, (image.height - height) / 2

@@ -77,6 +77,18 @@ class Trainable(nn.Module):
         """
         raise NotImplementedError
 
+    def check_state(self, state: Any) -> None:
+        """Check a state that comes from a file, such as a checkpoint, before training goes on from it.
+
+        A tensor of another shape may broadcast, and then nothing else would notice. By default every state is taken.
+
+        Args:
+            state: What `training_loss` may have returned.
+
+        Raises:
+            UsageError: For one that it cannot have returned.
+        """
+
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw the initial weights.
 

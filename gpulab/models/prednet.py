@@ -188,6 +188,22 @@ class PredNet(Trainable):
         shapes = [(len(frame), channels, *self.layer_size(layer)) for layer, channels in enumerate(self.channels)]
         return [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
 
+    def check_state(self, state: State | None) -> None:
+        """Check that a state has the shapes of this network's, for one film.
+
+        Args:
+            state: What `training_loss` may have returned.
+
+        Raises:
+            UsageError: For a state of other shapes, with both.
+        """
+        if state is None:
+            return
+        shapes = [[tuple(tensor.shape) for tensor in layer] for layer in state]
+        expected = [3 * [(1, channels, *self.layer_size(layer))] for layer, channels in enumerate(self.channels)]
+        if shapes != expected:
+            raise UsageError(f"a state of the shapes {shapes}: expected {expected}")
+
     def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
         """Compute how far each layer's last prediction is from what it sees now.
 

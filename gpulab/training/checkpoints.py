@@ -33,7 +33,9 @@ def restore(training: Training, tensors: dict[str, Tensor], notes: dict[str, Any
     if shapes != expected or rows.ndim != 2 or rows.shape[1] != len(WindowNote._fields) or not len(rows):
         raise DataError("not a checkpoint of this training: its tensors have other names or shapes")
     device = next(training.model.parameters()).device
-    training.state = _unpacked(notes["state"], tensors, device)
+    state = _unpacked(notes["state"], tensors, device)
+    training.model.check_state(state)
+    training.state = state
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

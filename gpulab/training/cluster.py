@@ -7,12 +7,12 @@ see it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gpulab.errors import GpulabError, UsageError, extra
@@ -26,32 +26,31 @@ AT_ONCE = 64  # runs that are handed to the cluster, which does as many of them 
 LOCAL = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}  # a cluster that listens to this machine alone
 
 
-class RayCluster:
+class RayCluster(contextlib.AbstractContextManager):
     """The engine of an experiment on a cluster.
 
     Args:
         address: Of a node's head, or `auto`; without it `$RAY_ADDRESS`, or else a cluster that listens on 127.0.0.1
             alone, without a dashboard, and ends with this.
-        cpus: CPUs kept for each run; by default the threads of its setting, or 1.
-        gpus: GPUs kept for each run under a setting of a GPU: 1, or a fraction, so that several share one.
 
     Raises:
-        UsageError: For an address or a share of a node that makes no sense.
+        UsageError: For an address that is one of a client.
         GpulabError: Where Ray is not installed, or the cluster does not answer.
     """
 
-    def __init__(self, address: str | None = None, cpus: float | None = None, gpus: float | None = None) -> None:
-        if cpus is not None and not cpus > 0:
-            raise UsageError(f"cpus={cpus!r}: expected a number above 0")
-        if gpus is not None and not 0 < gpus <= 1:
-            raise UsageError(f"gpus={gpus!r}: a run uses one GPU: 1, or a fraction such as 0.25")
+    def __init__(self, address: str | None = None) -> None:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         if address.startswith("ray://"):
             raise UsageError(f"address {address!r}: run this on a node of the cluster, with address='auto'")
-        self.ray, self.cpus, self.gpus, self.count = import_ray(address), cpus, gpus, AT_ONCE
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads both when it is imported
+        if address.startswith(("local", "127.")):  # else Ray replaces 127.0.0.1 by the address that others see
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        with extra("cluster"):
+            import ray
+        self.ray, self.count = ray, AT_ONCE
         usual = signal.getsignal(signal.SIGTERM)
         try:
-            self.ray.init(address, logging_level="error", log_to_driver=False, **LOCAL if address == "local" else {})
+            ray.init(address, logging_level="error", log_to_driver=False, **LOCAL if address == "local" else {})
         except Exception as error:  # Ray raises what comes, also where a busy machine starts too slowly
             raise GpulabError(f"address {address!r}: no Ray cluster answers: {error}") from None
         if threading.current_thread() is threading.main_thread():
@@ -62,15 +61,10 @@ class RayCluster:
         parsed = Setting.parse(setting)
         if parsed.device != parsed.kind:
             raise UsageError(f"{setting}: a cluster chooses the GPU of a run: write {parsed.kind}")
-        gpus = 0 if parsed.kind == "cpu" else self.gpus or 1
-        environment = {**parsed.environment(), INSIDE: "1"}
+        cpus, gpus = parsed.threads or 1, 0 if parsed.kind == "cpu" else 1
+        environment = {"env_vars": {**parsed.environment(), INSIDE: "1"}}
         # A process does one run, so that no setting leaks into the next.
-        return {
-            "num_cpus": self.cpus or parsed.threads or 1,
-            "num_gpus": gpus,
-            "max_calls": 1,
-            "runtime_env": {"env_vars": environment},
-        }
+        return {"num_cpus": cpus, "num_gpus": gpus, "max_calls": 1, "runtime_env": environment}
 
     def passports(self, setting: str) -> list[Passport]:
         """Those of the nodes that can do a run under a setting; `UsageError` where none can."""
@@ -83,8 +77,7 @@ class RayCluster:
         if not able:
             raise UsageError(f"a run under {setting} asks for {wanted} on one node; none of {len(nodes)} has as much")
         on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in able]
-        ask = [self.ray.remote(**options, scheduling_strategy=strategy)(passport) for strategy in on_each]
-        return self.ray.get([task.remote() for task in ask])
+        return self.ray.get([self.ray.remote(**options, scheduling_strategy=at)(passport).remote() for at in on_each])
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> str:  # noqa: ARG002
         """Have a run done on a node, keep it, and return its id."""
@@ -103,28 +96,14 @@ class RayCluster:
 
     close = stop
 
-    def __enter__(self) -> RayCluster:
-        return self
-
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def import_ray(address: str) -> ModuleType:
-    """Ray, which is told before it starts to send nothing."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if address.startswith(("local", "127.")):  # else Ray replaces 127.0.0.1 by the address that others see
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    with extra("cluster"):
-        import ray
-    return ray
+        self.stop()
 
 
 def train_on_node(job: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """Train in a task of its own: the record, the history, and the weights where they are to be kept."""
     from gpulab.training.request import train
 
-    keep_weights = job.get("keep_weights", True)
     run = train(**job, progress=False)
-    weights = run.model.state_dict() if keep_weights and run.model is not None else None
+    weights = run.model.state_dict() if job.get("keep_weights", True) and run.model else None
     return run.record, dict(run.columns), weights

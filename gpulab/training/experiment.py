@@ -136,8 +136,6 @@ class Experiment:
         progress: bool = True,
         engine: str = "local",
         address: str | None = None,
-        cpus: float | None = None,
-        gpus: float | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> pd.DataFrame:
         """Train the runs that the store does not have yet, and return all runs of this experiment.
@@ -149,14 +147,10 @@ class Experiment:
         Args:
             progress: Whether to show a progress bar.
             engine: `local` for worker processes on this machine; `ray` for a Ray cluster, whose nodes need gpulab and
-                not the store. Ray says how many runs fit at the same
-                time, whatever `workers` is.
+                not the store. A run is kept as many CPUs as its setting has threads, and a GPU where the setting is of
+                one. Ray says how many runs fit at the same time, whatever `workers` is.
             address: For `ray`: the cluster's address, such as `auto` or `127.0.0.1:6379`. By default `$RAY_ADDRESS`, or
                 else a cluster of this machine alone, which ends with the experiment.
-            cpus: For `ray`: how many CPUs the cluster keeps for each run. By default as many as the setting's threads,
-                or 1.
-            gpus: For `ray`: the GPU that it keeps for each run under a setting of a GPU: 1, the default, or a fraction
-                of one.
             share: (k, n) does every n-th run from number k on, 0 ≤ k < n, and leaves the rest to other processes. Only
                 the runs of the share are returned.
 
@@ -174,15 +168,15 @@ class Experiment:
             )
         if not 0 <= share[0] < share[1]:
             raise UsageError(f"share {share!r}: expected (k, n) with k from 0 to n - 1")
-        if engine == "local" and (address, cpus, gpus) != (None, None, None):
-            raise UsageError("address, cpus and gpus are for engine='ray'")
+        if engine == "local" and address:
+            raise UsageError(f"address={address!r} is for engine='ray'")
         jobs = self.jobs()[share[0] :: share[1]]
         if engine == "local":
             workers: Workers | RayCluster = Workers(self.workers)
         elif engine == "ray":
             from gpulab.training.cluster import RayCluster
 
-            workers = RayCluster(address, cpus, gpus)
+            workers = RayCluster(address)
         else:
             raise UsageError(f"engine {engine!r}: expected local or ray")
         with workers:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from files_cases import SMALL, noise, write_idx, write_images, write_video
+from files_cases import SMALL, encoded, noise, write_idx, write_images, write_video
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -73,6 +73,7 @@ def test_every_kind_of_name_loads_and_describes_itself(tmp_path, files):
 
 REFUSED = [(name, {}) for name in ("", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "frames:")]
 REFUSED += [("walk", options) for options in ({"size": (24, -1)}, {"frames": 2.5}, {"seed": -1}, {"speed": 0})]
+REFUSED += [("digits", {"seed": 3}), ("mnist", {"speed": 2.0}), ("walk", {"grey": True})]  # would have no meaning
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=str)
@@ -164,6 +165,14 @@ def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
     assert min(alike) > 0.95  # in scikit-learn's order: no image is in both parts
 
 
+@pytest.mark.parametrize("place", ["{}-images-idx3-ubyte", "{}-images.idx3-ubyte.gz", "MNIST/raw/{}-images-idx3-ubyte"])
+def test_mnist_is_found_under_its_usual_names(tmp_path, place):
+    for split, count in (("train", 30), ("t10k", 20)):
+        write_idx(tmp_path / place.format(split), noise(count, 28, 28))
+    data = gl.load(f"mnist:{tmp_path}")
+    assert (len(data.train), len(data.held)) == (30, 20)
+
+
 def sha256(file):
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -229,6 +238,38 @@ def test_a_video_is_cut_in_the_middle_and_scaled(tmp_path):
     write_video(tmp_path / "a.mkv", frames)
     (frame,) = gl.load(f"video:{tmp_path / 'a.mkv'}", size=(10, 10)).stream(0, 1)
     assert (frame[:, :, 1:-1] == np.array([200, 100, 50])[:, None, None]).all()  # edges are blended with what is beyond
+
+
+def test_frames_of_a_folder_come_in_natural_order(tmp_path):
+    frames = noise(12, 24, 32, 3)
+    for number, frame in enumerate(frames):
+        (tmp_path / f"shot_{number}.png").write_bytes(encoded(frame))
+    assert (np.stack(list(gl.load(f"frames:{tmp_path}", size=SMALL).stream())) == frames.transpose(0, 3, 1, 2)).all()
+
+
+SHOWN = [
+    np.array,
+    np.fliplr,
+    lambda p: np.rot90(p, 2),
+    np.flipud,
+    lambda p: p.swapaxes(0, 1),
+]  # by Exif's number, 1 to 8
+SHOWN += [lambda p: np.rot90(p, -1), lambda p: np.rot90(p, 2).swapaxes(0, 1), np.rot90]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_image_is_read_as_its_orientation_says(tmp_path, orientation, suffix):
+    pixels = noise(24, 32, 3)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for number in range(4):
+        Image.fromarray(pixels).save(tmp_path / f"{number}.{suffix}", exif=exif)
+    shown = SHOWN[orientation - 1](pixels)
+    Image.fromarray(shown).save(tmp_path / f"upright.{suffix}")
+    first, *_, upright = gl.load(f"frames:{tmp_path}", size=shown.shape[:2]).stream()
+    assert (first == shown.transpose(2, 0, 1)).all()
+    assert (upright == first).all()
 
 
 def test_any_video_may_be_asked_for_in_grey(tmp_path):

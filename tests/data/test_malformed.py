@@ -129,7 +129,9 @@ def test_a_folder_without_what_is_looked_for_or_with_images_of_two_sizes_is_name
 
     refused(f"frames:{tmp_path / 'missing'}", "missing: no such folder")
     refused(f"frames:{tmp_path}", "holds no images")
-    refused(f"mnist:{tmp_path}", f"neither {TRAIN} nor {TEST}")
+    (tmp_path / "train.csv").touch()
+    refused(f"mnist:{tmp_path}", f"neither {TRAIN} nor {TEST}.*MNIST/raw, but train.csv")
+    refused(f"mnist:{tmp_path / 'train.csv'}", "train.csv: a file, not a folder; 'mnist:DIR'")
     (tmp_path / TRAIN).write_bytes(WHOLE)
     (tmp_path / TEST).write_bytes(idx(noise(12, 8, 8)))
     refused(f"mnist:{tmp_path}", f"{TEST}: images of another size")

@@ -11,7 +11,7 @@ import pytest
 import gpulab as gl
 from gpulab.training import cluster as clusters
 
-# Ray itself is not imported here: it reads the environment when it is, which `clusters.import_ray` sets before.
+# Ray itself is not imported here: it reads the environment when it is, which `RayCluster` sets before.
 starts_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
@@ -105,16 +105,14 @@ def test_ray_node_that_dies_costs_only_its_runs(ray_stand_in, tmp_path):
 
 @pytest.mark.usefixtures("ray_stand_in")
 def test_ray_run_larger_than_every_node_is_refused(tmp_path):
-    with pytest.raises(gl.UsageError, match=r"asks for \{'CPU': 4096, 'GPU': 0\} on one node; none of 1 has as much"):
-        experiment(tmp_path).run(progress=False, engine="ray", cpus=4096)
+    with pytest.raises(gl.UsageError, match=r"asks for \{'CPU': 1, 'GPU': 1\} on one node; none of 1 has as much"):
+        gl.Experiment("autoencoder", ["cuda"], 1, "smoke", tmp_path).run(progress=False, engine="ray")
 
 
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"engine": "local", "gpus": 0.5}, "for engine='ray'"),
-        ({"engine": "ray", "gpus": 2}, "gpus=2: a run uses one GPU"),
-        ({"engine": "ray", "cpus": 0}, "cpus=0: expected a number above 0"),
+        ({"engine": "local", "address": "auto"}, "address='auto' is for engine='ray'"),
         ({"engine": "ray", "address": "ray://head:10001"}, "run this on a node of the cluster"),
         ({"engine": "slurm"}, "expected local or ray"),
         ({"share": (2, 2)}, r"share \(2, 2\)"),
@@ -126,8 +124,8 @@ def test_cluster_arguments_without_sense_are_refused(more, named, tmp_path):
 
 
 @pytest.mark.usefixtures("ray_stand_in")
-def test_ray_options_of_gpu_setting():
-    cluster = clusters.RayCluster(cpus=0.5, gpus=0.25)
-    assert [cluster.task_options("cuda:tf32=off")[name] for name in ("num_cpus", "num_gpus")] == [0.5, 0.25]
+def test_ray_chooses_the_gpu_of_a_run():
+    cluster = clusters.RayCluster()
+    assert [cluster.task_options("cuda:tf32=off")[name] for name in ("num_cpus", "num_gpus")] == [1, 1]
     with pytest.raises(gl.UsageError, match="a cluster chooses the GPU of a run: write cuda"):
         cluster.task_options("cuda:1")

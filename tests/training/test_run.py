@@ -287,6 +287,16 @@ def test_a_run_that_ends_without_a_word_goes_on_from_its_last_checkpoint_unless_
     assert same(run, reference())
 
 
+def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
+    interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
+    (file,) = (tmp_path / run_files.WORK).glob("*.safetensors")
+    tensors, notes = run_files.read_checkpoint(file)
+    tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}
+    run_files.write_checkpoint(file, tensors, notes)
+    with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew"):
+        assert same(trained(store=tmp_path), reference())
+
+
 @pytest.mark.parametrize("updates", [0, 47])
 def test_a_run_interrupted_within_its_first_or_third_window_resumes_to_the_same_bits(updates, tmp_path, monkeypatch):
     usual, count = gl.models.Autoencoder.training_loss, itertools.count()
