@@ -14,11 +14,10 @@ from gpulab.data.feed import Loader
 from gpulab.settings import Setting
 from gpulab.training.engines import Engines
 from gpulab.training.loop import Training
-from gpulab.training.plan import TRAINING_FILES, Plan, plan_run
 from gpulab.training.run import outcome, set_up, train_to_the_end
+from gpulab.training.spec import RunSpec
 
 # What of gpulab a run depends on.
-GPULAB_PARTS = ("settings.py", "data", "models/base.py", "models/prednet.py", *TRAINING_FILES, "training/protocol.py")
 EVERY = 10  # windows along a training, the bias is looked at
 
 
@@ -31,18 +30,18 @@ def bias_and_loss(
     state of the training on copies: mean of every tenth window along it. `bias_first` is that of the first window.
     """
     sharing = "reused" if setting.kind == "cpu" else "imitated"
-    plan = plan_run("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
+    spec = RunSpec.of("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
 
-    def with_loader(loader: str) -> Plan:
-        return dataclasses.replace(plan, window=window, factors={**plan.factors, "loader": loader})
+    def with_loader(loader: str) -> RunSpec:
+        return dataclasses.replace(spec, window=window, factors={**spec.factors, "loader": loader})
 
     biases: list[float] = []
 
     def look(training: Training) -> None:
         done = len(training.history)
-        if done == 0 or (done % EVERY == EVERY // 2 and done < plan.frames // window):
-            upcoming = next(plan.data.windows(window, seed, done))
-            right, wrong = (gradient(plan, training, upcoming, loader) for loader in ("copied", sharing))
+        if done == 0 or (done % EVERY == EVERY // 2 and done < spec.frames // window):
+            upcoming = next(spec.data.windows(window, seed, done))
+            right, wrong = (gradient(spec, training, upcoming, loader) for loader in ("copied", sharing))
             biases.append(float((wrong - right).norm() / right.norm()))
 
     losses = {"copied": final_loss(with_loader("copied"), look), "shared": final_loss(with_loader(sharing))}
@@ -50,20 +49,20 @@ def bias_and_loss(
     return {**losses, "bias": math.fsum(later) / len(later), "bias_first": first}
 
 
-def gradient(plan: Plan, training: Training, window: Window, loader: str) -> Tensor:
+def gradient(spec: RunSpec, training: Training, window: Window, loader: str) -> Tensor:
     """Of a window at the weights and the state that there are, flat."""
-    (batch,) = Loader(loader, plan.setting).batches(training.model, window.frames)
+    (batch,) = Loader(loader, spec.setting).batches(training.model, window.frames)
     training.optimizer.zero_grad()
     state = None if window.restart else training.state
     training.model.training_loss(batch, state)[0].backward()  # type: ignore[arg-type]
     return torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None])
 
 
-def final_loss(plan: Plan, look: Callable[[Training], None] = lambda _: None) -> float:
+def final_loss(spec: RunSpec, look: Callable[[Training], None] = lambda _: None) -> float:
     """Train to the end, with a look before the first window and after each; NaN for a training that diverged."""
-    plan.draw_weights()  # the same weights each time
-    training = set_up(plan)
+    spec.draw_weights()  # the same weights each time
+    training = set_up(spec)
     look(training)
-    train_to_the_end(plan, training, Engines(plan, training), lambda: look(training))
-    loss = outcome(plan, training)["summary"]["final_loss"]
+    train_to_the_end(spec, training, Engines(spec, training), lambda: look(training))
+    loss = outcome(spec, training)["summary"]["final_loss"]
     return math.nan if loss is None else loss

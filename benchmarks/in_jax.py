@@ -16,7 +16,7 @@ from same_start import batches, begun, computed, weights_of
 from companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
-from gpulab.training.plan import Plan
+from gpulab.training.spec import RunSpec
 
 try:
     import jax
@@ -26,7 +26,6 @@ try:
 except ImportError:
     raise same_start.MissingLibraryError("JAX", "jax") from None
 
-GPULAB_PARTS = same_start.GPULAB_PARTS
 NPROC = os.environ.get("NPROC")  # how many threads JAX has on a CPU where it is set
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 Weights = dict[str, Array]
@@ -137,15 +136,15 @@ def train_window(loss: Any, carried: Any, window: Array, rate: float) -> tuple[A
     return lax.scan(update, carried, window)
 
 
-def train(plan: Plan, loss: Any) -> Iterator[dict[str, float]]:
-    """Train as the plan says; yields the mean loss of each window."""
-    with on(plan.setting):
-        weights = jax.tree.map(jnp.asarray, weights_of(plan))
+def train(spec: RunSpec, loss: Any) -> Iterator[dict[str, float]]:
+    """Train as specified; yields the mean loss of each window."""
+    with on(spec.setting):
+        weights = jax.tree.map(jnp.asarray, weights_of(spec))
         zeros = jax.tree.map(jnp.zeros_like, weights)
         moments, state = (jnp.zeros((), weights[next(iter(weights))].dtype), zeros, zeros), blank(weights)
-        for window, restart in batches(plan):
+        for window, restart in batches(spec):
             carried = (weights, moments, blank(weights) if restart else state)
-            (weights, moments, state), errors = train_window(loss, carried, window, plan.learning_rate)
+            (weights, moments, state), errors = train_window(loss, carried, window, spec.learning_rate)
             yield {"loss": float(np.mean(errors, dtype=float))}
 
 
@@ -199,8 +198,8 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
         (arXiv 2109.01451); Bradbury et al. 2018, *JAX: composable transformations of Python+NumPy programs*.
     """
-    plan = begun("prednet", seed, setting, size, truncation=truncation)
-    return train(plan, LOSSES["prednet"] if truncation == "loss" else functools.partial(prednet_loss, truncation))
+    spec = begun("prednet", seed, setting, size, truncation=truncation)
+    return train(spec, LOSSES["prednet"] if truncation == "loss" else functools.partial(prednet_loss, truncation))
 
 
 def autoencoder(seed: int, setting: Setting, size: str = "quick") -> Iterator[dict[str, float]]:
@@ -222,13 +221,13 @@ def first_window(net: str, setting: Setting | str = "cpu", seed: int = 0, size: 
         >>> first_window("autoencoder", size="smoke").losses.shape
         torch.Size([20])
     """
-    plan = begun(net, seed, Setting.parse(setting), size)
-    with on(plan.setting):
-        weights = jax.tree.map(jnp.asarray, weights_of(plan))
-        window, _ = next(batches(plan))
+    spec = begun(net, seed, Setting.parse(setting), size)
+    with on(spec.setting):
+        weights = jax.tree.map(jnp.asarray, weights_of(spec))
+        window, _ = next(batches(spec))
         gradients = jax.jit(jax.vmap(jax.grad(LOSSES[net], has_aux=True), (None, None, 0)))
         gradient, (errors, _) = gradients(weights, blank(weights), window)
-        return computed(plan, errors, {name: array.sum(0) for name, array in gradient.items()})
+        return computed(spec, errors, {name: array.sum(0) for name, array in gradient.items()})
 
 
 LOSSES = {"prednet": functools.partial(prednet_loss, "loss"), "autoencoder": autoencoder_loss}

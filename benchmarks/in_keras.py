@@ -15,7 +15,7 @@ from same_start import batches, begun, computed, weights_of
 from companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
-from gpulab.training.plan import Plan
+from gpulab.training.spec import RunSpec
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of what it says when it loads, only what went wrong
@@ -28,7 +28,6 @@ except ImportError:
 if keras.backend.backend() != "tensorflow":
     raise GpulabError(f"Keras computes with {keras.backend.backend()}; start Python with KERAS_BACKEND=tensorflow")
 
-GPULAB_PARTS = same_start.GPULAB_PARTS
 TO_KERAS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}  # axes of torch's weights, by how many they have
 State = list[tuple[Any, Any, Any]]  # of each layer R, c and P, as in `gpulab.models.prednet`
 
@@ -136,15 +135,15 @@ class Adam(keras.optimizers.Adam):
         super().update_step(gradient, variable, learning_rate)
 
 
-def begin(plan: Plan) -> Any:
-    """The plan's network with the plan's weights."""
-    net: Any = plan.model
-    if plan.name == "prednet":
+def begin(spec: RunSpec) -> Any:
+    """The specified network with its weights."""
+    net: Any = spec.model
+    if spec.experiment == "prednet":
         model: Any = PredNet(net.channels, net.size, net.truncation)
     else:
         pixels, *hidden = [layer.in_features for layer in net.layers[::2]]
         model = Autoencoder([pixels, *hidden, pixels])
-    arrays = [array.transpose(TO_KERAS[array.ndim]) for array in weights_of(plan).values()]
+    arrays = [array.transpose(TO_KERAS[array.ndim]) for array in weights_of(spec).values()]
     model.set_weights([array.reshape(own.shape) for array, own in zip(arrays, model.weights, strict=True)])
     return model
 
@@ -156,10 +155,10 @@ def gradient_of(model: Any, state: State, frames: Any) -> tuple[list[Any], Any, 
     return tape.gradient(loss, model.trainable_variables), errors, state
 
 
-def train(plan: Plan) -> Iterator[dict[str, float]]:
-    """Train as the plan says; yields the mean loss of each window."""
-    with on(plan.setting):
-        model, optimizer = begin(plan), Adam(plan.learning_rate)
+def train(spec: RunSpec) -> Iterator[dict[str, float]]:
+    """Train as specified; yields the mean loss of each window."""
+    with on(spec.setting):
+        model, optimizer = begin(spec), Adam(spec.learning_rate)
         optimizer.build(model.trainable_variables)
 
         @tf.function(autograph=False)
@@ -169,7 +168,7 @@ def train(plan: Plan) -> Iterator[dict[str, float]]:
             return errors, state
 
         state = model.blank()
-        for window, restart in batches(plan):
+        for window, restart in batches(spec):
             state, errors = model.blank() if restart else state, []
             for batch in channels_last(window):
                 loss, state = update(state, batch)
@@ -236,13 +235,13 @@ def autoencoder(seed: int, setting: Setting, size: str = "quick") -> Iterator[di
 
 def first_window(net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick") -> Computed:
     """The losses and the gradient of the first window before any update, as `in_jax.first_window`."""
-    plan = begun(net, seed, Setting.parse(setting), size)
-    with on(plan.setting):
-        model, (window, _) = begin(plan), next(batches(plan))
+    spec = begun(net, seed, Setting.parse(setting), size)
+    with on(spec.setting):
+        model, (window, _) = begin(spec), next(batches(spec))
         steps = [gradient_of(model, model.blank(), batch) for batch in channels_last(window)]
     gradient = {}
-    for place, (name, p) in enumerate(plan.model.named_parameters()):
+    for place, (name, p) in enumerate(spec.model.named_parameters()):
         axes = TO_KERAS[p.ndim]
         summed = np.sum([arrays[place] for arrays, _, _ in steps], axis=0).reshape([p.shape[axis] for axis in axes])
         gradient[name] = summed.transpose(np.argsort(axes))
-    return computed(plan, [errors for _, errors, _ in steps], gradient)
+    return computed(spec, [errors for _, errors, _ in steps], gradient)

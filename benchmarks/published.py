@@ -40,7 +40,6 @@ from gpulab.store import run_files
 from gpulab.training.experiment import Experiment
 from gpulab.training.protocol import protocol, whole_numbers
 
-GPULAB_PARTS = ("data/scenes.py", "data/films.py")  # what of gpulab a run depends on
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
 CHECKPOINT_SECONDS = 60.0

@@ -15,11 +15,9 @@ from companion.first_windows import Computed
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
-from gpulab.training.plan import Plan, plan_run
+from gpulab.training.spec import RunSpec
 
 # What of gpulab a training in another library depends on.
-GPULAB_PARTS = ("settings.py", "data", "models/base.py", "models/prednet.py", "models/autoencoders.py")
-GPULAB_PARTS += ("training/plan.py", "training/protocol.py")
 PRECISIONS = (None, "float32", "float64")
 
 
@@ -30,7 +28,7 @@ class MissingLibraryError(GpulabError, ImportError):
         super().__init__(f'{library} is not installed: pip install "gpulab[{extra}]"')
 
 
-def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any) -> Plan:
+def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any) -> RunSpec:
     """A training as `gpulab.train` begins it: its network with the weights drawn, and its data.
 
     Raises:
@@ -47,34 +45,34 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
             f"setting {str(setting)!r}: {refused[0]} is torch's alone; in another library there are cpu and cuda with "
             f"{', '.join(honoured)} (float32 or float64)"
         )
-    plan = plan_run(net, setting=setting, seed=seed, profile=size, model_options=model_options)
-    plan.draw_weights()
-    return plan
+    spec = RunSpec.of(net, setting=setting, seed=seed, profile=size, model_options=model_options)
+    spec.draw_weights()
+    return spec
 
 
-def batches(plan: Plan) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+def batches(spec: RunSpec) -> Iterator[tuple[npt.NDArray[Any], bool]]:
     """For each window of a training what its updates see, and whether the state begins anew.
 
     Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t frames; for the
     autoencoder (t, 1, 1, H, W), t updates on an image each.
     """
-    loader = Loader("window", replace(plan.setting, device="cpu"))
-    windows = plan.data.windows(plan.window, plan.seed)
-    for frames, restart in itertools.islice(windows, plan.frames // plan.window):
-        yield np.stack([batch.numpy() for batch in plan.model.batches(loader.window(frames))]), restart
+    loader = Loader("window", replace(spec.setting, device="cpu"))
+    windows = spec.data.windows(spec.window, spec.seed)
+    for frames, restart in itertools.islice(windows, spec.frames // spec.window):
+        yield np.stack([batch.numpy() for batch in spec.model.batches(loader.window(frames))]), restart
 
 
-def weights_of(plan: Plan) -> dict[str, npt.NDArray[Any]]:
-    """The weights of the plan's network by their names in torch, of the setting's precision."""
-    return {name: p.detach().to(plan.setting.dtype).numpy() for name, p in plan.model.named_parameters()}
+def weights_of(spec: RunSpec) -> dict[str, npt.NDArray[Any]]:
+    """The weights of the spec's network by their names in torch, of the setting's precision."""
+    return {name: p.detach().to(spec.setting.dtype).numpy() for name, p in spec.model.named_parameters()}
 
 
-def computed(plan: Plan, losses: Any, gradient: dict[str, Any]) -> Computed:
+def computed(spec: RunSpec, losses: Any, gradient: dict[str, Any]) -> Computed:
     """Arrays of any library, the gradient's by their names in torch, as `Computed` in float64."""
 
     def tensor(array: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(array, np.float64))
 
     return Computed(
-        tensor(losses).flatten(), {name: tensor(gradient[name]) for name, _ in plan.model.named_parameters()}
+        tensor(losses).flatten(), {name: tensor(gradient[name]) for name, _ in spec.model.named_parameters()}
     )

@@ -28,8 +28,8 @@ from gpulab.settings import Setting
 from gpulab.store import records
 from gpulab.training.capture import Captured, Graph
 from gpulab.training.engines import Engines
-from gpulab.training.plan import plan_run
 from gpulab.training.run import set_up
+from gpulab.training.spec import RunSpec
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
@@ -56,10 +56,10 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
     """One update of gpulab's from one window; the state goes on."""
     batch, count, height, width, channels = shape
     options = {"channels": list(channels), "size": (height, width)}
-    plan = plan_run("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
-    plan.draw_weights()
-    training = set_up(plan)
-    engine = Engines(plan, training).uncaptured()
+    spec = RunSpec.of("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
+    spec.draw_weights()
+    training = set_up(spec)
+    engine = Engines(spec, training).uncaptured()
     frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
     _, state = engine.update([frames], None)
     if not (fast and setting.kind == "cuda"):
@@ -132,10 +132,10 @@ def peak(setting: Setting) -> float:
 
 def autoencoder_window(setting: Setting, fast: bool) -> Step:
     """A window as `gpulab.train` does it."""
-    plan = plan_run("autoencoder", setting=setting, profile="quick", fast=fast)
-    plan.draw_weights()
-    training, images = set_up(plan), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
-    engine = Engines(plan, training).choose(None)
+    spec = RunSpec.of("autoencoder", setting=setting, profile="quick", fast=fast)
+    spec.draw_weights()
+    training, images = set_up(spec), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
+    engine = Engines(spec, training).choose(None)
 
     def step() -> None:
         if isinstance(engine, Captured):

@@ -36,8 +36,8 @@ from gpulab.options import (
     value,
     writable,
 )
+from gpulab.store.factors import whole_numbers
 from gpulab.terminal import printing, save_plot, say, say_csv, say_runs, say_table
-from gpulab.training.protocol import Specification, whole_numbers
 
 
 class Commands(typer.core.TyperGroup):
@@ -106,8 +106,8 @@ def train(
         if picture:
             raise UsageError("--picture draws what gpulab's own networks make")
         options = {"model_options": options}
-    asked = Specification(model, setting, seed, profile, rerun, options)
-    run = train_one(**asked.arguments(), store=store or stores.default_store(), **how)
+    asked = {"setting": setting, "seed": seed, "profile": profile, "rerun": rerun, **options}
+    run = train_one(model, **asked, store=store or stores.default_store(), **how)
     say(run)
     say(f"kept in {run.path}")
     if picture:

@@ -15,7 +15,7 @@ from gpulab import files
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.store.factors import OPTIONS
-from gpulab.training.protocol import Specification
+from gpulab.training.protocol import protocol
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +95,13 @@ def what_to_train(
             raise UsageError(f"--data-option {next(iter(of_data))}: a function takes what it has as --option")
         given = {name: text for name, text in flags.items() if not OPTIONS[name].says_nothing(text)}
         return {name: OPTIONS[name].parse(text) for name, text in given.items()} | of_model
-    options = dict(Specification.from_options(model, profile, flags).options)
+    options: dict[str, Any] = {"data_options": {}, "model_options": {}}
+    for name, text in flags.items():
+        if not OPTIONS[name].says_nothing(text):
+            of = OPTIONS[name].of
+            (options if of == "run" else options[f"{of}_options"])[name] = OPTIONS[name].parse(text)
+    if flags.get("grey") and model == "prednet":  # its lowest layer has as many channels as the frames
+        options["model_options"].setdefault("channels", [1, *protocol(model, profile).model["channels"][1:]])
     options["model_options"] |= of_model
     options["data_options"] |= of_data
     return {name: text for name, text in options.items() if text != {}}

@@ -10,7 +10,6 @@ from house import ARROWS, FILES, FLOOR, PICTURE, picture, room
 
 import companion
 import gpulab as gl
-from gpulab.training.plan import TRAINING_FILES
 
 PACKAGE = Path(gl.__file__).parent
 
@@ -91,17 +90,6 @@ def test_imports_run_downwards():
         if FLOOR[room(other)] > FLOOR[room(name)]
     )
     assert upwards == []
-
-
-def test_what_computes_a_run_is_part_of_its_identity():
-    """An engine, or an optimiser, that `TRAINING_FILES` did not name would have the runs of the one before."""
-    computes, waiting = set(), {"gpulab.training.engines", "gpulab.training.loop"}
-    while waiting:
-        computes |= waiting
-        arrows = {other for name, other, _ in ARROWS if name in waiting and other.startswith("gpulab.training.")}
-        waiting = arrows - computes - {"gpulab.training.plan", "gpulab.training.protocol"}
-    files = {f"training/{name.rpartition('.')[2]}.py" for name in computes}
-    assert files == set(TRAINING_FILES)
 
 
 def test_nothing_imports_in_a_circle():

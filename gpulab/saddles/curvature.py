@@ -28,8 +28,8 @@ from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spec
 from gpulab.settings import Setting
 from gpulab.store import identities
 from gpulab.store.records import machine, read_table, read_tables, recorded_folder, write_table
-from gpulab.training.plan import Plan, plan_run
 from gpulab.training.request import train
+from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,9 +127,9 @@ def curvature_along(
         for text, seed in itertools.product(settings, numbers):
             bar.set_description(f"{text} seed {seed}", refresh=False)
             with torch.random.fork_rng(devices=[]):
-                plan = plan_run(net, setting=text, seed=seed, profile=profile, frames=frames)
-            options["evaluated"] = EVALUATED[plan.data.sequential]
-            tables.append(_along_training(plan, options, store, command, bar))
+                spec = RunSpec.of(net, setting=text, seed=seed, profile=profile, frames=frames)
+            options["evaluated"] = EVALUATED[spec.data.sequential]
+            tables.append(_along_training(spec, options, store, command, bar))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -164,12 +164,12 @@ def row_spectra(frame: pd.DataFrame) -> Iterator[tuple[Any, SpectralDensity]]:
 
 
 def _along_training(
-    plan: Plan, options: dict[str, Any], store: str | Path | None, command: str | None, bar: Progress
+    spec: RunSpec, options: dict[str, Any], store: str | Path | None, command: str | None, bar: Progress
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
     machine_passport = passport()
-    plan.draw_weights()
-    planned = plan.identity(machine_passport)
+    spec.draw_weights()
+    planned = spec.identity(machine_passport)
     identity = {**planned.record, "id": identities.run_id({**planned.record, "looked": options})}
     file = None if store is None else Path(store) / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
@@ -180,7 +180,7 @@ def _along_training(
         bar.update(1 + options["snapshots"])
         return stored_frame
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    last = 1 + plan.frames // plan.window
+    last = 1 + spec.frames // spec.window
     moments = set(np.geomspace(last, 1, options["snapshots"]).round() - 1)  # a single one is the end of the training
     passed = 0
     snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
@@ -193,12 +193,12 @@ def _along_training(
                 snapshots[step] = copies
         passed += 1
 
-    arguments = plan.name, plan.data, plan.setting, plan.seed, plan.profile
-    run = train(*arguments, frames=plan.frames, watch=watch, progress=False)
+    arguments = spec.experiment, spec.data, spec.setting, spec.seed, spec.profile
+    run = train(*arguments, frames=spec.frames, watch=watch, progress=False)
     bar.update()
     rows = []
     for step, snapshot in snapshots.items():
-        rows.append({"step": step, **_measure(plan, snapshot, options)})
+        rows.append({"step": step, **_measure(spec, snapshot, options)})
         bar.update()
     if run.status == "diverged":
         empty = dict.fromkeys(("nodes", "node_weights"), np.full((options["probes"], options["steps"]), math.nan))
@@ -213,13 +213,13 @@ def _along_training(
     return frame
 
 
-def _measure(plan: Plan, state: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
+def _measure(spec: RunSpec, state: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
     """What the instrument says of these weights."""
-    device = plan.setting.device
-    with Setting.parse(INSTRUMENT.get(plan.setting.kind, "{}").format(device)).apply() as instrument:
-        model = plan.model.to(device, torch.float32)
+    device = spec.setting.device
+    with Setting.parse(INSTRUMENT.get(spec.setting.kind, "{}").format(device)).apply() as instrument:
+        model = spec.model.to(device, torch.float32)
         torch.nn.Module.load_state_dict(model, state)
-        batch = Loader("window", instrument).window(next(plan.data.windows(options["evaluated"], 0)).frames)
+        batch = Loader("window", instrument).window(next(spec.data.windows(options["evaluated"], 0)).frames)
         if model.sequential:
             batch = next(iter(model.batches(batch)))
         H = hessian(model, lambda: model.training_loss(batch, None)[0])

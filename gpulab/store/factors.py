@@ -32,8 +32,8 @@ class Option:
         help: What the command line says of it.
         kind: The type of its value on the command line.
         default: What the help says of it where it is left out.
-        of: Where `gpulab.train` takes it: as an argument of its own (`run`), in `data_options`, in
-            `model_options`, or in both of these (`data and model`).
+        of: Where `gpulab.train` takes it: as an argument of its own (`run`), or in `data_options` or `model_options`
+            (`data`, `model`).
         usual: Its value where nothing is said. Runs record a factor only when it has another one.
         factor: Whether a device may do it otherwise and what is to be learned stays the same. A factor is a column
             of `gpulab.runs`, and runs that differ in nothing else can be compared.
@@ -65,7 +65,7 @@ OPTIONS: dict[str, Option] = {
     "window": Option("frames, or images, between two looks at the loss", kind=int, default="the profile's"),
     "size": Option(
         "height×width of the frames, such as 48x64",
-        of="data and model",
+        of="model",
         parse=lambda text: tuple(whole_numbers(text, "x", 2, "--size")),
         show=lambda size: "x".join(map(str, size)),
     ),
@@ -109,7 +109,6 @@ OPTIONS: dict[str, Option] = {
         flag=False,
     ),
 }
-DATA_OPTIONS = [name for name, option in OPTIONS.items() if "data" in option.of]
 FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
 
 

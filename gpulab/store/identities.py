@@ -81,6 +81,16 @@ def digest(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
+def plain(value: Any) -> str:
+    """A value as JSON; what JSON has not goes by its name, or by how it is written unless that is an address."""
+
+    def as_text(item: Any) -> str:
+        text = repr(item)
+        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
+
+    return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)
+
+
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """The SHA-256 of weights by name: equal for equal bits."""
     sha = hashlib.sha256()

@@ -14,7 +14,7 @@ from gpulab.models.base import is_plain
 from gpulab.models.prednet_windows import Windows
 from gpulab.training.capture import Captured
 from gpulab.training.loop import Plain, Training
-from gpulab.training.plan import Plan
+from gpulab.training.spec import RunSpec
 from gpulab.training.written_out import WrittenOut
 
 
@@ -22,17 +22,17 @@ class Engines:
     """Computes each window by the engine that `choose` says, and notes in the training which it was.
 
     Args:
-        plan: What was asked for.
+        spec: What was asked for.
         training: What is trained.
         alone: Whether no other training keeps the device busy.
     """
 
-    def __init__(self, plan: Plan, training: Training, alone: bool = True) -> None:
-        self.training, self.on_gpu = training, plan.setting.kind == "cuda"
-        loader = Loader(plan.factors["loader"], plan.setting)
+    def __init__(self, spec: RunSpec, training: Training, alone: bool = True) -> None:
+        self.training, self.on_gpu = training, spec.setting.kind == "cuda"
+        loader = Loader(spec.factors["loader"], spec.setting)
         # On a CPU a buffer that is reused is shown at work, by autograd; so is what that is compared with.
         followed = ("window", "copied", "imitated") if self.on_gpu else ("window",)
-        self.fast = plan.factors["fast"] and loader.name in followed
+        self.fast = spec.factors["fast"] and loader.name in followed
         self.plain = Plain(training, loader)
         self.written_out = WrittenOut(training, loader, streams=alone)
         self.captured: dict[Plain, Captured] = {}  # by the engine whose updates each captures

@@ -21,7 +21,7 @@ from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.store import listing as stores
 from gpulab.training.functions import TrainingFunction, is_function
-from gpulab.training.protocol import Specification, protocol
+from gpulab.training.protocol import protocol
 from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ class Experiment:
 
     def _arguments(self, setting: str, seed: int, rerun: int, options: dict[str, Any]) -> dict[str, Any]:
         if self.training is None:
-            return Specification(str(self.model), setting, seed, self.profile, rerun, options).arguments()
+            own = {"setting": setting, "seed": seed, "profile": self.profile, "rerun": rerun}
+            return {"net": str(self.model), **own, **options}
         own = {"net": self.training, "setting": setting, "seed": seed, "rerun": rerun}
         return own | {"model_options": self.training.checked(options)}
 

@@ -1,7 +1,7 @@
 """A training of the user's own: any function of a seed, called under a setting, whose numbers are kept as a run.
 
 Which run it is depends on the function's options and on the text of its file, with whatever lies beside it that
-it imports: after an edit the same seeds are other runs, and those of the old text stay in the store.
+it imports: after an edit, of a comment too, the same seeds are other runs, and those of the old text stay in the store.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import os
 import shlex
 import tempfile
 import time
+import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.store import listing as stores
-from gpulab.store.sources import UnknownContentError, content, digest, file_of, innermost, is_plain, of_gpulab, plain
+from gpulab.store.identities import plain
 from gpulab.training.keeping import Keeping, StoredRun
 from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.run import Run, Told, history_columns, told
@@ -44,7 +45,8 @@ class TrainingFunction:
     Attributes:
         name: `file.py:name`, or the name alone for a function typed into a notebook.
         options: Its keyword parameters with their defaults, which say what was trained.
-        source: A digest of its text.
+        source: A hash of its text and of what it is bound to.
+        unknown: What of it cannot be known by its content.
 
     Raises:
         UsageError: Where it cannot be found, or does not take a seed.
@@ -53,6 +55,8 @@ class TrainingFunction:
     profile = "own"  # of all its runs
 
     def __init__(self, train: Callable[..., Any] | str) -> None:
+        from gpulab.store.sources import UnknownContentError, content_hash, file_of, texts_of
+
         self.text, self.named, file = None, None, None
         if isinstance(train, str):
             where, _, attribute = train.rpartition(":")
@@ -63,7 +67,7 @@ class TrainingFunction:
         if not callable(train):
             raise UsageError(f"train {train!r}: expected a function train(seed, setting), or its file.py:name")
         self.function: Callable[..., Any] = train
-        function, bound = innermost(train)
+        function = _innermost(train)
         self.file = file or file_of(function)
         code = getattr(function, "__code__", None)
         self.where = str(self.file or (code.co_filename if code else ""))
@@ -73,11 +77,12 @@ class TrainingFunction:
         parameters = _parameters(train, self.name)
         self.takes = [name for name in GIVEN if name in parameters]
         self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
+        texts = texts_of(self.file) if self.file else {}
         self.unknown: tuple[str, ...] = ()
         try:
-            self.source = digest(function, self.file, bound)
+            self.source = content_hash([train, texts])
         except UnknownContentError as error:
-            self.source, self.unknown = digest(function, self.file, []), (f"{self.name} ({error})",)
+            self.source, self.unknown = content_hash(texts), (f"{self.name} ({error})",)
 
     def __reduce__(self) -> Any:
         """By name, so that another process reads the file itself; or else the function, by cloudpickle."""
@@ -91,30 +96,25 @@ class TrainingFunction:
                 raise UsageError(f"{self.name} has no option {name!r}; it has {', '.join(self.options) or 'none'}")
         return dict(options)
 
-    def plain_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of all its options, as JSON can carry them."""
-        return {name: json.loads(plain(value)) for name, value in {**self.options, **given}.items()}
-
     def identity(
         self, here: Passport, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]
     ) -> identities.Identity:
         """What makes a run of it this run, and its id. An option that names a file stands for what is in it."""
+        from gpulab.store.sources import UnknownContentError, content_hash
+
+        values: dict[str, Any] = {**self.options, **options}
+        content, unknown = "", self.unknown
         own = {"experiment": self.name, "profile": self.profile, "setting": str(setting), "seed": seed, "rerun": rerun}
-        identity = {**own, "configuration": {"source": self.source, "options": self.plain_options(options)}}
-        known, unknown = {"code": of_gpulab("settings.py", "numerics") if setting.emulated else ""}, self.unknown
+        as_json = {name: json.loads(plain(value)) for name, value in values.items()}
+        files = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
+        contents = [identities.content_of({file: identities.stamp(file)}) for file in files]
+        hidden = [value for value in values.values() if not _is_json(value)]
         try:
-            known["content"] = "".join(self._contents(options))
+            content = content_hash([contents, hidden]) if contents or hidden else ""
         except UnknownContentError as error:
             unknown += (f"an option of {self.name} ({error})",)
-        return identities.identified(identity, here, known, unknown)
-
-    def _contents(self, options: Mapping[str, Any]) -> Iterator[str]:
-        """Digests of the files that options name, and of what is in options that are not plain."""
-        for name, value in {**self.options, **options}.items():
-            if isinstance(value, str | Path) and os.path.isfile(value):  # a text that is too long for a path is none
-                yield f"{name}:{identities.content_of({Path(value): identities.stamp(Path(value))})} "
-            elif not is_plain(value):
-                yield f"{name}:{identities.digest(content(value))} "
+        identity = {**own, "configuration": {"source": self.source, "options": as_json}}
+        return identities.identified(identity, here, {"content": content}, unknown)
 
     def command(self, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]) -> str | None:
         """The command line that makes a run, where there is one."""
@@ -209,6 +209,23 @@ def run_function(
     run = Run(None, None, history_columns(rows), record)
     run.path = keeping.keep(StoredRun(None, record, run.columns, None), own_files)
     return run
+
+
+def _innermost(train: Any) -> Any:
+    """The function below partial, methods and decorators."""
+    for below in ("func", "__func__", "__wrapped__"):
+        if hasattr(train, below):
+            return _innermost(getattr(train, below))
+    return train if isinstance(train, types.FunctionType | type) else type(train).__call__
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON can carry a value as it is."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return isinstance(value, Path)
+    return True
 
 
 def is_function(net: Any) -> bool:

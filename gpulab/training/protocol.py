@@ -1,24 +1,12 @@
-"""What is trained: profiles, and the one specification of a run, with the options of `gpulab.store.factors`.
-
-The command line, experiments and searches all read `Specification`.
-"""
+"""Profiles: how large the trainings of gpulab's own networks are."""
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpulab.errors import UsageError
-from gpulab.store.factors import DATA_OPTIONS, model_options_of
-from gpulab.store.factors import FACTORS as FACTORS
-from gpulab.store.factors import OPTIONS as OPTIONS
-from gpulab.store.factors import factors_of_record as factors_of_record
-from gpulab.store.factors import factors_of_run as factors_of_run
-from gpulab.store.factors import whole_numbers as whole_numbers
 
 PROFILES = ("smoke", "quick", "paper")
 LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
@@ -106,87 +94,3 @@ def protocol(model: str, name: str) -> Protocol:
     if name not in PROTOCOLS[model]:
         raise UsageError(f"profile {name!r}: {model} has {', '.join(PROTOCOLS[model])}")
     return PROTOCOLS[model][name]
-
-
-# --- the specification -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Specification:
-    """One training: of what, on what, under which setting, from which seed, and an open mapping of options.
-
-    `options` are arguments of `gpulab.train` that JSON can carry: those of `OPTIONS`, those of data and model in
-    `data_options` and `model_options`.
-
-    Examples:
-        >>> Specification("prednet", "cpu", seed=3, options={"flip": 0}).command()
-        'gpulab train prednet --profile quick --setting cpu --seed 3 --flip 0'
-    """
-
-    model: str
-    setting: str = "cpu"
-    seed: int = 0
-    profile: str = "quick"
-    rerun: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_options(cls, model: str, profile: str, options: Mapping[str, Any], **fields: Any) -> Specification:
-        """From a flat mapping, as the command line has it: each option goes where `OPTIONS` says."""
-        nested: dict[str, Any] = {"data_options": {}, "model_options": {}}
-        for name, value in options.items():
-            if OPTIONS[name].says_nothing(value):
-                continue
-            for place in OPTIONS[name].of.split(" and "):
-                (nested if place == "run" else nested[f"{place}_options"])[name] = OPTIONS[name].parse(value)
-        if options.get("grey") and model == "prednet":  # its lowest layer has as many channels as the frames
-            usual = protocol(model, profile).model["channels"]
-            nested["model_options"].setdefault("channels", [1, *usual[1:]])
-        return cls(model, profile=profile, options=nested, **fields)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Specification:
-        """The specification that a recorded run was made by."""
-        done = record["configuration"]
-        data = {name: done["data_options"][name] for name in DATA_OPTIONS if name in done["data_options"]}
-        data |= {"seed": done["data_options"]["scene_seed"]} if "scene_seed" in done["data_options"] else {}
-        options = {name: done[name] for name in ("data", "frames", "learning_rate")}
-        if done["window"] != protocol(record["experiment"], record["profile"]).window:
-            options["window"] = done["window"]
-        for name, option in FACTORS.items():
-            if name in record and option.of != "model":
-                (data if option.of == "data" else options)[name] = record[name]
-        if done["data"].startswith(("video:", "frames:")) and done["model_options"].get("channels", [3])[0] == 1:
-            data["grey"] = True
-        options |= {"data_options": data, "model_options": model_options_of(record)}
-        names = ("setting", "seed", "profile")
-        return cls(record["experiment"], **{n: record[n] for n in names}, rerun=record.get("rerun", 0), options=options)
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `gpulab.train`."""
-        own = {name: getattr(self, name) for name in ("setting", "seed", "profile", "rerun")}
-        return {"net": self.model, **own, **self.options}
-
-    def command(self) -> str:
-        """The command line that makes this run."""
-        parts = ["gpulab", "train", self.model, "--profile", self.profile]
-        parts += ["--setting", self.setting, "--seed", str(self.seed)]
-        parts += ["--rerun", str(self.rerun)] if self.rerun else []
-        return shlex.join([*parts, *self._flags()])
-
-    def _flags(self) -> Iterator[str]:
-        nested = {place: dict(self.options.get(f"{place}_options") or {}) for place in ("data", "model")}
-        for name, option in OPTIONS.items():
-            places = [self.options] if option.of == "run" else [nested[place] for place in option.of.split(" and ")]
-            values = [place.get(name) for place in places]
-            if not option.flag or any(map(option.says_nothing, values)):
-                continue
-            if len(texts := {option.show(value) for value in values}) > 1:
-                continue
-            yield f"--{'no-' if values[0] is False else ''}{name.replace('_', '-')}"
-            yield from texts if option.kind is not bool else ()
-            for place in nested.values():
-                place.pop(name, None)
-        for flag, place in (("--option", nested["model"]), ("--data-option", nested["data"])):
-            for name, value in place.items():
-                yield from (flag, f"{name}={value if isinstance(value, str) else json.dumps(value)}")

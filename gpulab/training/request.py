@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, cast
 
 from gpulab.data.base import Data
 from gpulab.errors import UsageError
@@ -15,11 +13,11 @@ from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
 from gpulab.store import identities, records, run_files
+from gpulab.store.factors import FACTORS
 from gpulab.training.functions import TrainingFunction, is_function, run_function
 from gpulab.training.keeping import CHECKPOINT_SECONDS, Keeping
-from gpulab.training.plan import plan_run, plan_with_command
-from gpulab.training.protocol import FACTORS
 from gpulab.training.run import Run, Told, Watch, train_network, under
+from gpulab.training.spec import RunSpec
 
 
 def train(
@@ -154,10 +152,10 @@ def train(
         options = training.checked(options | (model_options or {}))
         return run_function(training, Setting.parse(setting), seed, rerun, options, keeping, guard, progress, notes)
     chosen |= {"data_options": data_options, "model_options": model_options}
-    plan, usual_command = plan_with_command(net, data, setting, seed, profile, rerun, **chosen)
-    notes["command"] = usual_command if command is None else command
-    with under(plan.setting, plan.model.threads):
-        return train_network(plan, notes, keeping, guard=guard, watch=watch, progress=progress)
+    spec = RunSpec.of(cast("Trainable | str", net), data, setting, seed, profile, rerun, **chosen)
+    notes["command"] = spec.command() if command is None else command
+    with under(spec.setting, spec.model.threads):
+        return train_network(spec, notes, keeping, guard=guard, watch=watch, progress=progress)
 
 
 # A machine of no kind: a run has one name on it, whichever machine does it.
@@ -174,8 +172,6 @@ def planned_on(machines: list[Passport], net: str | TrainingFunction, **argument
     if isinstance(net, TrainingFunction):
         setting, seed, rerun, options = (arguments[name] for name in ("setting", "seed", "rerun", "model_options"))
         return [net.identity(here, Setting.parse(setting), seed, rerun, options) for here in machines]
-    own = {name for name in inspect.signature(plan_run).parameters if name != "factors"}
-    own |= {name for name, option in FACTORS.items() if option.of == "run"}
-    with torch.random.fork_rng(devices=[]):
-        plan = plan_run(net, **{name: value for name, value in arguments.items() if name in own})
-    return [plan.identity(here) for here in machines]
+    what = inspect.signature(RunSpec.of).parameters.keys() | FACTORS.keys()
+    spec = RunSpec.of(net, **{name: value for name, value in arguments.items() if name in what})
+    return [spec.identity(here) for here in machines]

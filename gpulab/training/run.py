@@ -36,8 +36,8 @@ from gpulab.training import loop
 from gpulab.training.engines import Engines
 from gpulab.training.keeping import History, Keeping, StoredRun
 from gpulab.training.loop import Engine, Training
-from gpulab.training.plan import Plan
 from gpulab.training.protocol import LAST_FIFTH
+from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -184,7 +184,7 @@ def under(setting: Setting, threads: int | None) -> Iterator[None]:
 
 
 def train_network(
-    plan: Plan,
+    spec: RunSpec,
     notes: dict[str, str | None],
     keeping: Keeping,
     *,
@@ -195,7 +195,7 @@ def train_network(
     """Do what is planned, `under` what it needs.
 
     Args:
-        plan: What to train.
+        spec: What to train.
         notes: Texts that the record keeps beside what identifies the run, such as its `command`.
         keeping: Where the run is kept.
         guard, watch, progress: As of `gpulab.train`.
@@ -203,24 +203,24 @@ def train_network(
     Returns:
         The run.
     """
-    alone = has_its_device_alone(plan.setting)
-    plan.draw_weights()
-    identity = plan.identity(passport())
+    alone = has_its_device_alone(spec.setting)
+    spec.draw_weights()
+    identity = spec.identity(passport())
     existing = keeping.existing_run(identity, keeping.weights)
     if existing:
-        return with_model(plan, existing)
+        return with_model(spec, existing)
     record = run_files.begun(identity, passport(), **notes)
-    if plan.own:  # gpulab's own networks never draw from torch's global generator, which threads would share
-        torch.manual_seed(plan.seed)
-    training = set_up(plan)
+    if spec.own:  # gpulab's own networks never draw from torch's global generator, which threads would share
+        torch.manual_seed(spec.seed)
+    training = set_up(spec)
     if keeping.resume(identity, training):
         record["resumed_at"] = len(training.history)
-    with guards.guard() if guard else contextlib.nullcontext(), told(progress, **bar_of(plan, training)) as tell:
+    with guards.guard() if guard else contextlib.nullcontext(), told(progress, **bar_of(spec, training)) as tell:
         saved = time.monotonic()
 
         def after_window() -> None:
             nonlocal saved
-            tell(len(training.history) * plan.window, training.history[-1].loss)
+            tell(len(training.history) * spec.window, training.history[-1].loss)
             if watch:
                 watch(training.model, training.step)
             if training.diverged_at is None and time.monotonic() - saved >= keeping.checkpoint_seconds:
@@ -229,29 +229,29 @@ def train_network(
 
         if watch:
             watch(training.model, training.step)
-        engine = Engines(plan, training, alone)
+        engine = Engines(spec, training, alone)
         try:
-            train_to_the_end(plan, training, engine, after_window)
+            train_to_the_end(spec, training, engine, after_window)
         except KeyboardInterrupt:
             if _can_go_on(training):
                 keeping.save_checkpoint(identity, training)
             raise
-    record |= outcome(plan, training)
+    record |= outcome(spec, training)
     if not alone:  # its speed is not that of one network
         record |= {"shared": True, "summary": record["summary"] | {"frames_per_second": None}}
-    plan.data.check_unchanged()
-    plan.model.fresh = False
-    run = Run(plan.model.cpu(), plan.data, history_columns(training.history), record)
-    run.path = keeping.keep(StoredRun(None, record, run.columns, plan.model.state_dict()))
+    spec.data.check_unchanged()
+    spec.model.fresh = False
+    run = Run(spec.model.cpu(), spec.data, history_columns(training.history), record)
+    run.path = keeping.keep(StoredRun(None, record, run.columns, spec.model.state_dict()))
     return run
 
 
-def with_model(plan: Plan, stored: StoredRun) -> Run:
+def with_model(spec: RunSpec, stored: StoredRun) -> Run:
     """A run at rest with its model, which is untrained where no weights were kept."""
     folder, record, columns, weights = stored
     if weights is not None:
-        plan.model.to(dtype=plan.setting.dtype).load_state_dict(weights)
-    return Run(plan.model, plan.data, columns, record, folder, trained=weights is not None)
+        spec.model.to(dtype=spec.setting.dtype).load_state_dict(weights)
+    return Run(spec.model, spec.data, columns, record, folder, trained=weights is not None)
 
 
 def history_columns(rows: Sequence[Any]) -> History:
@@ -263,28 +263,28 @@ def history_columns(rows: Sequence[Any]) -> History:
 # --- around the loop ---------------------------------------------------------------------------------------
 
 
-def set_up(plan: Plan) -> Training:
+def set_up(spec: RunSpec) -> Training:
     """What is planned, with the network on its device, whose weights have been drawn already."""
-    return Training(plan.model.to(plan.setting.device, plan.setting.dtype), plan.learning_rate)
+    return Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.learning_rate)
 
 
-def windows(plan: Plan, training: Training) -> Iterator[Window]:
+def windows(spec: RunSpec, training: Training) -> Iterator[Window]:
     """What is left to train on."""
-    done, count = len(training.history), plan.frames // plan.window
-    return itertools.islice(_for_device(plan, plan.data.windows(plan.window, plan.seed, done)), count - done)
+    done, count = len(training.history), spec.frames // spec.window
+    return itertools.islice(_for_device(spec, spec.data.windows(spec.window, spec.seed, done)), count - done)
 
 
 def train_to_the_end(
-    plan: Plan, training: Training, engine: Engine, after_window: Callable[[], None] = lambda: None
+    spec: RunSpec, training: Training, engine: Engine, after_window: Callable[[], None] = lambda: None
 ) -> None:
-    """Train on the windows that are left of a plan."""
-    loop.train(training, windows(plan, training), engine, after_window)
+    """Train on the windows that are left."""
+    loop.train(training, windows(spec, training), engine, after_window)
 
 
-def bar_of(plan: Plan, training: Training | None = None) -> dict[str, Any]:
-    """The options of a bar that counts the frames of a plan."""
+def bar_of(spec: RunSpec, training: Training | None = None) -> dict[str, Any]:
+    """The options of a bar that counts the frames of a training."""
     done = len(training.history) if training else 0
-    return {"total": plan.frames // plan.window * plan.window, "initial": done * plan.window, "unit": "frame"}
+    return {"total": spec.frames // spec.window * spec.window, "initial": done * spec.window, "unit": "frame"}
 
 
 @contextlib.contextmanager
@@ -315,14 +315,14 @@ def _can_go_on(training: Training) -> bool:
     return between and not changing and training.diverged_at is None
 
 
-def _for_device(plan: Plan, made: Iterator[Window]) -> Iterator[Window]:
+def _for_device(spec: RunSpec, made: Iterator[Window]) -> Iterator[Window]:
     """The windows; where a device computes, the next is made meanwhile, by several threads.
 
     Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
     """
-    if plan.setting.kind == "cpu" or not has_its_device_alone(plan.setting):
+    if spec.setting.kind == "cpu" or not has_its_device_alone(spec.setting):
         return made
-    plan.data.threads = min(4, os.cpu_count() or 1)
+    spec.data.threads = min(4, os.cpu_count() or 1)
     return ahead(made)
 
 
@@ -338,12 +338,12 @@ def ahead(made: Iterator[Window]) -> Iterator[Window]:
             yield window
 
 
-def outcome(plan: Plan, training: Training) -> dict[str, Any]:
+def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
     """Status and summary for the record."""
-    heldout = math.nan if training.diverged_at else heldout_loss(plan, training.model)
+    heldout = math.nan if training.diverged_at else heldout_loss(spec, training.model)
     if not math.isfinite(heldout) and training.diverged_at is None:
         training.diverged_at = training.step  # the last update ruined the weights, and no later loss shows it
-    diverged, count = training.diverged_at is not None, plan.frames // plan.window
+    diverged, count = training.diverged_at is not None, spec.frames // spec.window
     last = [note.loss for note in training.history[-max(1, count // LAST_FIFTH) :]]
     return {
         "status": "diverged" if diverged else "finished",
@@ -355,19 +355,19 @@ def outcome(plan: Plan, training: Training) -> dict[str, Any]:
             "final_loss": None if diverged else math.fsum(last) / len(last),
             "heldout_loss": None if diverged else heldout,
             "seconds": training.history[-1].seconds,
-            "frames_per_second": len(training.history) * plan.window / training.history[-1].seconds,
+            "frames_per_second": len(training.history) * spec.window / training.history[-1].seconds,
             "weights": identities.weights_digest(training.model.state_dict()),
         },
     }
 
 
 @torch.no_grad()
-def heldout_loss(plan: Plan, model: Trainable) -> float:
+def heldout_loss(spec: RunSpec, model: Trainable) -> float:
     """The mean squared error per held-out frame."""
     model.eval()
-    loader = Loader("window", plan.setting)
+    loader = Loader("window", spec.setting)
     state, errors = None, []
-    for window in _for_device(plan, plan.data.heldout(plan.window)):
+    for window in _for_device(spec, spec.data.heldout(spec.window)):
         state = None if window.restart else state
         for batch in model.batches(loader.window(window.frames)):
             _, per_frame, state = model.training_loss(batch, state)

@@ -42,8 +42,8 @@ from gpulab.store.listing import recorded_runs
 from gpulab.store.records import recorded_folder
 from gpulab.training import loop
 from gpulab.training.engines import Engines
-from gpulab.training.plan import plan_with_command
 from gpulab.training.run import set_up, under, windows
+from gpulab.training.spec import RunSpec
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
 MORE_MEMORY = 2 << 30  # bytes that reading and comparing may take
@@ -153,18 +153,18 @@ class TrainingExplorer(Explorer):
         net, seed = self.net.value, self.seed.value
         try:
             for dropdown in self.settings:
-                plan, _ = plan_with_command(net, None, dropdown.value, seed, "smoke", 0, frames=FRAMES[net])
-                plan.draw_weights()
-                training = set_up(plan)
-                running.append((plan, training, Engines(plan, training), windows(plan, training)))
+                spec = RunSpec.of(net, setting=dropdown.value, seed=seed, profile="smoke", frames=FRAMES[net])
+                spec.draw_weights()
+                training = set_up(spec)
+                running.append((spec, training, Engines(spec, training), windows(spec, training)))
             for number in range(1, FRAMES[net] // running[0][0].window + 1):
-                for (plan, training, engine, left), rows in zip(running, self.losses, strict=True):
+                for (spec, training, engine, left), rows in zip(running, self.losses, strict=True):
                     if self.stopping.is_set():
                         return
                     if training.diverged_at is None:
-                        with under(plan.setting, plan.model.threads):  # its flags are in force for its own turns only
+                        with under(spec.setting, spec.model.threads):  # its flags are in force for its own turns only
                             loop.train(training, [next(left)], engine)
-                        rows.append((number * plan.window, training.history[-1].loss))
+                        rows.append((number * spec.window, training.history[-1].loss))
                 if time.monotonic() - drawn_at > DRAW_SECONDS:
                     self.draw()
                     drawn_at = time.monotonic()

@@ -17,7 +17,7 @@ from companion.benchmarks import benchmark
 from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
 from gpulab.store import records
-from gpulab.training.plan import plan_run
+from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,15 +44,14 @@ class FirstWindow:
         frames: int | None = None,
         **options: Any,
     ) -> None:
-        with torch.random.fork_rng(devices=[]):
-            self.plan = plan_run(net, seed=seed, profile=profile, loader=loader, **options)
-        self.plan.draw_weights()
-        self.frames = next(self.plan.data.windows(self.plan.window, seed)).frames[:frames]
+        self.spec = RunSpec.of(net, seed=seed, profile=profile, loader=loader, **options)
+        self.spec.draw_weights()
+        self.frames = next(self.spec.data.windows(self.spec.window, seed)).frames[:frames]
         self.loader = loader
 
     def prepared(self, setting: gl.Setting) -> Callable[[], Computed]:
         """The step with its model in place, so that an audit does not see the model being copied; call it once."""
-        model = copy.deepcopy(self.plan.model).to(setting.device, setting.dtype)
+        model = copy.deepcopy(self.spec.model).to(setting.device, setting.dtype)
         batches = Loader(self.loader, setting).batches(model, self.frames)
 
         def once() -> Computed:

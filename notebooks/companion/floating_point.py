@@ -38,8 +38,9 @@ from gpulab.settings import cpu_flags
 from gpulab.stats.verdicts import Verdict
 from gpulab.store import listing as stores
 from gpulab.store import records
-from gpulab.training.plan import plan_run
-from gpulab.training.protocol import FACTORS, protocol
+from gpulab.store.factors import FACTORS
+from gpulab.training.protocol import protocol
+from gpulab.training.spec import RunSpec
 
 CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
 SHOWN = 40  # moments of a training at which it is compared
@@ -139,7 +140,7 @@ def growth(
 def flipped(net: str, profile: str) -> int:
     """The number of the weight whose last bit is changed: the first of the layer in `FLIPPED`."""
     with torch.random.fork_rng(devices=[]):
-        model = plan_run(net, profile=profile).model
+        model = RunSpec.of(net, profile=profile).model
     before = itertools.takewhile(lambda named: named[0] != FLIPPED[net], model.named_parameters())
     return sum(parameter.numel() for _, parameter in before)
 

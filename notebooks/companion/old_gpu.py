@@ -50,7 +50,7 @@ def covariance_spectrum(
     rows = []
     for setting, seed in itertools.product(settings, seeds):
         parsed, step = gl.Setting.parse(setting), FirstWindow("whitener", seed=seed, profile=profile)
-        net = step.plan.model
+        net = step.spec.model
         assert isinstance(net, Whitener)
         images = torch.from_numpy(step.frames[: net.batch_size]).float().div(255)
         with parsed.apply(), torch.no_grad():

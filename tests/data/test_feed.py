@@ -1,5 +1,4 @@
 import contextlib
-import json
 
 import numpy as np
 import pytest
@@ -8,12 +7,9 @@ import torch
 import gpulab as gl
 from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
-from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.store import records
-from gpulab.training.plan import plan_run
-from gpulab.training.protocol import Specification
 from gpulab.training.request import planned
+from gpulab.training.spec import RunSpec
 
 BUFFERED = ("copied", "reused", "imitated")
 # Tiny networks: several threads would spend their time waiting for each other.
@@ -59,7 +55,7 @@ def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
 @pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("prednet", {"batch_size": 2})])
 def test_frames_one_by_one_are_refused_where_an_update_sees_several_at_a_time(net, options):
     with pytest.raises(gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"):
-        plan_run(net, profile="smoke", loader="copied", model_options=options)
+        RunSpec.of(net, profile="smoke", loader="copied", model_options=options)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +118,3 @@ def test_experiment_with_each_loader(tmp_path):
     assert run.record["id"] == planned("prednet", **usual, **options).id
     others = [{}, {"flip": 0}, {"draws": "device"}, *({"loader": loader} for loader in LOADERS if loader != "window")]
     assert len({planned("prednet", **usual, **more).id for more in others}) == len(others)
-
-
-@pytest.mark.parametrize("file", sorted(records.recorded_folder("runs").glob("*.parquet")), ids=lambda file: file.stem)
-def test_a_recorded_run_says_all_that_a_plan_of_it_needs(file):
-    of_each_kind = {}
-    for record in records.packed_runs(file):
-        if record["configuration"]["data"] != "mnist":  # which is downloaded
-            of_each_kind[json.dumps([record[name] for name in ("setting", "configuration", "rerun")])] = record
-    for record in of_each_kind.values():
-        plan = plan_run(**Specification.from_record(record).arguments())
-        identity = plan.identity(Passport(record["passport"])).record
-        own = {name: value for name, value in identity.items() if name not in ("id", "code", "content")}
-        assert own == {name: record[name] for name in own}
-    assert of_each_kind or file.stem == "autoencoder-paper"

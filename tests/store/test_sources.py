@@ -3,10 +3,7 @@ import linecache
 import sys
 import types
 
-import pytest
-
 import gpulab as gl
-from gpulab.store import sources
 from gpulab.training.functions import TrainingFunction
 
 PACKAGE = {
@@ -14,7 +11,6 @@ PACKAGE = {
     "model": "from .deep import SIZE\nfrom os import path\n",
     "deep/__init__": "from .sizes import *\n",
     "deep/sizes": "SIZE = 3\n",
-    "unused": "x = 1\n",
     "train": "def train(seed):\n    from mine import model\n    import json\n    return model.SIZE\n",
 }
 
@@ -27,16 +23,7 @@ def test_what_lies_beside_and_is_imported_belongs_to_it(tmp_path, monkeypatch):
         for name, text in PACKAGE.items():
             (tmp_path / "mine" / f"{name}.py").write_text(text + ("y = 0\n" if name == changed else ""))
         sources[changed] = TrainingFunction("mine.train:train").source
-    assert {name for name, source in sources.items() if source == sources[""]} == {"", "unused"}
-
-
-@pytest.mark.parametrize(("parts", "another"), [("", False), ('GPULAB_PARTS = ("data",)', True)])
-def test_a_file_may_name_what_of_gpulab_it_depends_on(parts, another, tmp_path, monkeypatch):
-    file = tmp_path / "mine.py"
-    file.write_text(f"{parts}\ndef train(seed):\n    return float(seed)\n")
-    before = TrainingFunction(f"{file}:train").source
-    monkeypatch.setattr(sources, "of_gpulab", lambda *names: f"another text of {names}")
-    assert (TrainingFunction(f"{file}:train").source != before) == another
+    assert len(set(sources.values())) == len(sources), "of a package all files count"
 
 
 def test_a_function_of_a_notebook_is_what_was_typed(monkeypatch):

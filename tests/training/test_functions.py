@@ -261,10 +261,8 @@ def test_the_text_counts_that_is_there_when_a_training_begins_and_the_old_runs_s
     training = TrainingFunction("usual.py:train")
     before = once(training)
     assert pickle.loads(pickle.dumps(training)).source == training.source
-    commented = f"# a word\n{text}\nif __name__ == '__main__':\n    1"
-    write(usual=commented)
     assert once("usual.py:train").record == before.record
-    write(usual=commented.replace("+ 0", "+ 1"))  # as long, and of the same second
+    write(usual=text.replace("+ 0", "+ 1"))  # as long, and of the same second
     assert once("usual.py:train").final_loss == 2
     write(parts="loss = 2.00\n")  # of another length: by that and the second Python tells what it has compiled
     del sys.modules["parts"]

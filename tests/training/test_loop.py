@@ -16,24 +16,24 @@ from gpulab.data.feed import Loader
 from gpulab.errors import DataError
 from gpulab.training import loop
 from gpulab.training.loop import Plain
-from gpulab.training.plan import plan_run
 from gpulab.training.run import ahead, set_up, train_to_the_end, windows
+from gpulab.training.spec import RunSpec
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
 
 
 def planned(model, **options):
-    plan = plan_run(model, profile="smoke", frames=100, setting="cpu:precision=float64", **options)
-    plan.draw_weights()
-    return plan
+    spec = RunSpec.of(model, profile="smoke", frames=100, setting="cpu:precision=float64", **options)
+    spec.draw_weights()
+    return spec
 
 
 @pytest.mark.parametrize("model", ["autoencoder", "prednet"])
 def test_it_is_the_loop_that_everybody_writes(model):
-    plan = planned(model)
-    net, losses, state = copy.deepcopy(plan.model).double(), [], None
+    spec = planned(model)
+    net, losses, state = copy.deepcopy(spec.model).double(), [], None
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for window in windows(plan, set_up(plan)):
+    for window in windows(spec, set_up(spec)):
         of_window = []
         for batch in net.batches(torch.from_numpy(window.frames).double() / 255):
             optimizer.zero_grad()
@@ -42,8 +42,8 @@ def test_it_is_the_loop_that_everybody_writes(model):
             optimizer.step()
             of_window.append(per_frame.mean().item())
         losses.append(sum(of_window) / len(of_window))
-    training = set_up(plan)
-    train_to_the_end(plan, training, Plain(training, Loader("window", plan.setting)))
+    training = set_up(spec)
+    train_to_the_end(spec, training, Plain(training, Loader("window", spec.setting)))
     assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-6)
     assert [note.window for note in training.history] == [0, 1, 2, 3, 4]
     assert training.step == (100 if model == "autoencoder" else 5)
@@ -63,18 +63,18 @@ class Telling:
 
 
 def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
-    plan = planned("prednet")
-    training, engine, seen = set_up(plan), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
-    loop.train(training, windows(plan, training), engine, lambda: seen.append((training.step, training.inside_window)))
+    spec = planned("prednet")
+    training, engine, seen = set_up(spec), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
+    loop.train(training, windows(spec, training), engine, lambda: seen.append((training.step, training.inside_window)))
     assert engine.states == [None, 1, 2, 3, 4], "the state goes from window to window"
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_ends_it_where_it_came(wrong):
-    plan = planned("autoencoder")
-    training = set_up(plan)
-    train_to_the_end(plan, training, Telling([1.0, 3.0], [1.0, wrong, -wrong], [1.0]))
+    spec = planned("autoencoder")
+    training = set_up(spec)
+    train_to_the_end(spec, training, Telling([1.0, 3.0], [1.0, wrong, -wrong], [1.0]))
     assert (training.diverged_at, training.step) == (4, 5)
     assert training.history[0].loss == 2.0
     assert training.history[1].loss == pytest.approx(wrong, nan_ok=True)

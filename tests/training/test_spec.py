@@ -1,4 +1,4 @@
-"""What is laid down before a run: protocols, specifications, and registrations by their digest."""
+"""What is laid down before a run: profiles, specifications, and registrations by their digest."""
 
 import copy
 import hashlib
@@ -15,8 +15,10 @@ import gpulab as gl
 from gpulab.cli import app
 from gpulab.data.feed import LOADERS
 from gpulab.store import records
-from gpulab.training.protocol import Specification, factors_of_record, protocol
+from gpulab.store.factors import factors_of_record
+from gpulab.training.protocol import protocol
 from gpulab.training.request import planned
+from gpulab.training.spec import CODE_VERSION, RunSpec
 
 
 def test_the_paper_profile_is_the_published_protocol():
@@ -40,13 +42,39 @@ def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
     assert speeds == [4.0, 2.0]
 
 
+LOSSES = {  # final and held-out losses of short trainings, by gpulab.training.spec.CODE_VERSION
+    1: {
+        "autoencoder": [0.05730396277619025, 0.059785226488824804],
+        "prednet": [0.22601152829905655, 0.21129522336667614],
+        "prednet, reused": [0.22599694242591095, 0.2112829332821346],
+        "prednet, no fast": [0.22600944217867097, 0.2112943401047919],
+        "whitener": [0.12901718916592167, 0.12273354178785717],
+    },
+}
+REQUESTS = {
+    "autoencoder": {"frames": 100},
+    "prednet": {"frames": 60},
+    "prednet, reused": {"frames": 60, "loader": "reused"},
+    "prednet, no fast": {"frames": 60, "fast": False, "model_options": {"truncation": "state"}},
+    "whitener": {"frames": 600},
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_losses_are_those_of_this_code_version(name):
+    options = {"profile": "smoke", "setting": "cpu:threads=1,precision=float64", "progress": False}
+    run = gl.train(name.partition(",")[0], seed=3, **options, **REQUESTS[name])
+    assert [run.final_loss, run.heldout_loss] == pytest.approx(LOSSES[CODE_VERSION][name], rel=1e-9), (
+        "trainings give other losses: raise CODE_VERSION, and note these under the new number"
+    )
+
+
 OPTIONAL = {
     "learning_rate": st.floats(0, 1),
     "window": st.sampled_from([10, 20]),
     "flip": st.integers(0, 9),
     "fast": st.just(False),
     "draws": st.just("device"),
-    "devices": st.just(2),
 }
 PER_MODEL = {
     "autoencoder": {"model_options": st.sampled_from([{"hidden": [16]}, {"batch_size": 5}])},
@@ -63,22 +91,21 @@ PER_MODEL = {
 
 
 @st.composite
-def specifications(draw):
+def requests(draw):
     model = draw(st.sampled_from([*PER_MODEL]))
     frames = {"frames": st.sampled_from([200, 400])}
     options = draw(st.fixed_dictionaries(frames, optional=OPTIONAL | PER_MODEL[model]))
-    run = draw(st.tuples(st.sampled_from(["cpu", "cpu:threads=1"]), st.integers(0, 9)))
-    return Specification(model, *run, "smoke", draw(st.integers(0, 2)), options)
+    own = {"setting": draw(st.sampled_from(["cpu", "cpu:threads=1"])), "seed": draw(st.integers(0, 9))}
+    return {"net": model, "profile": "smoke", "rerun": draw(st.integers(0, 2)), **own, **options}
 
 
 @settings(max_examples=40, deadline=None)
-@given(specifications())
-def test_command_and_record_give_the_specification_back(specification):
-    identity = planned(**specification.arguments())
+@given(requests())
+def test_command_gives_the_same_run(request):
+    spec = RunSpec.of(**request)
     with mock.patch("gpulab.training.request.train") as train:
-        CliRunner().invoke(app, shlex.split(specification.command())[1:])
-    assert planned(**train.call_args.kwargs).id == identity.id
-    assert planned(**Specification.from_record(identity.record).arguments()).id == identity.id
+        CliRunner().invoke(app, shlex.split(spec.command())[1:])
+    assert planned(*train.call_args.args, **train.call_args.kwargs).id == spec.identity(gl.passport()).id
 
 
 def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
@@ -86,11 +113,8 @@ def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
     assert factors_of_record(record)["truncation"] == "loss"
     assert record["configuration"]["model_options"].pop("truncation") == "loss"
     assert factors_of_record(record)["truncation"] == "state"
-    assert Specification.from_record(record).options["model_options"]["truncation"] == "state"
-    assert "truncation" not in record["configuration"]["model_options"]
     again = planned("prednet", profile="smoke", model_options={"truncation": "state"}).record
     assert "truncation" not in again["configuration"]["model_options"], "so that an older run can stand for it"
-    assert "--option truncation=state" in Specification.from_record(again).command()
 
 
 REGISTERED = Path(__file__).parents[2] / "data" / "registered"
