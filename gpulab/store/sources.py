@@ -21,6 +21,7 @@ from gpulab.store.identities import bytes_of
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+GENERATED = ("__dict__", "__weakref__", "__module__", "__dataclass_")  # members of a class that nobody wrote
 IMPORT = re.compile(r"^\s*(?:from|import)\s+([\w.,\s]+)", re.M)
 
 
@@ -36,7 +37,7 @@ def content_hash(value: Any) -> str:
     Not noticed are files that are only read, and modules that are imported under a name that is computed.
 
     Raises:
-        UnknownContentError: For what hides it, such as an object of a library in C, or code without a text.
+        UnknownContentError: For what hides it, such as an object of a library in C.
 
     Examples:
         >>> content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1}) != content_hash({"a": 1})
@@ -60,6 +61,10 @@ class ContentHasher(NumpyHasher):
             obj = ("generator", bytes_of(obj.get_state()))
         elif isinstance(obj, types.ModuleType):
             obj = ("module", obj.__name__)
+        elif isinstance(obj, property):
+            obj = (obj.fget, obj.fset, obj.fdel)
+        elif isinstance(obj, staticmethod | classmethod):
+            obj = obj.__func__
         elif isinstance(obj, types.FunctionType | type):
             obj = self.code(obj)
         try:
@@ -77,6 +82,9 @@ class ContentHasher(NumpyHasher):
         self.inside.add(id(definition))
         if file := file_of(definition):
             text: Any = sorted(texts_of(file).items())
+        elif isinstance(definition, type):  # inspect gives no text of a class that was typed
+            members = {key: value for key, value in vars(definition).items() if not key.startswith(GENERATED)}
+            text = definition.__bases__, members
         else:
             text = _typed_text(definition), sorted(_named_globals(definition).items())
         closure = [cell.cell_contents for cell in getattr(definition, "__closure__", None) or ()]
@@ -131,21 +139,24 @@ def _beside(root: Path, text: str) -> Iterator[Path]:
                 yield from (root / name).rglob("*.py")
 
 
-def _typed_text(definition: Any) -> str:
+def _typed_text(function: Any) -> str:
+    """The text of a function, or its bytecode where there is none, as for what a decorator makes."""
     try:
-        return textwrap.dedent(inspect.getsource(definition))
-    except (OSError, TypeError):
-        raise UnknownContentError(f"the text of {definition.__qualname__}") from None
+        return textwrap.dedent(inspect.getsource(function))
+    except OSError:
+        codes = _codes(function.__code__)
+        return repr([(code.co_code, [c for c in code.co_consts if not inspect.iscode(c)]) for code in codes])
 
 
-def _named_globals(definition: Any) -> dict[str, Any]:
-    """What the code of a typed function or class names of what was typed beside it."""
-    found: dict[str, Any] = {}
-    inside = [definition, *vars(definition).values()]
-    codes = [f.__code__ for f in (getattr(value, "__func__", value) for value in inside) if hasattr(f, "__code__")]
-    namespace = vars(sys.modules[definition.__module__]) | getattr(definition, "__globals__", {})
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        found |= {name: namespace[name] for name in code.co_names if name in namespace}
-    return found
+def _named_globals(function: Any) -> dict[str, Any]:
+    """What the code of a function names of what was typed beside it."""
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _codes(constant)
