@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 import textwrap
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from gpulab.store.identities import bytes_of
 
 PACKAGE = Path(__file__).parents[1]
+PARSING = threading.Lock()  # Python 3.11's parser counts its recursion for all threads together
 MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
@@ -50,7 +52,8 @@ def of_gpulab(*names: str) -> str:
 
 
 def _without_docstrings(file: Path) -> str:
-    tree = ast.parse(file.read_bytes())
+    with PARSING:
+        tree = ast.parse(file.read_bytes())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:]
