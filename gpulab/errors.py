@@ -36,7 +36,7 @@ class GpulabError(Exception):
         ...     gl.load("frames:no-such-folder")
         ... except gl.GpulabError as error:
         ...     print(f"{type(error).__name__}: {error}")
-        DataError: no-such-folder: no such folder
+        DataError: no-such-folder: no such folder; 'frames:DIR' reads a folder of images, 'video:FILE' a film
     """
 
     def __init__(self, message: object = "") -> None:
