@@ -27,7 +27,7 @@ from gpulab.saddles.hessians import hessian
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spectral_density
 from gpulab.settings import Setting
 from gpulab.store import identities
-from gpulab.store.records import machine, read_table, read_tables, recorded_folder, write_table
+from gpulab.store.recorded import machine, read_table, read_tables, recorded_folder, write_table
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.request import train
 

@@ -27,7 +27,7 @@ from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import SETTLED, Factory, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
-from gpulab.store.records import machine, read_tables, recorded_folder
+from gpulab.store.recorded import machine, read_tables, recorded_folder
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.store import records
+from gpulab.store import recorded
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import Specification
 from gpulab.training.request import planned
@@ -124,10 +124,10 @@ def test_experiment_with_each_loader(tmp_path):
     assert len({planned("prednet", **usual, **more).id for more in others}) == len(others)
 
 
-@pytest.mark.parametrize("file", sorted(records.recorded_folder("runs").glob("*.parquet")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(recorded.recorded_folder("runs").glob("*.parquet")), ids=lambda file: file.stem)
 def test_a_recorded_run_says_all_that_a_plan_of_it_needs(file):
     of_each_kind = {}
-    for record in records.packed_runs(file):
+    for record in recorded.packed_runs(file):
         if record["configuration"]["data"] != "mnist":  # which is downloaded
             of_each_kind[json.dumps([record[name] for name in ("setting", "configuration", "rerun")])] = record
     for record in of_each_kind.values():

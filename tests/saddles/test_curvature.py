@@ -9,7 +9,7 @@ import gpulab as gl
 from gpulab.saddles import curvature as trajectories
 from gpulab.saddles.curvature import read_curvature, row_spectra
 from gpulab.saddles.spectrum import ZERO
-from gpulab.store import records as recordings
+from gpulab.store import recorded as recordings
 
 SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "progress": False}
 SETTINGS = ["cpu:threads=1", "cpu:precision=float64", "cpu:emulate=bfloat16"]
