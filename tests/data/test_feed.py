@@ -127,7 +127,7 @@ def test_experiment_with_each_loader(tmp_path):
 @pytest.mark.parametrize("file", sorted(recorded.recorded_folder("runs").glob("*.parquet")), ids=lambda file: file.stem)
 def test_a_recorded_run_says_all_that_a_plan_of_it_needs(file):
     of_each_kind = {}
-    for record in recorded.packed_runs(file):
+    for record, _ in recorded.read_packed(file):
         if record["configuration"]["data"] != "mnist":  # which is downloaded
             of_each_kind[json.dumps([record[name] for name in ("setting", "configuration", "rerun")])] = record
     for record in of_each_kind.values():

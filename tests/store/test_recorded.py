@@ -15,7 +15,7 @@ PACKED = sorted(
 
 @pytest.mark.parametrize("file", PACKED, ids=lambda file: file.name)
 def test_recorded_runs_are_whole_and_do_not_contradict_themselves(file):
-    runs = stores.read_entry(str(file))
+    runs = [(record, load()) for record, _, load in stores.read_entry(str(file))]
     assert runs
     assert max(Counter(record["id"] for record, _ in runs).values()) == 1
     for record, history in runs:

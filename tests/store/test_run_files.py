@@ -19,7 +19,7 @@ from small_runs import HISTORY, flipped
 
 import gpulab as gl
 from gpulab.errors import printable
-from gpulab.store import identities
+from gpulab.store import identities, recorded
 from gpulab.store import runs as stores
 
 TENSORS = st.builds(
@@ -165,19 +165,19 @@ def test_a_checkpoint_is_read_back_unless_there_is_none_or_one_of_a_later_format
     file = stores.checkpoint_file(tmp_path, "a-run")
     assert resumed(file) is None
     for count in (3, 4):
-        stores.write_checkpoint(file, {"a": torch.arange(count)}, NOTES)
+        stores.write_tensors(file, {"a": torch.arange(count)}, NOTES)
     tensors, notes = resumed(file)
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes["step"] == 2
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    monkeypatch.setattr(run_files, "FORMAT", 99)
-    with pytest.warns(UserWarning, match="another version"):
+    monkeypatch.setattr(recorded, "FORMAT", 99)
+    with pytest.warns(UserWarning, match="format '3'; this gpulab reads 99"):
         assert resumed(file) is None
 
 
 def test_no_bit_of_a_checkpoint_is_unguarded_and_a_damaged_one_is_set_aside(tmp_path):
     file = stores.checkpoint_file(tmp_path, "a-run")
-    stores.write_checkpoint(file, {"a": torch.arange(3)}, NOTES)
+    stores.write_tensors(file, {"a": torch.arange(3)}, NOTES)
     whole = file.read_bytes()
     for bit in range(8 * len(whole)):
         content = bytearray(whole)

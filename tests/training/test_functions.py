@@ -101,7 +101,6 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
     assert stores.record_of(frame.iloc[1])["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
     run = once("usual.py:train", seed=1)
     assert (run.record["id"], run.metrics["accuracy"]) == (frame.id[1], frame.accuracy[1])
-    assert sorted(stores.metrics_of(next(frame.itertuples()))) == sorted(run.metrics)
     stores.pack("runs", "packed.parquet")
     assert gl.runs("packed.parquet").drop(columns="path").equals(gl.runs("runs").drop(columns="path"))
 
