@@ -105,7 +105,7 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
     assert "1 runs" in listed
     assert "cpu:threads=1" in listed
     frame = pd.read_csv(io.StringIO(output("runs", "runs", "--csv")), float_precision="round_trip")
-    assert list(frame.columns) == [*stores.COLUMNS]
+    assert list(frame.columns) == stores.COLUMNS
     assert (frame.weights.tolist(), frame.final_loss.tolist()) == ([run.weights], [run.final_loss])
 
 

@@ -399,7 +399,7 @@ def escape_table(
 def recorded_escapes() -> pd.DataFrame:
     """Read the escapes from saddles that were recorded on other machines and are shipped with gpulab.
 
-    The files are in `data/saddles/escapes`. A damaged one is named in a warning and skipped.
+    The files are in `data/saddles/escapes`.
 
     Returns:
         A data frame as the `table` of `gpulab.saddles.EscapeTable`, in which `recorded` is True.

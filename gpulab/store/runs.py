@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     Tensors = dict[str, torch.Tensor]
+    Run = tuple[dict[str, Any], pd.DataFrame, Tensors | None]  # its record, its history, its weights
 
 Record = dict[str, Any]  # what `run.json` says
 Row = dict[str, Any]  # what the table of runs says
@@ -47,21 +48,18 @@ WEIGHT = "weights."  # how the names of weights begin among the results
 LARGEST_RECORD = 1 << 24  # bytes
 MOST_NAMED = 10  # of damaged runs, in one warning
 SUMMARY = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
-TEXT, WHOLE, NUMBER = (str, None), (int,), (int, float, None)  # None stands for a missing value
-COLUMNS: dict[str, tuple[Any, ...]] = {  # of the table of runs, with the types that a value may have
-    **dict.fromkeys(("experiment", "profile", "setting", "device"), (str,)),
-    **dict.fromkeys(("seed", "rerun"), WHOLE),
-    **dict.fromkeys(FACTORS, (str, int, float, bool, None)),
-    "status": (str,),
-    **dict.fromkeys(SUMMARY[:4], NUMBER),
-    **dict.fromkeys(("weights", "gradients"), TEXT),
-    "diverged_at": (int, None),
-    **dict.fromkeys(("registered", "machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size"), TEXT),
-    **dict.fromkeys(("scene_seed", "speed"), NUMBER),
-    "frames": WHOLE,
-    "protocol": TEXT,
-    "recorded": (bool,),
-    **dict.fromkeys(("id", "path"), (str,)),
+COLUMNS = [
+    *("experiment", "profile", "setting", "device", "seed", "rerun"),
+    *FACTORS,
+    *("status", *SUMMARY, "gradients", "diverged_at", "registered"),
+    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
+    *("protocol", "recorded", "id", "path"),
+]
+TYPES: dict[str, tuple[Any, ...]] = {  # of the values in each column; None stands for a missing one
+    **dict.fromkeys(COLUMNS, (str, int, float, bool, None)),
+    **dict.fromkeys(("experiment", "profile", "setting", "status", "machine", "id"), (str,)),
+    **dict.fromkeys(("seed", "rerun", "frames"), (int,)),
+    **dict.fromkeys((*SUMMARY[:4], "flip", "diverged_at", "scene_seed", "speed"), (int, float, None)),
 }
 # Empty for a run of a function, which may have options of these names.
 OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
@@ -219,9 +217,9 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
         ...     gl.store.pack(gl.recorded_runs().head(2), file), len(gl.runs(file))
         (2, 2)
     """
-    frame = store if not isinstance(store, str | Path) else runs(store)
+    frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:
-        raise DataError(f"{store if isinstance(store, str | Path) else file}: no runs to pack")
+        raise DataError(f"{file}: not written, because there are no runs to pack")
     records, histories = zip(*with_histories(frame), strict=True)
     recorded.write_packed(Path(file), list(records), list(histories))
     return len(frame)
@@ -285,10 +283,8 @@ def _frame(paths: list[str]) -> pd.DataFrame:
             if of_run or not os.path.isdir(path):  # other folders are nobody's business
                 damaged.append(str(error))
     if damaged:
-        listed = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
-        warnings.warn(
-            f"{len(damaged)} damaged run(s) skipped (the same experiment done again mends them): {listed}", stacklevel=3
-        )
+        named = "; ".join(damaged[:MOST_NAMED]) + "; …" * (len(damaged) > MOST_NAMED)
+        warnings.warn(f"{len(damaged)} damaged run(s) skipped, which are mended if done again: {named}", stacklevel=3)
     own = dict.fromkeys(name for row in rows.values() for name in row if name not in COLUMNS)
     frame = pd.DataFrame(list(rows.values()), columns=[*COLUMNS, *own])
     # A missing number becomes NaN; a function may have an option named speed that is no number.
@@ -330,7 +326,7 @@ def _row(file: str, path: str, record: Record) -> Row:
         for name, value in {**metrics, "window": configuration.get("window", 1), **row}.items():
             kind = None if value is None else type(value)
             out_of_range = (kind is int and abs(value) >= 2**63) or (kind is float and not math.isfinite(value))
-            if kind not in COLUMNS.get(name, (int, float, bool)) or out_of_range:
+            if kind not in TYPES.get(name, (int, float, bool)) or out_of_range:
                 raise DataError(f"{file}: a damaged record: {name}: {value!r:.60}")
         if row["status"] not in ("finished", "diverged"):
             raise DataError(f"{file}: a damaged record: status: {row['status']:.60}")
@@ -368,8 +364,8 @@ def begun(identity: Identity, machine_passport: Mapping[str, Any], **notes: str 
     }
 
 
-def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
-    """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
+def find(store: Path, identity: Identity) -> Run | None:
+    """A run that the store holds whole, as `read_run` gives it.
 
     A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
     """
@@ -380,12 +376,11 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
     if not os.path.lexists(folder):
         return None
     try:
-        weights = read_run(folder)[2]
+        return read_run(folder)
     except DataError as error:
         if moved := set_aside(store, folder):
             warnings.warn(f"{error}; the run is trained again (set aside in {moved})", stacklevel=3)
         return None
-    return None if with_weights and weights is None else folder
 
 
 def set_aside(store: Path, path: Path) -> Path | None:
@@ -419,25 +414,25 @@ def write_run(
             except OSError:  # another writer was first, or the store cannot be written
                 if not folder.is_dir():
                     raise
-                if find(store, Identity(record["id"], record)) is None:
+                existing = find(store, Identity(record["id"], record))
+                if existing is None:
                     scratch.rename(folder)
-                elif weights is not None:
-                    _add_weights(folder, weights)
+                elif existing[2] is None and weights is not None:
+                    _add_weights(folder, existing, weights)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
-def _add_weights(folder: Path, weights: Tensors) -> None:
+def _add_weights(folder: Path, run: Run, weights: Tensors) -> None:
     """Keep the weights of a run that was kept without them, if they are those that its record tells of."""
-    record, history, existing = read_run(folder)
-    if existing is None and weights_digest(weights) == record["summary"].get("weights"):
-        write_results(folder, record["id"], history, weights)
-    elif existing is None:
+    if weights_digest(weights) == run[0]["summary"].get("weights"):
+        write_results(folder, folder.name, run[1], weights)
+    else:
         warnings.warn(f"{folder}: trained again, it ended with other weights, which are not kept", stacklevel=4)
 
 
-def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame, Tensors | None]:
+def read_run(folder: Path) -> Run:
     """A run's record, history, and weights where it has any. Raises `DataError`, naming the file, for a damaged one."""
     ((record, _, _),) = read_entry(str(folder))
     history, weights = read_results(folder)
@@ -490,10 +485,9 @@ def resume(file: Path, restore: Callable[[Tensors, dict[str, Any]], None]) -> bo
     try:
         restore(*read_tensors(file))
     except Exception as error:  # whatever a checkpoint of another training leads to
-        named = str(file) in str(error)
-        why = str(error) if named else f"{file}: not a checkpoint of this run ({error!r:.200})"
+        why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
         moved = set_aside(file.parents[1], file)
-        warnings.warn(f"{why}; a damaged checkpoint: the run starts anew (set aside in {moved})", stacklevel=3)
+        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=3)
         return False
     return True
 

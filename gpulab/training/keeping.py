@@ -50,8 +50,8 @@ class Keeping:
         """A run that was done before, and whose trained weights were kept if they are asked for; else None."""
         if self.store is None or not self.take_existing:
             return None
-        folder = stores.find(self.store, identity, with_weights)
-        return None if folder is None else stored_run(folder)
+        run = stores.find(self.store, identity)
+        return None if run is None or (with_weights and run[2] is None) else StoredRun(self.store / identity.id, *run)
 
     def resume(self, identity: identities.Identity, training: Training) -> bool:
         """Take a training to where an interrupted one was; False without a checkpoint. A damaged one is set aside."""
@@ -80,8 +80,3 @@ class Keeping:
         if self.store is None or identity.unknown:
             return None
         return stores.checkpoint_file(self.store, identity.id)
-
-
-def stored_run(folder: Path) -> StoredRun:
-    """A run at rest."""
-    return StoredRun(folder, *stores.read_run(folder))

@@ -44,7 +44,7 @@ def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(writt
     monkeypatch.delenv("GPULAB_STORE")
     assert gl.runs().seed.tolist() == [2]
     assert gl.runs(tmp_path / "absent").empty
-    assert list(gl.runs(tmp_path / "absent").columns) == [*stores.COLUMNS]
+    assert list(gl.runs(tmp_path / "absent").columns) == stores.COLUMNS
 
 
 @pytest.fixture
