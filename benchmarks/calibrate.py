@@ -29,7 +29,7 @@ from tqdm import tqdm
 import gpulab as gl
 from gpulab.stats import tests as inference
 from gpulab.stats.decisions import JUMP
-from gpulab.store import listing
+from gpulab.store import runs as stores
 
 PAGE = Path(__file__).with_name("verdict_calibration.md")
 SEEDS = (5, 10, 30)
@@ -384,7 +384,7 @@ def published_analysis() -> pd.DataFrame:
     runs = gl.recorded_runs()
     runs = runs[(runs.rerun == 0) & (runs.status == "finished") & runs.setting.isin(["cpu", "cuda:tf32=off"])]
     for key, some in runs.groupby(["experiment", "profile", "setting"]):
-        losses = [part.loss.to_numpy()[-50:] for _, part in listing.history(some).groupby("seed")]
+        losses = [part.loss.to_numpy()[-50:] for _, part in stores.history(some).groupby("seed")]
         alarms = [stats.ttest_ind(a, b).pvalue <= ALPHA for a, b in combinations(losses, 2)]
         rows.append([f"recorded: {', '.join(key)}", len(alarms), np.mean(alarms)])
     for spread, words in ((0.0, "no spread between seeds"), (1.0, "two humps")):

@@ -41,7 +41,7 @@ from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.progress import Progress
 from gpulab.settings import setting
-from gpulab.store.records import read_json, recorded_folder
+from gpulab.store.recorded import read_json, recorded_folder
 
 RECORDED = recorded_folder("measured") / "products-nvidia-h200.json"
 SAMPLE = 1024  # elements of each result that are compared

@@ -29,7 +29,7 @@ from measuring import keep, race, run, seconds, show, table
 from torch import Tensor, nn
 
 import gpulab as gl
-from gpulab.store import records
+from gpulab.store import recorded
 from gpulab.training.protocol import PROFILES, protocol
 
 PROBES = 10
@@ -341,7 +341,7 @@ def main(
                 rows += measure(one, frames, setting, names, products, block, steps)
                 keep(record, device, rows=rows)
     lines = []
-    for document in records.read_measured("hessian_speed"):
+    for document in recorded.read_measured("hessian_speed"):
         for one in dict.fromkeys(row["size"] for row in document["rows"]):
             lines += in_short(document, [row for row in document["rows"] if row["size"] == one])
     short = table("machine|PredNet|as|what|gpulab, s|fastest peer, s|times as fast|of its memory", lines)

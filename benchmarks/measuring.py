@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 import gpulab as gl
 from gpulab.errors import in_one_line
 from gpulab.settings import Setting
-from gpulab.store import records
+from gpulab.store import recorded
 
 Step = Callable[[], Any]
 WARM_UP = 3  # steps of each way before any is timed
@@ -113,9 +113,9 @@ def quartiles(values: list[float]) -> list[float]:
 
 def keep(file: Path | None, device: str, **tables: Any) -> dict[str, Any]:
     """What was measured, with passport, machine and command; in a file, too, where one is named."""
-    document = records.measured(device, **tables)
+    document = recorded.measured(device, **tables)
     if file:
-        records.write_json(file, document)
+        recorded.write_json(file, document)
     return document
 
 

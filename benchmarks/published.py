@@ -36,7 +36,7 @@ from gpulab.data.datasets import Rendered, load
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
-from gpulab.store import run_files
+from gpulab.store import runs as stores
 from gpulab.training.experiment import Experiment
 from gpulab.training.protocol import protocol, whole_numbers
 
@@ -272,7 +272,7 @@ def published(
         rows.extend(notes["state"]["rows"])
 
     with threadpool_limits(setting.threads):
-        run_files.resume(file, restore)
+        stores.resume(file, restore)
         yield from rows
         saved = time.monotonic()
         for whole, restart in itertools.islice(windows(source, window, every), len(rows), frames // window):
@@ -286,7 +286,7 @@ def published(
             rows.append(row)
             if due:
                 tensors = {name: torch.from_numpy(np.array(array)) for name, array in trained.state().items()}
-                run_files.write_checkpoint(file, tensors, {"step": len(rows), "state": {"rows": rows}})
+                stores.write_tensors(file, tensors, {"step": len(rows), "state": {"rows": rows}})
                 saved = time.monotonic()
             yield row
     file.unlink(missing_ok=True)  # what is left in the folder is kept with the run

@@ -32,8 +32,8 @@ from gpulab.device.rooflines import roofline
 from gpulab.errors import UsageError, in_one_line
 from gpulab.progress import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
-from gpulab.store import records
-from gpulab.store.listing import pack
+from gpulab.store import recorded
+from gpulab.store.runs import pack
 from gpulab.training.protocol import protocol
 
 app = command_line(__doc__)
@@ -225,7 +225,7 @@ def record_saddles(
     if kind not in ALONG:
         raise UsageError(f"kind {kind!r}: expected cpu or cuda")
     gl.Setting.parse(ALONG[kind][0]).check()
-    record_escapes(output / "escapes", "-".join(records.machine(gl.passport(), kind).lower().split()), kind)
+    record_escapes(output / "escapes", "-".join(recorded.machine(gl.passport(), kind).lower().split()), kind)
     for net, profile, options in CURVATURE:
         wanted = not only or f"{net}:{profile}" in only.split(",")
         for seed, setting in itertools.product(range(seeds) if wanted else (), ALONG[kind]):
@@ -255,7 +255,7 @@ def record_escapes(folder: Path, name: str, kind: str) -> None:
             continue
         started = time.perf_counter()
         table = gl.saddles.escape_table(known_saddle(), settings, seeds=3, **options).table
-        records.write_table(file, table, {"passport": dict(gl.passport()), "command": this_command()})
+        recorded.write_table(file, table, {"passport": dict(gl.passport()), "command": this_command()})
         print(f"{title}: {len(table)} escapes in {time.perf_counter() - started:.0f} s", flush=True)
 
 

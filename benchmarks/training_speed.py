@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
 from gpulab.settings import Setting
-from gpulab.store import records
+from gpulab.store import recorded
 from gpulab.training.capture import Captured, Graph
 from gpulab.training.engines import Engines
 from gpulab.training.run import set_up
@@ -249,7 +249,7 @@ def race_ways(
     if settings:
         print(speeds(net, [keep(record, setting.kind, peak=peaks, rows=rows)]))
     if write:
-        show(f"Training: {net}", write, measured=speeds(net, records.read_measured(net)))
+        show(f"Training: {net}", write, measured=speeds(net, recorded.read_measured(net)))
 
 
 # --- several networks on one GPU -------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from gpulab.settings import available_settings as available_settings
 from gpulab.settings import setting as setting
 from gpulab.settings import working_threads as working_threads
 from gpulab.stats.verdicts import verdict as verdict
-from gpulab.store.listing import recorded_runs as recorded_runs
-from gpulab.store.listing import runs as runs
+from gpulab.store.runs import recorded_runs as recorded_runs
+from gpulab.store.runs import runs as runs
 from gpulab.training.experiment import Experiment as Experiment
 from gpulab.training.protocol import profile as profile
 from gpulab.training.request import train as train

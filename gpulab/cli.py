@@ -99,7 +99,7 @@ def train(
     ] = None,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
-    from gpulab.store import listing as stores
+    from gpulab.store import runs as stores
     from gpulab.training.request import train as train_one
 
     if ":" in model:
@@ -107,7 +107,7 @@ def train(
             raise UsageError("--picture draws what gpulab's own networks make")
         options = {"model_options": options}
     asked = {"setting": setting, "seed": seed, "profile": profile, "rerun": rerun, **options}
-    run = train_one(model, **asked, store=store or stores.default_store(), **how)
+    run = train_one(model, **asked, store=stores.store_folder(store), **how)
     say(run)
     say(f"kept in {run.path}")
     if picture:
@@ -137,7 +137,7 @@ def experiment(
 ) -> None:
     """Train every seed under every setting, here or on a cluster, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.store import listing as stores
+    from gpulab.store import runs as stores
     from gpulab.training.experiment import Experiment
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
@@ -149,7 +149,8 @@ def experiment(
     if share:
         say(f"share {share} is done; without --share, --fresh and --guard the same command compares all runs")
         return
-    metrics = next(filter(None, map(stores.metrics_of, frame.itertuples())), ["final_loss"])
+    named = (stores.record_of(run).get("metrics", ["final_loss", "heldout_loss"]) for run in frame.itertuples())
+    metrics = list(next(filter(None, named), ["final_loss"]))
     if metric and metric not in metrics:
         raise UsageError(f"--metric {metric!r}: the runs have {', '.join(metrics)}")
     answer = compare(frame, metric or ("final_loss" if "final_loss" in metrics else metrics[0]))
@@ -176,13 +177,13 @@ def verdict(
     """
     from gpulab.stats.tables import read_table
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.store import listing as stores
-    from gpulab.store import records
+    from gpulab.store import recorded
+    from gpulab.store import runs as stores
 
     is_store = file.is_dir()
     if file.suffix == ".parquet":
         with contextlib.suppress(DataError):
-            is_store = bool(records.packed_runs(file))
+            is_store = bool(recorded.read_packed(file))
     frame = rows_where(stores.runs(file) if is_store else read_table(file, metric), where)
     answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
     say(answer)
@@ -198,10 +199,9 @@ def runs(
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
     """List the runs in a store."""
-    from gpulab.store import listing as stores
-    from gpulab.store import run_files
+    from gpulab.store import runs as stores
 
-    folder = run_files.store_folder(either(store, kept_in) or stores.default_store())
+    folder = stores.store_folder(either(store, kept_in))
     if not recorded and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = rows_where(stores.recorded_runs() if recorded else stores.runs(folder), where)
@@ -221,7 +221,7 @@ def pack(
     where: Where = None,
 ) -> None:
     """Pack runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
-    from gpulab.store import listing as stores
+    from gpulab.store import runs as stores
 
     frame = rows_where(stores.runs(store), where)
     if frame.empty:
@@ -259,7 +259,7 @@ def audit(
     for text in setting or ():
         prepared(text)
     from gpulab.diagnostics import audits, steps
-    from gpulab.store.records import shipped
+    from gpulab.store.recorded import shipped
 
     if (b is None) == (len(setting or ()) != 2):
         raise UsageError("expected two traces, or a step with --setting twice")

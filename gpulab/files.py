@@ -15,16 +15,20 @@ import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import xxhash
 
 from gpulab.errors import DataError, GpulabError, check_name, printable
 
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
 HERE = xxhash.xxh32_hexdigest(platform.node().encode())  # this machine, in the names of what it is writing
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
 MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
+LARGEST = 1 << 28  # numbers in a column of a table
 MOST_UPLOADED = 1 << 23  # bytes of a file that comes through a browser; the largest recorded trace has a tenth
 WHY = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",
@@ -168,6 +172,15 @@ def without_controls(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(name): without_controls(part) for name, part in value.items()}
     return value
+
+
+def check_table_size(file: str | Path, metadata: pyarrow.parquet.FileMetaData, most: int = LARGEST) -> None:
+    """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab writes."""
+    for number in range(metadata.num_columns):
+        chunks = [metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)]
+        numbers = sum(chunk.num_values for chunk in chunks)
+        if numbers > most or sum(chunk.total_uncompressed_size for chunk in chunks) > 8 * most:
+            raise DataError(f"{file}: too large: more than {most} numbers in a column")
 
 
 # --- seals -------------------------------------------------------------------------------------------------

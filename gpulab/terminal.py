@@ -53,7 +53,7 @@ def say_csv(frame: pd.DataFrame) -> None:
 
 def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
-    from gpulab.store import listing as stores
+    from gpulab.store import runs as stores
     from gpulab.store.factors import FACTORS
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]

@@ -18,8 +18,7 @@ import gpulab as gl
 import gpulab.cli
 from gpulab.options import how_to_train
 from gpulab.settings import cpu_flags
-from gpulab.store import listing as stores
-from gpulab.store import run_files
+from gpulab.store import runs as stores
 from gpulab.training.workers import may_share
 
 COMMAND = [sys.executable, "-m", "gpulab"]
@@ -95,7 +94,7 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
     assert output(*train) == first, "down to the seconds: it is the run that was there"
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
-    record = run_files.read_record(Path(run.path))
+    record = stores.read_record(Path(run.path))
     assert record["command"] == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --frames 40"
     assert record["arithmetic"]["threads"] == 1
     assert f"kept in other{os.sep}{run.id}" in output(*train, "--fresh", "--store", "other")
@@ -139,7 +138,7 @@ def test_an_experiment_is_run_compared_listed_and_packed(output, tmp_path):
     frame = gl.runs(tmp_path / "runs")
     assert [*zip(frame.setting, frame.seed, strict=True)] == [*itertools.product(["cpu", "cpu:threads=1"], [0, 1])]
     assert str(gl.verdict(frame)) in text
-    command = run_files.read_record(Path(frame.path[3]))["command"]
+    command = stores.read_record(Path(frame.path[3]))["command"]
     assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --frames 40"
     output("pack", "runs", "packed.parquet")
     of_store = output("verdict", "runs")
@@ -164,7 +163,7 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
     assert answer(*experiment, "--option", "covariance=centred", "--option", "code=20").status == 0
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert run.covariance == "centred"
-    record = run_files.read_record(Path(run.path))
+    record = stores.read_record(Path(run.path))
     assert record["configuration"]["model_options"]["code"] == 20
     assert record["command"].endswith("--option covariance=centred --option code=20")
     for wrong in ("covariance", "=centred", "covariance=diagonal"):
@@ -188,7 +187,7 @@ def test_recorded_runs_are_listed_as_csv_and_nothing_of_the_current_folder_is_im
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_an_instruction_set_can_be_chosen(tmp_path):
     subprocess.run([*COMMAND, *SMOKE, "--setting", "cpu:isa=avx2"], cwd=tmp_path, check=True, timeout=120)
-    record = run_files.read_record(Path(gl.runs(tmp_path / "runs").path[0]))
+    record = stores.read_record(Path(gl.runs(tmp_path / "runs").path[0]))
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 
@@ -203,7 +202,7 @@ def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path
     size = ["--size", "8x12", "--channels", "3,4", "--frames", "2000"]
     command = [*COMMAND, "train", "prednet", "--profile", "smoke", *size, "--checkpoint-seconds", "0"]
     training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
-    while not list(tmp_path.glob(f"runs/{run_files.WORK}/*.safetensors")):
+    while not list(tmp_path.glob(f"runs/{stores.WORK}/*.safetensors")):
         assert training.poll() is None, training.stderr.read()
         time.sleep(0.01)
     training.send_signal(signal.SIGINT)

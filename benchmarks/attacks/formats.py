@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from attacks import damage
 
 import gpulab as gl
-from gpulab.store import listing
+from gpulab.store import runs as stores
 
 SETTING = "cpu:threads=1"
 FUNCTION = """
@@ -81,7 +81,7 @@ def rows(frame: Any) -> dict[str, str]:
 
 def histories(frame: Any) -> dict[str, str]:
     """The history of each run."""
-    whole = listing.history(frame)
+    whole = stores.history(frame)
     parts = whole[["window", "step", "loss"]].groupby(whole.id) if len(whole) else ()
     return {f"history {run}": _digest(part.to_csv(index=False).encode()) for run, part in parts}
 
@@ -120,7 +120,7 @@ def read_checkpoint(folder: Path) -> Facts:
 
 def make_packed(folder: Path) -> None:
     make_store(folder)
-    listing.pack(folder / "store", folder / "packed.parquet")
+    stores.pack(folder / "store", folder / "packed.parquet")
 
 
 def read_packed(folder: Path) -> Facts:

@@ -22,7 +22,7 @@ from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.passports import passport
 from gpulab.report import Report
 from gpulab.settings import Setting, arithmetic
-from gpulab.store.records import machine
+from gpulab.store.recorded import machine
 
 MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
 

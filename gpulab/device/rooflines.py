@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from gpulab.errors import UsageError
 from gpulab.progress import Progress
 from gpulab.settings import Setting, arithmetic
-from gpulab.store.records import recorded_table
+from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 LARGEST_MATRIX = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from gpulab.errors import UsageError, in_one_line
 from gpulab.files import check_path
 from gpulab.settings import Setting
-from gpulab.store.records import shipped
+from gpulab.store.recorded import shipped
 
 
 @dataclass(frozen=True)

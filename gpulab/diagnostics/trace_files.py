@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from gpulab import files
 from gpulab.errors import DataError
-from gpulab.store import schemas
-from gpulab.store.records import check_size
 
 if TYPE_CHECKING:
     import pyarrow
@@ -72,6 +71,11 @@ def by_name(
     arguments = {name: as_json(value) for name, value in (*zip(names, placed, strict=False), *named.items())}
     omitted = [a for a in schema.arguments if a.has_default_value() and a.name not in arguments]
     return arguments, {a.name: as_json(a.default_value) for a in omitted}
+
+
+@functools.cache
+def _notes_check() -> TypeAdapter[Trace]:
+    return TypeAdapter(Trace)
 
 
 @functools.cache
@@ -149,10 +153,10 @@ def read(
                 raise DataError(f"{file}: a trace of another format; {OTHER_FORMAT}")
             files.check_seal(file, content)
             del notes["seal"]
-            schemas.check(Trace, notes, file)
+            _notes_check().validate_python(notes, strict=True)
             if not opened.schema_arrow.equals(_schema()):
                 raise ValueError("other columns than a trace has")
-            check_size(file, opened.metadata, most or LARGEST)
+            files.check_table_size(file, opened.metadata, most or LARGEST)
             table = opened.read()
         arrays = table["sketches"].combine_chunks().flatten()
         starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]

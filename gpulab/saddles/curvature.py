@@ -27,7 +27,7 @@ from gpulab.saddles.hessians import hessian
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spectral_density
 from gpulab.settings import Setting
 from gpulab.store import identities
-from gpulab.store.records import machine, read_table, read_tables, recorded_folder, write_table
+from gpulab.store.recorded import machine, read_table, read_tables, recorded_folder, write_table
 from gpulab.training.request import train
 from gpulab.training.spec import RunSpec
 
@@ -136,7 +136,7 @@ def curvature_along(
 def recorded_curvature() -> pd.DataFrame:
     """Read the curvature along trainings that was recorded on other machines and is shipped with gpulab.
 
-    The files are in `data/saddles/curvature`. A damaged one is named in a warning and skipped.
+    The files are in `data/saddles/curvature`.
 
     Returns:
         A data frame as `gpulab.saddles.curvature_along` returns it, in which `recorded` is True.
@@ -150,7 +150,7 @@ def recorded_curvature() -> pd.DataFrame:
 
 
 def read_curvature(store: str | Path) -> pd.DataFrame:
-    """What `curvature_along` kept in a folder; damaged files are named in a warning and skipped."""
+    """What `curvature_along` kept in a folder; `DataError`, naming the file, for a damaged one."""
     import pandas as pd
 
     frames = [_unpacked(rows, record) for rows, record in read_tables(Path(store))]

@@ -27,7 +27,7 @@ from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import SETTLED, Factory, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
-from gpulab.store.records import machine, read_tables, recorded_folder
+from gpulab.store.recorded import machine, read_tables, recorded_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -399,7 +399,7 @@ def escape_table(
 def recorded_escapes() -> pd.DataFrame:
     """Read the escapes from saddles that were recorded on other machines and are shipped with gpulab.
 
-    The files are in `data/saddles/escapes`. A damaged one is named in a warning and skipped.
+    The files are in `data/saddles/escapes`.
 
     Returns:
         A data frame as the `table` of `gpulab.saddles.EscapeTable`, in which `recorded` is True.

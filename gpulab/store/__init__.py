@@ -3,10 +3,9 @@
 from gpulab._lazy import attach
 
 NAMES = {
-    "history": "listing",
-    "pack": "listing",
-    "recorded_runs": "listing",
-    "runs": "listing",
+    "history": "runs",
+    "pack": "runs",
+    "recorded_runs": "runs",
 }
 
 __all__ = [*NAMES]

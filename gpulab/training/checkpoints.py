@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def restore(training: Training, tensors: dict[str, Tensor], notes: dict[str, Any
     expected = {name: tensor.shape for name, tensor in {**own, "random": torch.get_rng_state()}.items()}
     shapes = {name: tensors[name].shape for name in expected.keys() & tensors.keys()}
     rows = tensors.get("history", torch.empty(0))
+    step, ways = operator.index(notes["step"]), {str(way) for way in notes["ways"]}
     if shapes != expected or rows.ndim != 2 or rows.shape[1] != len(WindowNote._fields) or not len(rows):
         raise DataError("not a checkpoint of this training: its tensors have other names or shapes")
     device = next(training.model.parameters()).device
@@ -41,7 +43,7 @@ def restore(training: Training, tensors: dict[str, Tensor], notes: dict[str, Any
             tensor.copy_(tensors[name])
     torch.set_rng_state(tensors["random"])
     training.history = [WindowNote(int(w), int(step), loss, seconds) for w, step, loss, seconds in rows.tolist()]
-    training.step, training.ways = notes["step"], set(notes["ways"])
+    training.step, training.ways = step, ways
 
 
 def _weights_and_moments(training: Training) -> dict[str, Tensor]:

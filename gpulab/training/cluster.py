@@ -18,7 +18,7 @@ from typing import Any
 from gpulab.errors import GpulabError, UsageError, extra
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.store import run_files
+from gpulab.store import runs as stores
 from gpulab.training.workers import INSIDE
 
 MAX_RETRIES = 4  # of a run whose node died
@@ -88,7 +88,7 @@ class RayCluster(contextlib.AbstractContextManager):
             raise GpulabError(f"on its node: {error.cause}") from None
         except self.ray.exceptions.RayError as error:
             raise GpulabError(f"nodes died under it {MAX_RETRIES + 1} times: {error}".partition("\n")[0]) from None
-        return run_files.write_run(Path(job["store"]), record, history, weights).name
+        return stores.write_run(Path(job["store"]), record, history, weights).name
 
     def stop(self) -> None:
         """Leave the cluster, which ends what it does for this."""

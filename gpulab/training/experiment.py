@@ -18,8 +18,8 @@ from filelock import SoftFileLease, Timeout
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.settings import Setting
-from gpulab.store import identities, run_files
-from gpulab.store import listing as stores
+from gpulab.store import identities
+from gpulab.store import runs as stores
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import protocol
 from gpulab.training.workers import INSIDE, Workers
@@ -105,8 +105,7 @@ class Experiment:
         seeds = usual if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
-        store = stores.default_store() if self.store is None else self.store
-        self.folder = run_files.store_folder(store)
+        self.folder = stores.store_folder(self.store)
         check_count("reruns", self.reruns)
         check_count("workers", self.workers)
         if not (self.settings and self.seeds and self.variants):
@@ -261,4 +260,4 @@ class Experiment:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
         if self.how.get("guard") or not self.how.get("resume", True):
             return None
-        return next((identity.id for identity in names[1:] if run_files.find(self.folder, identity)), None)
+        return next((identity.id for identity in names[1:] if stores.find(self.folder, identity)), None)

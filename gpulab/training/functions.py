@@ -27,8 +27,8 @@ from gpulab.diagnostics.steps import find_function, seeded
 from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.store import identities, run_files
-from gpulab.store import listing as stores
+from gpulab.store import identities
+from gpulab.store import runs as stores
 from gpulab.store.identities import plain
 from gpulab.training.keeping import Keeping, StoredRun
 from gpulab.training.protocol import LAST_FIFTH
@@ -193,11 +193,11 @@ def run_function(
         folder, record, history, _ = existing
         return Run(None, None, history, record, folder)
     if keeping.store is not None and "folder" in training.takes and not identity.unknown:
-        own_files = run_files.files_folder(keeping.store, identity.id, keeping.use_checkpoints)
+        own_files = stores.files_folder(keeping.store, identity.id, keeping.use_checkpoints)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
         notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)
-        record = run_files.begun(identity, here, **notes)
+        record = stores.begun(identity, here, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
         tell = stack.enter_context(told(progress, unit="step"))
         begin = time.perf_counter()

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpulab.store import identities, run_files
+from gpulab.store import identities
+from gpulab.store import runs as stores
 from gpulab.training import checkpoints
 from gpulab.training.loop import Training
 
@@ -49,38 +50,33 @@ class Keeping:
         """A run that was done before, and whose trained weights were kept if they are asked for; else None."""
         if self.store is None or not self.take_existing:
             return None
-        folder = run_files.find(self.store, identity, with_weights)
-        return None if folder is None else stored_run(folder)
+        run = stores.find(self.store, identity)
+        return None if run is None or (with_weights and run[2] is None) else StoredRun(self.store / identity.id, *run)
 
     def resume(self, identity: identities.Identity, training: Training) -> bool:
         """Take a training to where an interrupted one was; False without a checkpoint. A damaged one is set aside."""
         file = self._checkpoint_file(identity)
         if file is None or not self.use_checkpoints:
             return False
-        return run_files.resume(file, functools.partial(checkpoints.restore, training))
+        return stores.resume(file, functools.partial(checkpoints.restore, training))
 
     def save_checkpoint(self, identity: identities.Identity, training: Training) -> None:
         """Keep a training that is between two windows."""
         file = self._checkpoint_file(identity)
         if file is not None:
-            run_files.write_checkpoint(file, *checkpoints.checkpoint(training))
+            stores.write_tensors(file, *checkpoints.checkpoint(training))
 
     def keep(self, run: StoredRun, own_files: Path | None = None) -> Path | None:
         """Put a run that is done into the store, with a folder of its own files; returns its folder there."""
         if self.store is None:
             return None
         weights = run.weights if self.weights else None
-        folder = run_files.write_run(self.store, run.record, run.history, weights, own_files)
-        run_files.checkpoint_file(self.store, run.record["id"]).unlink(missing_ok=True)
+        folder = stores.write_run(self.store, run.record, run.history, weights, own_files)
+        stores.checkpoint_file(self.store, run.record["id"]).unlink(missing_ok=True)
         return folder
 
     def _checkpoint_file(self, identity: identities.Identity) -> Path | None:
         """None also for a run that nobody could tell from another."""
         if self.store is None or identity.unknown:
             return None
-        return run_files.checkpoint_file(self.store, identity.id)
-
-
-def stored_run(folder: Path) -> StoredRun:
-    """A run at rest."""
-    return StoredRun(folder, *run_files.read_run(folder))
+        return stores.checkpoint_file(self.store, identity.id)

@@ -12,7 +12,8 @@ from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.store import identities, records, run_files
+from gpulab.store import identities, recorded
+from gpulab.store import runs as stores
 from gpulab.store.factors import FACTORS
 from gpulab.training.functions import TrainingFunction, is_function, run_function
 from gpulab.training.keeping import CHECKPOINT_SECONDS, Keeping
@@ -135,9 +136,9 @@ def train(
         2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv 2109.01451), for its
         protocol; Kingma, Ba 2014, *Adam: a method for stochastic optimization* (arXiv 1412.6980).
     """
-    notes = {"command": command, **records.registration(registered)}
+    notes = {"command": command, **recorded.registration(registered)}
     keeping = Keeping(
-        store=None if store is None else run_files.store_folder(store),
+        store=None if store is None else stores.store_folder(store),
         take_existing=resume and not guard,
         use_checkpoints=resume,
         checkpoint_seconds=checkpoint_seconds,

@@ -31,7 +31,8 @@ from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
-from gpulab.store import identities, run_files
+from gpulab.store import identities
+from gpulab.store import runs as stores
 from gpulab.training import loop
 from gpulab.training.engines import Engines
 from gpulab.training.keeping import History, Keeping, StoredRun
@@ -209,7 +210,7 @@ def train_network(
     existing = keeping.existing_run(identity, keeping.weights)
     if existing:
         return with_model(spec, existing)
-    record = run_files.begun(identity, passport(), **notes)
+    record = stores.begun(identity, passport(), **notes)
     if spec.own:  # gpulab's own networks never draw from torch's global generator, which threads would share
         torch.manual_seed(spec.seed)
     training = set_up(spec)

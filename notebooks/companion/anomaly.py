@@ -29,7 +29,8 @@ from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, network_words, setting
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import p_text
-from gpulab.store import listing, records
+from gpulab.store import runs as stores
+from gpulab.store.recorded import recorded_table
 
 FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"
@@ -212,7 +213,7 @@ def published_runs() -> pd.DataFrame:
     More columns: `film`; `condition`, the device and how frames were handed over; `full`, whether at the published
     size.
     """
-    runs = described(listing.recorded_runs("published"))
+    runs = described(stores.recorded_runs("published"))
     return runs.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)  # the walk first
 
 
@@ -266,7 +267,7 @@ def _film_endpoint(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: st
     (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
     losses = paired_runs.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
-    real_films = records.recorded_table("blurred").set_index("film").loss
+    real_films = recorded_table("blurred").set_index("film").loss
     blurred = blurred_losses(reference_runs).fillna(reference_runs.film.map(real_films))
     return {
         **level,
@@ -290,7 +291,7 @@ def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
     """
     trips = frame[(frame.device == "cuda") & frame.full].astype({"round_trip": bool})
     trips = trips.assign(condition=_condition(trips))[["id", "film", "condition", "seed", "round_trip"]]
-    losses = listing.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
+    losses = stores.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
     with_trip, without_trip = (losses[losses.round_trip == tripped] for tripped in (True, False))
     paired_windows = with_trip.merge(without_trip, on=["film", "condition", "seed", "window"])
     paired_windows["same"] = paired_windows.loss_x == paired_windows.loss_y
@@ -341,7 +342,7 @@ def recorded_dose() -> pd.DataFrame:
     """The recorded runs of `benchmarks/record.py dose`, a row for a seed in a cell: its `bias`, and the `ratio` of the
     losses.
     """
-    runs = listing.recorded_runs("dose")
+    runs = stores.recorded_runs("dose")
     return runs.assign(ratio=runs.shared / runs.copied)
 
 

@@ -26,8 +26,8 @@ from gpulab.report import table as html_table
 from gpulab.stats.pairs import pair
 from gpulab.stats.verdicts import p_text
 from gpulab.store.factors import FACTORS
-from gpulab.store.listing import recorded_runs, runs
-from gpulab.store.records import recorded_folder
+from gpulab.store.recorded import recorded_folder
+from gpulab.store.runs import recorded_runs, runs
 
 PLAIN = ("cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=off,deterministic=on", "cuda")  # references, in order
 FEWEST = 5  # seeds, below which a standard error is too uncertain to weigh a machine with

@@ -38,8 +38,8 @@ from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.store.identities import weights_digest
-from gpulab.store.listing import recorded_runs
-from gpulab.store.records import recorded_folder
+from gpulab.store.recorded import recorded_folder
+from gpulab.store.runs import recorded_runs
 from gpulab.training import loop
 from gpulab.training.engines import Engines
 from gpulab.training.run import set_up, under, windows

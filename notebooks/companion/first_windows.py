@@ -16,7 +16,7 @@ import gpulab as gl
 from companion.benchmarks import benchmark
 from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
-from gpulab.store import records
+from gpulab.store.recorded import recorded_table
 from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Computed:
 
 def recorded_windows() -> pd.DataFrame:
     """What `benchmarks/record.py published` recorded: as `published_windows` there, with the `machine`."""
-    return records.recorded_table("windows").drop(columns="recorded")
+    return recorded_table("windows").drop(columns="recorded")
 
 
 def published_network(net: str | Path | None = None) -> str:

@@ -36,9 +36,10 @@ from gpulab.progress import Progress
 from gpulab.report import Picture, Report, draw
 from gpulab.settings import cpu_flags
 from gpulab.stats.verdicts import Verdict
-from gpulab.store import listing as stores
-from gpulab.store import records
+from gpulab.store import recorded
+from gpulab.store import runs as stores
 from gpulab.store.factors import FACTORS
+from gpulab.store.recorded import read_measured, recorded_table
 from gpulab.training.protocol import protocol
 from gpulab.training.spec import RunSpec
 
@@ -441,7 +442,7 @@ def factor_table(
     runs = trained_levels(factors_here, net, profile, seeds, options, progress)
     judged = [_judged_factors(steps, runs, factors_here, MADE_HERE, profile, gl.passport())]
     recorded_runs = stores.recorded_runs("factors")
-    for record in records.read_measured("factors"):
+    for record in read_measured("factors"):
         if record["network"] == net:
             passport = record["passport"]
             same_machine = (recorded_runs.cpu == passport["cpu"]["model"]) & (
@@ -497,7 +498,7 @@ def _judged_factors(
         in_sd = judged.table[[*IN_SD.values()]].div(judged.between_seeds or math.nan).to_numpy()
         effects.append(effect.assign(**dict(zip(IN_SD, in_sd.T, strict=True))))
     rows = pd.DataFrame(steps).merge(pd.concat(effects), on=["base", "change"])
-    device = [records.machine(machine, base.partition(":")[0]) for base in rows.base]
+    device = [recorded.machine(machine, base.partition(":")[0]) for base in rows.base]
     return rows.assign(source=source, profile=profile, machine=device), verdicts
 
 
@@ -505,12 +506,12 @@ def recorded_measurements(name: str) -> pd.DataFrame:
     """A table that other machines recorded: one of `MEASURED`, with the column `machine`."""
     if name not in MEASURED:
         raise gl.UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
-    return records.recorded_table("factors", name)
+    return recorded_table("factors", name)
 
 
 def recorded_products() -> pd.DataFrame:
     """How much of an H200's products the emulation of them explains: see `benchmarks/products.md`."""
-    return records.recorded_table("products", "comparison").drop(columns=["inputs", "machine", "recorded"])
+    return recorded_table("products", "comparison").drop(columns=["inputs", "machine", "recorded"])
 
 
 @draw.register

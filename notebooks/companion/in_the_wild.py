@@ -22,8 +22,8 @@ from companion.findings import CheckedSentences, finding, listed
 from gpulab.plots import style
 from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY
 from gpulab.report import Picture
-from gpulab.store import records
-from gpulab.store.listing import recorded_runs
+from gpulab.store.recorded import recorded_table
+from gpulab.store.runs import recorded_runs
 
 MEMORY = {"as_tensor": SHARED_MEMORY, "tensor": OWN_MEMORY}  # by the function of torch that keeps what is observed
 UPRIGHT = "time upright (steps)"
@@ -172,7 +172,7 @@ def cartpole_runs(runs: pd.DataFrame | None = None) -> pd.DataFrame:
 
 def copies_under_way() -> pd.DataFrame:
     """What the guard said of programs whose copies from and to a GPU go on, recorded on one: a row a program."""
-    table = records.recorded_table("copies_under_way", "programs").replace({"said": UNDER_WAY})
+    table = recorded_table("copies_under_way", "programs").replace({"said": UNDER_WAY})
     return table.assign(thread=table.thread.str.rpartition("/")[2]).set_index("program")
 
 

@@ -22,8 +22,8 @@ from gpulab.stats.decisions import decide
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.store import records
-from gpulab.store.listing import recorded_runs
+from gpulab.store.recorded import recorded_table
+from gpulab.store.runs import recorded_runs
 from gpulab.training.protocol import LAST_FIFTH, protocol
 
 RENDERED = ("walk", "moving-digits")
@@ -149,7 +149,7 @@ def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
 def motion_finding(frame: pd.DataFrame) -> str:
     """How many of these runs beat repeating the last frame, in a sentence.
 
-    >>> from gpulab.store.listing import recorded_runs
+    >>> from gpulab.store.runs import recorded_runs
     >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
     No run here predicts frames of a rendered film.
     """
@@ -214,7 +214,7 @@ def film_loss(loss: str, *film: Any) -> float:
 
 @functools.cache
 def _recorded_losses() -> dict[tuple[Any, ...], dict[str, Any]]:
-    rows = records.recorded_table("films").to_dict("records")
+    rows = recorded_table("films").to_dict("records")
     return {tuple(row[name] for name in FILM): row for row in rows}
 
 

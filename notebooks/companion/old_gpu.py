@@ -21,8 +21,8 @@ from gpulab.plots import style
 from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict
-from gpulab.store import records
-from gpulab.store.listing import history
+from gpulab.store.recorded import recorded_folder, recorded_table
+from gpulab.store.runs import history
 
 USUAL = "one-pass under cuda:tf32=off"  # what the cures are held against
 MARGINS = {"0.25sd": "a quarter", "0.5sd": "half"}
@@ -67,12 +67,12 @@ def recorded_prices() -> pd.DataFrame:
 
     `ms` is the median, in milliseconds a step; `ms_low` and `ms_high` are the quartiles.
     """
-    return records.recorded_table("precision")
+    return recorded_table("precision")
 
 
 def recorded_cards_audit() -> Audit:
     """The audit of the whitener's first step on an H200, in float32 against TF32, from the recorded traces."""
-    folder = records.recorded_folder("traces")
+    folder = recorded_folder("traces")
     return gl.audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
 
 

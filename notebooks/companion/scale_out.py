@@ -28,7 +28,7 @@ from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK
 from gpulab.progress import Progress
 from gpulab.report import Picture
-from gpulab.store import records
+from gpulab.store.recorded import read_json, read_measured
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MARKERS = {"small": "o", "quick": "s", "paper": "D"}  # of PredNet's sizes
@@ -68,7 +68,7 @@ def run_program(name: str, *arguments: Any) -> dict[str, pd.DataFrame]:
         if done.returncode:
             raise gl.GpulabError(f"{name}.py {' '.join(map(str, arguments))}: {done.stderr.strip()}")
         print(done.stdout.strip())
-        document = records.read_json(record)
+        document = read_json(record)
     tables = {key: value for key, value in document.items() if isinstance(value, list)}
     return {key: _from_document(value, document, "here") for key, value in tables.items()}
 
@@ -83,7 +83,7 @@ def recorded_scale_out(table: str = "scaling") -> pd.DataFrame:
     tables = [
         _from_document(document[table], document, origin)
         for kind, origin in origins.items()
-        for document in records.read_measured(kind)
+        for document in read_measured(kind)
         if table in document
     ]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
@@ -103,7 +103,7 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     """
     if not price > 0:
         raise gl.UsageError(f"price={price}: expected more than 0")
-    (document,) = records.read_measured("atlas_plan")
+    (document,) = read_measured("atlas_plan")
     plan = pd.DataFrame(document["plan"])
     for guess in ("low", "high"):
         plan[f"money_{guess}"] = plan[f"hours_{guess}"] * plan.gpus * price

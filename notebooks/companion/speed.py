@@ -19,7 +19,7 @@ from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict
-from gpulab.store import records
+from gpulab.store.recorded import recorded_table
 
 PHASES = {"forward": "#56B4E9", "backward": "#D55E00", "update": FAINT}
 HOUR = 3600
@@ -67,7 +67,7 @@ BACKENDS = {
 
 def recorded_speed() -> pd.DataFrame:
     """What other machines measured, as `companion.measure_speed`; `recorded` is True."""
-    return records.recorded_table("speed").astype({"value": float, "spread": float, "seed": "Int64"})
+    return recorded_table("speed").astype({"value": float, "spread": float, "seed": "Int64"})
 
 
 def speed_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -258,7 +258,7 @@ def kernels() -> Picture:
 
     The fast path of `gpulab.train`; how far it is from a machine's peak stands in `benchmarks/prednet.md`.
     """
-    rows = records.recorded_table("kernels")
+    rows = recorded_table("kernels")
     rows = rows.assign(name=rows[["machine", "setting", "size"]].agg(", ".join, axis=1), seconds=rows.ms / 1e3)
     table = rows.pivot_table("seconds", "name", "what", sort=False).fillna(0)
     table = table[table.sum().sort_values(ascending=False).index]

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import gpulab as gl
-from gpulab.store import records
+from gpulab.store import recorded
 
 SIZES = {  # of PredNet: the channels of its layers, height and width of its frames
     "small": ((3, 8, 16), (24, 32)),
@@ -131,7 +131,7 @@ def report(args, size, rows, differences):
         common = {"network": "prednet", "size": args.size, "setting": args.setting}
         ends = pd.DataFrame(differences.items(), columns=["precision", "weights"]).assign(devices=size, **common)
         tables = {"scaling": scaling.assign(**common).to_dict("records"), "ends": ends.to_dict("records")}
-        records.write_json(args.record, records.measured(args.setting.partition(":")[0], **tables))
+        recorded.write_json(args.record, recorded.measured(args.setting.partition(":")[0], **tables))
 
 
 def main():

@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import gpulab as gl
-from gpulab.store import records
+from gpulab.store import recorded
 
 WAYS = ("synchronous", "lock-free")
 BATCH, LEARNING_RATE = 20, 1.0  # images of a gradient; of plain gradient descent
@@ -115,7 +115,7 @@ def report(args, begin, weights, moved, logs):
     if args.record:
         curve = pd.concat(curves).groupby(["way", "seed", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
         tables = {"descents": descents, "curve": curve.to_dict("records")}
-        records.write_json(args.record, records.measured(args.device.partition(":")[0], **tables))
+        recorded.write_json(args.record, recorded.measured(args.device.partition(":")[0], **tables))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import gpulab as gl
-from gpulab.store import records
+from gpulab.store import recorded
 
 
 class InTwoParts(gl.models.Autoencoder):
@@ -89,7 +89,7 @@ def main():
         print(f"part {number} on {device}: " + ", ".join(f"{name} {mib:.2f} MiB" for name, mib in part.items()))
         rows.append({"part": number, "device": device, **common, **part})
     if args.record:
-        records.write_json(args.record, records.measured(kind, parts=rows))
+        recorded.write_json(args.record, recorded.measured(kind, parts=rows))
 
 
 if __name__ == "__main__":

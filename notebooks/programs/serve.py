@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import gpulab as gl
-from gpulab.store import records
+from gpulab.store import recorded
 
 SIZES = {"quick": ((3, 16, 32), (48, 64)), "paper": ((3, 48, 96, 192), (120, 160))}  # channels; height, width
 
@@ -66,7 +66,7 @@ def main():
     print(f"Several devices predict what one does: no pixel is off by more than {difference:.1e}.")
     if args.record:
         common = {"size": args.size, "films": args.films, "setting": str(setting), "difference": difference}
-        records.write_json(args.record, records.measured(kind, serving=[{**row, **common} for row in rows]))
+        recorded.write_json(args.record, recorded.measured(kind, serving=[{**row, **common} for row in rows]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from statsmodels.stats.meta_analysis import combine_effects
 import companion
 import gpulab as gl
 from companion.meta import meta_analysis
-from gpulab.store.records import recorded_folder
+from gpulab.store.recorded import recorded_folder
 
 OFF, ON, CUDNN = "cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off"
 

@@ -14,7 +14,7 @@ from companion import explorers
 from companion.widgets import bits_figure, format_bits
 from gpulab.diagnostics import trace_files
 from gpulab.files import MOST_UPLOADED
-from gpulab.store.records import recorded_folder
+from gpulab.store.recorded import recorded_folder
 
 LOSS = torch.nn.functional.mse_loss
 

@@ -13,7 +13,7 @@ from companion import floating_point as module
 from companion.benchmarks import benchmark
 from companion.floating_point import OTHER_SEED, Factor, cuda_uniform, factors, measure, philox
 from gpulab.diagnostics.gpu_draws import THREADS, card_name
-from gpulab.store import listing as stores
+from gpulab.store import runs as stores
 
 record_factors = benchmark("record").record_factors
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
@@ -151,7 +151,7 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     record_factors(tmp_path / "measured" / "factors-here.json", store, "autoencoder", seeds=2, **SMALL)
     (tmp_path / "studies").mkdir()
     stores.pack(store, tmp_path / "studies" / "factors-here.parquet")
-    monkeypatch.setattr("gpulab.store.records.DATA", tmp_path)
+    monkeypatch.setattr("gpulab.store.recorded.DATA", tmp_path)
     before = {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")}
     report = companion.factor_table("autoencoder", seeds=2, store=store, **SMALL)
     assert before == {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")} != {}

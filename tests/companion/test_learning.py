@@ -10,7 +10,7 @@ import pytest
 import companion
 import gpulab as gl
 from companion import learning
-from gpulab.store import records
+from gpulab.store import recorded
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
 
 @pytest.mark.slow("renders films")
 def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
-    films = records.recorded_table("films")
+    films = recorded.recorded_table("films")
     small = films[(films.frames == 1000) | (films.frame_size == "56x80")]
     assert len(small) >= 8
     for row in small.to_dict("records"):

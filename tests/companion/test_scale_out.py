@@ -87,11 +87,9 @@ def test_recorded_scale_out_of_both_versions(monkeypatch):
     """What the programs record stands beside what an earlier version did, with the same columns."""
     earlier = scale_out.recorded_scale_out("scaling").query("origin == 'recorded by an earlier version'")
     rows = [{**row, "devices": 4} for row in earlier.drop(columns=["machine", "origin", "recorded"]).to_dict("records")]
-    read = scale_out.records.read_measured
+    read = scale_out.read_measured
     document = {"machine": "a GPU", "scaling": rows}
-    monkeypatch.setattr(
-        scale_out.records, "read_measured", lambda kind: [document] if kind == "programs" else read(kind)
-    )
+    monkeypatch.setattr(scale_out, "read_measured", lambda kind: [document] if kind == "programs" else read(kind))
     both = scale_out.recorded_scale_out("scaling")
     assert set(both.origin) == {"recorded by an earlier version", "recorded"}
     assert both[both.origin == "recorded"].machine.unique().tolist() == ["a GPU"]

@@ -5,7 +5,7 @@ import torch
 
 import gpulab as gl
 from gpulab.device import rooflines as speed
-from gpulab.store.records import measured, write_json
+from gpulab.store.recorded import measured, write_json
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -89,7 +89,7 @@ def test_recorded_rooflines_are_shipped_and_one_is_read_back_with_its_machine(sm
     assert "NVIDIA H200" in set(shipped.machine)
     assert set(gl.device.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}
     write_json(tmp_path / "measured" / "rooflines-here.json", measured("cpu", rows=small.to_dict("records")))
-    monkeypatch.setattr("gpulab.store.records.DATA", tmp_path)
+    monkeypatch.setattr("gpulab.store.recorded.DATA", tmp_path)
     back = gl.device.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
     pd.testing.assert_frame_equal(back[small.columns], small)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulab.store import records
+from gpulab.store import recorded
 
 PROGRAMS = Path(__file__).parents[2] / "notebooks" / "programs"
 PATHS = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -33,7 +33,7 @@ def test_data_parallel_two_processes(tmp_path, torchrun):
     file = tmp_path / "record.json"
     said = run("data_parallel", "--batch", 4, "--frames", 3, "--updates", 2, "--record", file, torchrun=torchrun)
     assert "All 2 processes end with the same weights" in said
-    document = records.read_json(file)
+    document = recorded.read_json(file)
     assert [(row["scaling"], row["devices"], row["batch"]) for row in document["scaling"]] == [
         ("strong", 1, 4),
         ("weak", 1, 4),
@@ -54,7 +54,7 @@ def test_hogwild_two_processes(tmp_path):
     file = tmp_path / "record.json"
     said = run("hogwild", "--updates", 40, "--hidden", 8, "--record", file)
     assert "Of the synchronous changes none was lost" in said
-    document = records.read_json(file)
+    document = recorded.read_json(file)
     rows = {(row["way"], row["seed"]): row for row in document["descents"]}
     assert rows.keys() == {(way, seed) for way in ("synchronous", "lock-free") for seed in (0, 1)}
     assert all(row["age"] == 0 for (way, _), row in rows.items() if way == "synchronous")
@@ -72,7 +72,7 @@ def test_model_parallel_memory_per_part(tmp_path):
     said = run("model_parallel", "--hidden", 16, "--updates", 5, "--batch", 2, "--record", file)
     whole, in_parts = re.findall(r"mean loss (\S+),", said)
     assert whole == in_parts
-    first, second = records.read_json(file)["parts"]
+    first, second = recorded.read_json(file)["parts"]
     assert [round(part["weights"] * 2**20) for part in (first, second)] == [4 * (784 * 16 + 16), 4 * (16 * 784 + 784)]
     assert first["optimizer"] == 3 * first["weights"]
     assert first["activations"] > 0 < second["activations"]
@@ -83,7 +83,7 @@ def test_serve_two_devices(tmp_path):
     file = tmp_path / "record.json"
     said = run("serve", "--films", 3, "--frames", 2, "--record", file)
     assert "Several devices predict what one does" in said
-    one, two = records.read_json(file)["serving"]
+    one, two = recorded.read_json(file)["serving"]
     assert (one["devices"], two["devices"]) == (1, 2)
     assert two["difference"] < 1e-5
     assert two["images_per_second"] > 0

@@ -2,7 +2,7 @@ import pytest
 from small_runs import HISTORY
 
 import gpulab as gl
-from gpulab.store import run_files
+from gpulab.store import runs as stores
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +16,6 @@ def written(record):
     """Write a run of a seed into a store, its record changed; returns its folder."""
 
     def write(store, seed, history=HISTORY, weights=None, **changes):
-        return run_files.write_run(store, {**record, "id": f"run-{seed}", "seed": seed, **changes}, history, weights)
+        return stores.write_run(store, {**record, "id": f"run-{seed}", "seed": seed, **changes}, history, weights)
 
     return write

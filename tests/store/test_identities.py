@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.store import identities, run_files
+from gpulab.store import identities
+from gpulab.store import runs as stores
 from gpulab.training import spec
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
@@ -170,7 +171,7 @@ def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):
     assert len(gl.runs(tmp_path)) == 2, "both are kept"
     with pytest.warns(UserWarning, match="cannot be known"), pytest.raises(KeyboardInterrupt):
         path_of(mine(noise=Closed()), tmp_path, progress=stopping)
-    assert not list((tmp_path / run_files.WORK).iterdir()), "no checkpoint that nobody could go on from"
+    assert not list((tmp_path / stores.WORK).iterdir()), "no checkpoint that nobody could go on from"
 
 
 def test_data_of_a_class_of_somebody_elses_are_never_taken_for_others(tmp_path):

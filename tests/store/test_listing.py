@@ -12,7 +12,8 @@ from small_runs import HISTORY
 
 import gpulab as gl
 from gpulab.passports import OTHERS
-from gpulab.store import listing, records
+from gpulab.store import recorded
+from gpulab.store import runs as stores
 
 
 def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_path):
@@ -43,7 +44,7 @@ def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(writt
     monkeypatch.delenv("GPULAB_STORE")
     assert gl.runs().seed.tolist() == [2]
     assert gl.runs(tmp_path / "absent").empty
-    assert list(gl.runs(tmp_path / "absent").columns) == listing.COLUMNS
+    assert list(gl.runs(tmp_path / "absent").columns) == stores.COLUMNS
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def packed(written, record, tmp_path):
     for seed in range(3):
         summary = {**record["summary"], "final_loss": None if seed == 1 else 0.1 * seed}
         written(tmp_path / "store", seed, summary=summary, flip=seed, resumed_at=seed or None)
-    assert listing.pack(tmp_path / "store", tmp_path / "shared.parquet") == 3
+    assert stores.pack(tmp_path / "store", tmp_path / "shared.parquet") == 3
     return tmp_path
 
 
@@ -61,22 +62,22 @@ def test_a_store_may_hold_packed_runs_and_lists_each_once(packed, written):
     (packed / "shared.parquet").rename(file)
     frame = gl.runs(store)
     assert frame.path.tolist() == [str(store / "run-0"), str(store / "run-1"), str(file)]
-    assert len(listing.history(frame)) == 3 * len(HISTORY)
+    assert len(stores.history(frame)) == 3 * len(HISTORY)
     written(store, 3)
     for _ in range(2):
-        assert listing.pack(store, file) == 4
+        assert stores.pack(store, file) == 4
         assert gl.runs(file).seed.tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tmp_path):
     whole, store = (packed / "shared.parquet").read_bytes(), tmp_path / "files"
-    records.write_table(store / "other.parquet", HISTORY, {"passport": {}})
-    with pytest.warns(UserWarning, match="skipped"), pytest.raises(gl.DataError, match="no runs to pack"):
-        listing.pack(store, tmp_path / "b.parquet")
+    recorded.write_table(store / "other.parquet", HISTORY, {"passport": {}})  # a recording, and none of runs
+    with pytest.raises(gl.DataError, match="no runs to pack"):
+        stores.pack(store, tmp_path / "b.parquet")
     for name, content in {"empty": b"", "garbage": b"PAR1" * 100, "cut": whole[: len(whole) // 2]}.items():
         (store / f"{name}.parquet").write_bytes(content)
     (store / "whole.parquet").write_bytes(whole)
-    with pytest.warns(UserWarning, match=r"4 damaged.*cut\.parquet: cannot.*other\.parquet: not a file of packed runs"):
+    with pytest.warns(UserWarning, match=r"3 damaged.*cut\.parquet: cannot"):
         assert len(gl.runs(store)) == 3
 
 
@@ -98,7 +99,7 @@ def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(ship
     assert shipped.recorded.all()
     here = gl.passport()
     for file in set(shipped.path):
-        for record in records.packed_runs(Path(file)):
+        for record, _ in recorded.read_packed(Path(file)):
             passport = record["passport"]
             assert passport.keys() == here.keys(), record["id"]
             assert passport["cpu"].keys() == here["cpu"].keys()
@@ -113,7 +114,7 @@ def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(ship
 
 
 def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
-    histories = dict(list(listing.history(shipped).groupby("id")))
+    histories = dict(list(stores.history(shipped).groupby("id")))
     for row in shipped.itertuples():
         history = histories[row.id]
         assert history.window.tolist() == list(range(len(history)))
@@ -123,5 +124,5 @@ def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
 
 
 def test_recorded_runs_keep_their_jpeg_decoder():
-    counts = listing.recorded_runs("factors").decoder.value_counts()
+    counts = stores.recorded_runs("factors").decoder.value_counts()
     assert counts.to_dict() == {"pillow": 18, "nvjpeg": 10, "av": 8}

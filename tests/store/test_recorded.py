@@ -5,16 +5,17 @@ from collections import Counter
 
 import pytest
 
-from gpulab.store import listing, records
+from gpulab.store import recorded
+from gpulab.store import runs as stores
 
 PACKED = sorted(
-    file for name in ("atlas", "runs", "studies") for file in records.recorded_folder(name).glob("*.parquet")
+    file for name in ("atlas", "runs", "studies") for file in recorded.recorded_folder(name).glob("*.parquet")
 )
 
 
 @pytest.mark.parametrize("file", PACKED, ids=lambda file: file.name)
 def test_recorded_runs_are_whole_and_do_not_contradict_themselves(file):
-    runs = listing.read_entry(str(file))
+    runs = [(record, load()) for record, _, load in stores.read_entry(str(file))]
     assert runs
     assert max(Counter(record["id"] for record, _ in runs).values()) == 1
     for record, history in runs:
@@ -29,12 +30,12 @@ def test_recorded_runs_are_whole_and_do_not_contradict_themselves(file):
             assert summary["final_loss"] == pytest.approx(math.fsum(last) / len(last), rel=1e-6), name
 
 
-MEASURED = sorted(records.recorded_folder("measured").glob("*.json"))
+MEASURED = sorted(recorded.recorded_folder("measured").glob("*.json"))
 
 
 @pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.name)
 def test_measured_tables_name_their_command_and_torch(file):
-    document = records.read_json(file)
+    document = recorded.read_json(file)
     assert document["command"]
     if file.name != "products-found.json":  # computed from what the others hold, on no machine in particular
         assert document["passport"]["software"]["torch"]

@@ -19,7 +19,8 @@ from small_runs import HISTORY, flipped
 
 import gpulab as gl
 from gpulab.errors import printable
-from gpulab.store import identities, listing, run_files
+from gpulab.store import identities, recorded
+from gpulab.store import runs as stores
 
 TENSORS = st.builds(
     lambda dtype, shape: (10 * torch.randn(*shape, 2)).to(dtype).transpose(0, -1),
@@ -41,18 +42,18 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, r
         for _ in range(2):  # the first to finish wins; weights are added to it
             assert written(store, seed, history.assign(seconds=9.0), weights, **changes) == run
         assert sorted(file.name for file in run.iterdir()) == ["results.safetensors", "run.json"]
-        assert list((store / run_files.WORK).iterdir()) == []
-        back, read, kept = run_files.read_run(run)
+        assert list((store / stores.WORK).iterdir()) == []
+        back, read, kept = stores.read_run(run)
         assert back == {**record, "id": f"run-{seed}", "seed": seed, **changes, "command": printable(command)}
         assert read.equals(history)
         assert (kept or {}).keys() == weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(kept[name], tensor, rtol=0, atol=0)
-        assert listing.pack(store, store / "all.parquet") == 1
+        assert stores.pack(store, store / "all.parquet") == 1
         frame = gl.runs(store / "all.parquet")
         assert frame.drop(columns="path").equals(gl.runs(store).drop(columns="path"))
-        assert listing.record_of(frame.iloc[0]) == back
-        rows = listing.history(frame)
+        assert stores.record_of(frame.iloc[0]) == back
+        rows = stores.history(frame)
         assert rows.loss.tolist() == losses
         assert (rows.seconds - 0.3).abs().max() <= 1 / 2048, "rounded to 1/1024"
 
@@ -61,12 +62,12 @@ def test_weights_that_are_not_those_of_a_run_are_not_added_to_it(written, tmp_pa
     folder = written(tmp_path, 1)
     with pytest.warns(UserWarning, match="run-1: trained again, it ended with other weights"):
         written(tmp_path, 1, weights={"a": torch.zeros(3)})
-    assert run_files.read_run(folder)[2] is None
+    assert stores.read_run(folder)[2] is None
 
 
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp_path):
     writers, seeds = 8, 6
-    tmp_path.joinpath(run_files.WORK).mkdir()
+    tmp_path.joinpath(stores.WORK).mkdir()
     finished = threading.Event()
 
     def work(writer):
@@ -90,9 +91,9 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp
     frame = gl.runs(tmp_path)
     assert frame.seed.tolist() == [*range(seeds)]
     for path in frame.path:  # each is wholly of one writer
-        back, history, _ = run_files.read_run(Path(path))
+        back, history, _ = stores.read_run(Path(path))
         assert back["command"] == f"writer {int(history.loss[0])}"
-    assert list((tmp_path / run_files.WORK).iterdir()) == []
+    assert list((tmp_path / stores.WORK).iterdir()) == []
 
 
 def replaced_by(content, file):
@@ -130,7 +131,7 @@ def two_runs(written, tmp_path_factory):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([run_files.RECORD, run_files.RESULTS]), DAMAGES)
+@given(st.sampled_from([stores.RECORD, stores.RESULTS]), DAMAGES)
 def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_runs, name, damage):
     whole, before = two_runs
     with tempfile.TemporaryDirectory() as folder:
@@ -143,10 +144,10 @@ def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_run
             listed = gl.runs(store)
         assert listed.attrs.get("damaged", 0) == len(warned) == 2 - len(listed)
         assert all(f"{run}" in str(each.message) and each.filename == __file__ for each in warned)
-        assert name == run_files.RESULTS or listed.id.tolist() == ["run-2"]
+        assert name == stores.RESULTS or listed.id.tolist() == ["run-2"]
         with pytest.warns(UserWarning, match="the run is trained again"):
-            assert run_files.find(store, identities.Identity("run-1", {})) is None
-        assert [path.name[:6] for path in (store / run_files.DAMAGED).iterdir()] == ["run-1-"]
+            assert stores.find(store, identities.Identity("run-1", {})) is None
+        assert [path.name[:6] for path in (store / stores.DAMAGED).iterdir()] == ["run-1-"]
         assert gl.runs(store).id.tolist() == ["run-2"]
 
 
@@ -156,27 +157,27 @@ NOTES = {"step": 2, "state": {}, "ways": ["autograd"]}
 def resumed(file):
     """What a checkpoint gives back, if anything."""
     given = []
-    assert run_files.resume(file, lambda *parts: given.extend(parts)) == bool(given)
+    assert stores.resume(file, lambda *parts: given.extend(parts)) == bool(given)
     return given or None
 
 
 def test_a_checkpoint_is_read_back_unless_there_is_none_or_one_of_a_later_format(tmp_path, monkeypatch):
-    file = run_files.checkpoint_file(tmp_path, "a-run")
+    file = stores.checkpoint_file(tmp_path, "a-run")
     assert resumed(file) is None
     for count in (3, 4):
-        run_files.write_checkpoint(file, {"a": torch.arange(count)}, NOTES)
+        stores.write_tensors(file, {"a": torch.arange(count)}, NOTES)
     tensors, notes = resumed(file)
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes["step"] == 2
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    monkeypatch.setattr(run_files, "FORMAT", 99)
-    with pytest.warns(UserWarning, match="another version"):
+    monkeypatch.setattr(recorded, "FORMAT", 99)
+    with pytest.warns(UserWarning, match="format '3'; this gpulab reads 99"):
         assert resumed(file) is None
 
 
 def test_no_bit_of_a_checkpoint_is_unguarded_and_a_damaged_one_is_set_aside(tmp_path):
-    file = run_files.checkpoint_file(tmp_path, "a-run")
-    run_files.write_checkpoint(file, {"a": torch.arange(3)}, NOTES)
+    file = stores.checkpoint_file(tmp_path, "a-run")
+    stores.write_tensors(file, {"a": torch.arange(3)}, NOTES)
     whole = file.read_bytes()
     for bit in range(8 * len(whole)):
         content = bytearray(whole)
@@ -185,7 +186,7 @@ def test_no_bit_of_a_checkpoint_is_unguarded_and_a_damaged_one_is_set_aside(tmp_
         with pytest.warns(UserWarning, match="damaged checkpoint"):
             assert resumed(file) is None
         assert not file.exists()
-        (moved,) = (tmp_path / run_files.DAMAGED).iterdir()
+        (moved,) = (tmp_path / stores.DAMAGED).iterdir()
         assert moved.read_bytes() == content
         moved.unlink()
 

@@ -13,7 +13,7 @@ import torch
 
 import gpulab as gl
 from gpulab.settings import cpu_flags
-from gpulab.store import run_files
+from gpulab.store import runs as stores
 from gpulab.training import workers
 from gpulab.training.request import planned
 
@@ -84,7 +84,7 @@ def test_a_failing_job_does_not_stop_the_good_ones_which_come_in_the_order_of_th
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_workers_are_started_with_the_instruction_set_of_their_setting(tmp_path):
     frame = experiment(tmp_path, ["cpu:isa=avx2"], seeds=1).run(progress=False)
-    assert run_files.read_record(Path(frame.path[0]))["arithmetic"]["cpu_capability"] == "AVX2"
+    assert stores.read_record(Path(frame.path[0]))["arithmetic"]["cpu_capability"] == "AVX2"
 
 
 INTERRUPTED = """
@@ -116,11 +116,11 @@ def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_
     options = {**TINY, "frames": 2000, "checkpoint_seconds": 0}
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), json.dumps(options)]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
-    until(lambda: list(tmp_path.glob(f"{run_files.WORK}/*.safetensors")), parent)
+    until(lambda: list(tmp_path.glob(f"{stores.WORK}/*.safetensors")), parent)
     parent.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in parent.communicate(timeout=60)[1]
     assert gl.runs(tmp_path).empty
-    (checkpoint,) = tmp_path.glob(f"{run_files.WORK}/*.safetensors")
+    (checkpoint,) = tmp_path.glob(f"{stores.WORK}/*.safetensors")
     before = checkpoint.read_bytes()
     time.sleep(0.2)
     assert checkpoint.read_bytes() == before, "no worker goes on by itself"

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.store import listing as stores
-from gpulab.store import run_files
+from gpulab.store import runs as stores
 from gpulab.training import workers
 from gpulab.training.functions import TrainingFunction
 
@@ -102,7 +101,6 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
     assert stores.record_of(frame.iloc[1])["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
     run = once("usual.py:train", seed=1)
     assert (run.record["id"], run.metrics["accuracy"]) == (frame.id[1], frame.accuracy[1])
-    assert sorted(stores.metrics_of(next(frame.itertuples()))) == sorted(run.metrics)
     stores.pack("runs", "packed.parquet")
     assert gl.runs("packed.parquet").drop(columns="path").equals(gl.runs("runs").drop(columns="path"))
 
@@ -163,7 +161,7 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
     assert frame.other.isna().tolist() == [False, True]
     json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
     assert len(run.history), "down to the loss that it ended with"
-    assert gl.store.listing.pack(tmp_path, tmp_path / "packed.parquet") == 2
+    assert gl.store.pack(tmp_path, tmp_path / "packed.parquet") == 2
 
 
 @pytest.mark.parametrize(
@@ -288,7 +286,7 @@ def test_a_folder_survives_a_run_that_fails_and_a_fresh_start_forgets_it(tmp_pat
             run = gl.train(train, store=store, resume=resume, **QUIET)
     assert log.read_text().splitlines() == ["", "left", ""]
     assert (run.path / "files" / "left").exists(), "it is kept with the run"
-    assert not list((store / run_files.WORK).iterdir())
+    assert not list((store / stores.WORK).iterdir())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")

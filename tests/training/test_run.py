@@ -12,7 +12,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.models.base import Trainable
-from gpulab.store import run_files
+from gpulab.store import runs as stores
 from gpulab.training.request import planned, train
 
 SMALL = {"channels": [3, 4], "size": [8, 12]}
@@ -266,12 +266,12 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(run,
     for after in stops:
         interrupted(lambda progress: run(store=tmp_path, **progress), after)
         assert gl.runs(tmp_path).empty
-        assert len(list((tmp_path / run_files.WORK).glob("*.safetensors"))) == 1
+        assert len(list((tmp_path / stores.WORK).glob("*.safetensors"))) == 1
     resumed = run(store=tmp_path)
     assert resumed.record["resumed_at"] == stops[-1] / 20
     assert same(resumed, whole)
     assert resumed.record["gradients"] == whole.record["gradients"] != ""
-    assert list((tmp_path / run_files.WORK).iterdir()) == []
+    assert list((tmp_path / stores.WORK).iterdir()) == []
     assert len(gl.runs(tmp_path)) == 1
 
 
@@ -289,10 +289,10 @@ def test_a_run_that_ends_without_a_word_goes_on_from_its_last_checkpoint_unless_
 
 def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
     interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
-    (file,) = (tmp_path / run_files.WORK).glob("*.safetensors")
-    tensors, notes = run_files.read_checkpoint(file)
+    (file,) = (tmp_path / stores.WORK).glob("*.safetensors")
+    tensors, notes = stores.read_tensors(file)
     tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}
-    run_files.write_checkpoint(file, tensors, notes)
+    stores.write_tensors(file, tensors, notes)
     with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew"):
         assert same(trained(store=tmp_path), reference())
 
@@ -328,9 +328,9 @@ def test_a_run_that_is_done_is_returned_without_training(tmp_path):
 
 def test_the_record_says_what_was_run_and_on_what(tmp_path):
     run = trained(store=tmp_path, frames=20, seed=3, rerun=2, command="gpulab train prednet", keep_weights=False)
-    assert run_files.read_run(run.path)[2] is None, "weights are kept only when asked"
+    assert stores.read_run(run.path)[2] is None, "weights are kept only when asked"
     record = json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
-    assert {name: value for name, value in record.items() if name != "seal"} == run.record
+    assert {name: value for name, value in record.items() if name not in ("format", "seal")} == run.record
     assert record["passport"] == gl.passport()
     assert (record["seed"], record["rerun"], record["setting"], record["profile"]) == (3, 2, "cpu:threads=1", "smoke")
     assert record["id"] == run.path.name

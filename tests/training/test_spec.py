@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import gpulab as gl
 from gpulab.cli import app
 from gpulab.data.feed import LOADERS
-from gpulab.store import records
+from gpulab.store import recorded
 from gpulab.store.factors import factors_of_record
 from gpulab.training.protocol import protocol
 from gpulab.training.request import planned
@@ -118,7 +118,7 @@ def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
 
 
 REGISTERED = Path(__file__).parents[2] / "data" / "registered"
-PLAN = "# A plan\n\n" + "".join(f"## {heading}\nWords.\n\n" for heading in records.LAID_DOWN)
+PLAN = "# A plan\n\n" + "".join(f"## {heading}\nWords.\n\n" for heading in recorded.LAID_DOWN)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_every_run_made_under_a_registration_keeps_its_digest_which_is_no_part_o
     gl.train(lambda seed: seed / 2, store=store, registered=plan, progress=False)
     registered = gl.train("autoencoder", store=store, registered=plan, progress=False, **options)
     gl.train("autoencoder", seed=1, store=store, progress=False, **options)
-    gl.store.listing.pack(store, tmp_path / "packed.parquet")
+    gl.store.pack(store, tmp_path / "packed.parquet")
     digest = hashlib.sha256(plan.read_bytes()).hexdigest()
     for runs in (gl.runs(store), gl.runs(tmp_path / "packed.parquet")):
         assert set(runs[runs.seed == 0].registered) == {f"a-plan {digest}"}
@@ -155,6 +155,6 @@ def test_recorded_runs_were_made_under_the_registrations_that_are_here():
     files = [*REGISTERED.glob("*.md")]
     assert files
     for file in files:
-        runs = gl.runs(records.recorded_folder("studies") / f"{file.stem}.parquet")
+        runs = gl.runs(recorded.recorded_folder("studies") / f"{file.stem}.parquet")
         assert len(runs)
-        assert set(runs.registered) == {records.registration(file)["registered"]}, "changed since"
+        assert set(runs.registered) == {recorded.registration(file)["registered"]}, "changed since"

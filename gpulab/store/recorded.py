@@ -1,0 +1,212 @@
+"""Recorded data of every kind, with its provenance: the one place that reads `data/`.
+
+There are three kinds of files: a JSON document; a table, which is a Parquet file whose own description holds the
+passport and the command that made it; and packed runs, a table with the record (as JSON) and the history of each run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpulab import files
+from gpulab.errors import DataError, UsageError
+from gpulab.passports import passport
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow
+
+FORMAT = 3  # of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
+PACKAGE = Path(__file__).parents[1]
+DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
+HISTORY = {"window": "int64", "step": "int64", "loss": "float64", "seconds": "float64"}  # the columns of a history
+LAID_DOWN = ("Question", "Endpoint", "Margin", "Seeds", "Stopping")  # the headings of a registration
+
+
+def recorded_folder(name: str) -> Path:
+    """The folder `data/NAME` of the checkout, or its copy inside the installed package."""
+    return DATA / name
+
+
+def shipped(file: str | Path) -> Path:
+    """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
+    folder, *rest = Path(file).parts or (".",)
+    copy = PACKAGE.joinpath("recorded", *rest)
+    return copy if folder in ("benchmarks", "data") and copy.is_file() and not Path(file).exists() else Path(file)
+
+
+def machine(passport: Mapping[str, Any], kind: str = "") -> str:
+    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind` of device says."""
+    if kind == "cpu" or not (kind or passport["gpus"]):
+        return passport["cpu"]["model"]
+    return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
+
+
+def registration(file: str | Path | None) -> dict[str, str]:
+    """What a run's record keeps of the registration that it is made under, if any: its file's name, and SHA-256.
+
+    A registration is a Markdown file, such as `data/registered/NAME.md`, with the headings of `LAID_DOWN`. It is
+    written before the first run; whoever changes it later changes its digest, which the runs still have.
+
+    Raises:
+        UsageError: For a file that lacks one of the headings.
+        DataError: For a file that cannot be read.
+    """
+    if file is None:
+        return {}
+    content = files.read(file)
+    headings = re.findall(r"^## (.+?)\s*$", content.decode(errors="replace"), re.MULTILINE)
+    if missing := [heading for heading in LAID_DOWN if heading not in headings]:
+        needed = ", ".join(LAID_DOWN)
+        raise UsageError(f"registration {str(file)!r} has no heading '## {missing[0]}'; it needs {needed}")
+    return {"registered": f"{Path(file).stem} {hashlib.sha256(content).hexdigest()}"}
+
+
+# --- JSON ------------------------------------------------------------------------------------------------
+
+
+def read_json(file: str | Path, most: int = files.MOST) -> dict[str, Any]:
+    """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
+    content = files.read(file, most)
+    return checked(file, files.read_json(file, content), content)
+
+
+def checked(file: str | Path, notes: Any, content: bytes) -> dict[str, Any]:
+    """The notes in a file of this content, without format and seal; `DataError` unless both are what they should be."""
+    version = notes.pop("format", None) if isinstance(notes, dict) else notes
+    if version != FORMAT:
+        raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT}")
+    files.check_seal(file, content)
+    notes.pop("seal", None)
+    return notes
+
+
+def measured(device: str, **tables: Any) -> dict[str, Any]:
+    """What this machine measured on a device, to be kept by `write_json` in `data/measured/KIND-MACHINE.json`.
+
+    Args:
+        device: Its kind, such as `cpu`.
+        tables: Each a list of rows, or a list for each column; `rows`, where there is one only. Other values, too.
+
+    Returns:
+        These, with the `passport`, the name of the `machine` and the `command` that is running.
+    """
+    here, command = passport(), shlex.join(["python", *sys.argv])
+    return {"machine": machine(here, device), "command": command, "passport": here, **tables}
+
+
+def read_measured(kind: str) -> list[dict[str, Any]]:
+    """What was measured of a kind: the documents `data/measured/KIND-*.json`."""
+    return [read_json(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))]
+
+
+def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
+    """A table of all that was measured of a kind, with the `machine` that recorded each row."""
+    import pandas as pd
+
+    documents = [document for document in read_measured(kind) if table in document]
+    tables = [pd.DataFrame(document[table]).assign(machine=document["machine"]) for document in documents]
+    return pd.concat(tables, ignore_index=True).assign(recorded=True)
+
+
+def write_json(file: Path, document: Mapping[str, Any]) -> None:
+    """Write a document with its format and seal, whose folder is made if need be; whole or not at all."""
+    sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}
+    files.write(file, files.seal(json.dumps(sealed, indent=1).encode() + b"\n"))
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def write_table(file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any) -> None:
+    """Write a table with its record (passport, command, …) in the file's own description; whole or not at all.
+
+    `options` are those of pyarrow's `ParquetWriter`.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = table if isinstance(table, pyarrow.Table) else pyarrow.Table.from_pandas(table, preserve_index=False)
+    notes = json.dumps({"format": FORMAT, **record, "seal": files.UNSEALED})
+    content = io.BytesIO()
+    with pyarrow.parquet.ParquetWriter(
+        content, rows.schema, compression="zstd", store_schema=False, **options
+    ) as writer:
+        writer.write_table(rows)
+        writer.add_key_value_metadata({"gpulab": notes})
+    files.write(file, files.seal(content.getvalue()))
+
+
+def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
+    """A table and its record; `DataError`, naming the file, for a damaged or foreign one."""
+    import pyarrow
+    import pyarrow.parquet
+
+    content = files.read(file)
+    with files.reading(file), pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
+        notes = (opened.metadata.metadata or {}).get(b"gpulab")
+        if notes is None:
+            raise DataError(f"{file}: not a recording of gpulab's")
+        record = checked(file, files.read_json(file, notes), content)
+        files.check_table_size(file, opened.metadata)
+        return opened.read(use_threads=False), record  # threads cost more than they save
+
+
+def read_table(file: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """A table and its record, with the machine's passport."""
+    rows, record = read_rows(file)
+    with files.reading(file, "not a recorded table"):
+        machine(record["passport"])
+    return rows.to_pandas(), record
+
+
+def read_tables(folder: Path) -> list[tuple[pd.DataFrame, dict[str, Any]]]:
+    """All tables of a folder, with their records."""
+    return [read_table(file) for file in sorted(folder.glob("*.parquet"))]
+
+
+# --- packed runs -----------------------------------------------------------------------------------------
+
+
+def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyarrow.Table]) -> None:
+    """Write runs into one file, whole or not at all.
+
+    The seconds of a history are rounded to 1/1024: further digits say nothing, and are a fifth of a file.
+    """
+    import pyarrow
+
+    columns: dict[str, Any] = {name: [history[name].to_numpy() for history in histories] for name in HISTORY}
+    columns["seconds"] = [(seconds * 1024).round() / 1024 for seconds in columns["seconds"]]
+    rows = pyarrow.table({"record": [json.dumps(record) for record in records], **columns})
+    numbers = ["loss.list.element", "seconds.list.element"]  # to split their bytes makes a file smaller by a sixth
+    write_table(file, rows, {}, compression_level=19, use_dictionary=False, use_byte_stream_split=numbers)
+
+
+def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.Table]]]:
+    """The runs in such a file: each a record, and what reads its history. None where it is another recording."""
+    table, _ = read_rows(file)
+    if "record" not in table.column_names:
+        return []
+    with files.reading(file, "not a file of packed runs"):
+        records = [files.read_json(file, text.encode()) for text in table["record"].to_pylist()]
+    return [(record, functools.partial(as_history, file, table, row)) for row, record in enumerate(records)]
+
+
+def as_history(file: str | Path, columns: Any, row: int | None = None) -> pyarrow.Table:
+    """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is none."""
+    import pyarrow
+
+    with files.reading(file, "not a history"):
+        history = pyarrow.table({name: columns[name] if row is None else columns[name][row].values for name in HISTORY})
+        if any(column.null_count for column in history.columns):  # a loss that is not a number is written as NaN
+            raise DataError(f"{file}: a history with empty cells")
+        return history.cast(pyarrow.schema(HISTORY.items()))
