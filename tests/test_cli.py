@@ -94,7 +94,7 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
     assert output(*train) == first, "down to the seconds: it is the run that was there"
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
-    record = stores.read_record(Path(run.path))
+    record = stores.read_run(Path(run.path))[0]
     assert record["command"] == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --frames 40"
     assert record["arithmetic"]["threads"] == 1
     assert f"kept in other{os.sep}{run.id}" in output(*train, "--fresh", "--store", "other")
@@ -138,7 +138,7 @@ def test_an_experiment_is_run_compared_listed_and_packed(output, tmp_path):
     frame = gl.runs(tmp_path / "runs")
     assert [*zip(frame.setting, frame.seed, strict=True)] == [*itertools.product(["cpu", "cpu:threads=1"], [0, 1])]
     assert str(gl.verdict(frame)) in text
-    command = stores.read_record(Path(frame.path[3]))["command"]
+    command = stores.read_run(Path(frame.path[3]))[0]["command"]
     assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --frames 40"
     output("pack", "runs", "packed.parquet")
     of_store = output("verdict", "runs")
@@ -163,7 +163,7 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
     assert answer(*experiment, "--option", "covariance=centred", "--option", "code=20").status == 0
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert run.covariance == "centred"
-    record = stores.read_record(Path(run.path))
+    record = stores.read_run(Path(run.path))[0]
     assert record["configuration"]["model_options"]["code"] == 20
     assert record["command"].endswith("--option covariance=centred --option code=20")
     for wrong in ("covariance", "=centred", "covariance=diagonal"):
@@ -187,7 +187,7 @@ def test_recorded_runs_are_listed_as_csv_and_nothing_of_the_current_folder_is_im
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_an_instruction_set_can_be_chosen(tmp_path):
     subprocess.run([*COMMAND, *SMOKE, "--setting", "cpu:isa=avx2"], cwd=tmp_path, check=True, timeout=120)
-    record = stores.read_record(Path(gl.runs(tmp_path / "runs").path[0]))
+    record = stores.read_run(Path(gl.runs(tmp_path / "runs").path[0]))[0]
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 

@@ -509,5 +509,5 @@ def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
     content = files.read(file)
     with files.reading(file, "not tensors"):
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
-        notes = files.read_json(file, header["__metadata__"]["gpulab"].encode())
-        return load(content), recorded.checked(file, notes, content)
+        notes = recorded.checked(file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content)
+        return load(content), notes

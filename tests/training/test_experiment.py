@@ -84,7 +84,7 @@ def test_a_failing_job_does_not_stop_the_good_ones_which_come_in_the_order_of_th
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_workers_are_started_with_the_instruction_set_of_their_setting(tmp_path):
     frame = experiment(tmp_path, ["cpu:isa=avx2"], seeds=1).run(progress=False)
-    assert stores.read_record(Path(frame.path[0]))["arithmetic"]["cpu_capability"] == "AVX2"
+    assert stores.read_run(Path(frame.path[0]))[0]["arithmetic"]["cpu_capability"] == "AVX2"
 
 
 INTERRUPTED = """
