@@ -37,8 +37,9 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
 from gpulab.store import runs as stores
+from gpulab.store.factors import whole_numbers
 from gpulab.training.experiment import Experiment
-from gpulab.training.protocol import protocol, whole_numbers
+from gpulab.training.protocol import protocol
 
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
