@@ -85,7 +85,7 @@ def shown(cell):
         page, text = FOLDED.sub("", data.get("text/html", "")), output.get("text") or data.get("text/plain", "")
         if "<table" in page:
             columns = len(re.findall("<th[ >]", page.partition("</tr>")[0]))
-            return page if page.count("<tr") <= ROWS + 1 and columns <= COLUMNS else ""
+            return first_rows(page) if columns <= COLUMNS else ""
         if page and PARAGRAPH.search(page):
             return first_words([line for found in PARAGRAPH.findall(page) for line in found.split("<br>")])
         if "finding" in cell.metadata.get("tags", []):
@@ -102,6 +102,15 @@ def shown_or_refused(cell):
     if not body:
         raise SystemExit(f"tagged for the slides, but nothing of it can be read from a chair:\n{cell.source}")
     return body
+
+
+def first_rows(page):
+    """The rows of a table that a slide has room for, and how many more the notebook has."""
+    before, *rows = page.split("<tr")
+    if (more := len(rows) - 1 - ROWS) <= 0:  # the first row is the heading
+        return page
+    kept, end = "<tr".join([before, *rows[: ROWS + 1]]), page.rpartition("</tr>")[2]
+    return f"{kept}{end}<p><i>{more} more rows in the notebook.</i></p>"
 
 
 def first_words(sentences):
