@@ -12,9 +12,6 @@ PROFILES = ("smoke", "quick", "paper")
 LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
 
 
-# --- profiles --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Protocol:
     """What a profile means for one model.

@@ -107,21 +107,10 @@ class RunSpec:
         usual = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
         frames = usual.frames if frames is None else frames
         window = usual.window if window is None else window
-        if not isinstance(window, int) or window < 2:
-            raise UsageError(f"window={window!r}: expected a whole number from 2")
-        if not isinstance(frames, int) or frames < window:
-            raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {window}")
         rate = usual.learning_rate if learning_rate is None else learning_rate
-        if not 0 <= rate < math.inf:
-            raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
+        _check_length(frames, window, rate)
         model = _model(net, usual, model_options or {})
-        check_weight(model, chosen["flip"])
-        batch_size = getattr(model, "batch_size", 1)
-        if chosen["loader"] != "window" and batch_size > 1:
-            raise UsageError(
-                f"loader {chosen['loader']!r} hands over one frame after another, and {type(model).__name__} sees "
-                f"{batch_size} at a time: give it batch_size=1, or loader 'window'"
-            )
+        _check_factors(model, chosen)
         described, unknown = _described_model(net, model, usual, model_options or {})
         return cls(
             experiment=name,
@@ -197,6 +186,26 @@ def _flags(asked: dict[str, Any]) -> Iterator[str]:
     for flag, values in (("--option", nested["model"]), ("--data-option", nested["data"])):
         for name, value in values.items():
             yield from (flag, f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+
+
+def _check_length(frames: int, window: int, rate: float) -> None:
+    if not isinstance(window, int) or window < 2:
+        raise UsageError(f"window={window!r}: expected a whole number from 2")
+    if not isinstance(frames, int) or frames < window:
+        raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {window}")
+    if not 0 <= rate < math.inf:
+        raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
+
+
+def _check_factors(model: Trainable, factors: dict[str, Any]) -> None:
+    """Refuse factors that cannot act on this model."""
+    check_weight(model, factors["flip"])
+    batch_size = getattr(model, "batch_size", 1)
+    if factors["loader"] != "window" and batch_size > 1:
+        raise UsageError(
+            f"loader {factors['loader']!r} hands over one frame after another, and {type(model).__name__} sees "
+            f"{batch_size} at a time: give it batch_size=1, or loader 'window'"
+        )
 
 
 def _model(net: Trainable | str, usual: Protocol, options: dict[str, Any]) -> Trainable:

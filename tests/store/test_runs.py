@@ -163,7 +163,7 @@ def resumed(file):
     return given or None
 
 
-def test_a_checkpoint_is_read_back_unless_there_is_none_or_one_of_a_later_format(tmp_path, monkeypatch):
+def test_checkpoint_is_read_back_unless_it_has_another_format(tmp_path, monkeypatch):
     file = stores.checkpoint_file(tmp_path, "a-run")
     assert resumed(file) is None
     for count in (3, 4):
