@@ -305,7 +305,7 @@ def prepare() -> None:
     """Load here what children need, so that each has not to."""
     for name in ("joblib", "pandas", "pyarrow.parquet", "safetensors.torch", "scipy.stats", "torch"):
         importlib.import_module(name)
-    for name in ("gpulab.__main__", "gpulab.cli", "gpulab.training.request"):
+    for name in ("gpulab.__main__", "gpulab.cli", "gpulab.training.run"):
         importlib.import_module(name)
     gl.passport()
     gl.load("digits")

@@ -12,9 +12,10 @@ from torch import Tensor
 from gpulab.data.base import Window
 from gpulab.data.feed import Loader
 from gpulab.settings import Setting
+from gpulab.training import loop
 from gpulab.training.engines import Engines
 from gpulab.training.loop import Training
-from gpulab.training.run import outcome, set_up, train_to_the_end
+from gpulab.training.run import outcome, set_up, windows
 from gpulab.training.spec import RunSpec
 
 # What of gpulab a run depends on.
@@ -33,7 +34,8 @@ def bias_and_loss(
     spec = RunSpec.of("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
 
     def with_loader(loader: str) -> RunSpec:
-        return dataclasses.replace(spec, window=window, factors={**spec.factors, "loader": loader})
+        configuration = {**spec.configuration, "window": window}
+        return dataclasses.replace(spec, configuration=configuration, factors={**spec.factors, "loader": loader})
 
     biases: list[float] = []
 
@@ -63,6 +65,6 @@ def final_loss(spec: RunSpec, look: Callable[[Training], None] = lambda _: None)
     spec.draw_weights()  # the same weights each time
     training = set_up(spec)
     look(training)
-    train_to_the_end(spec, training, Engines(spec, training), lambda: look(training))
+    loop.train(training, windows(spec, training), Engines(spec, training), lambda: look(training))
     loss = outcome(spec, training)["summary"]["final_loss"]
     return math.nan if loss is None else loss

@@ -40,7 +40,7 @@ from gpulab.passports import LIBRARIES as DISTRIBUTIONS
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training.protocol import protocol
-from gpulab.training.request import train
+from gpulab.training.run import train
 
 NETWORKS = ("autoencoder", "prednet")
 LIBRARIES = ("jax", "keras")

@@ -258,8 +258,8 @@ def published(
     """
     if str(setting) not in ("cpu", f"cpu:threads={setting.threads}", "cuda:tf32=off,cudnn=off"):
         raise UsageError(f"setting {setting}: the published network runs under {SETTINGS}")
-    width, height = whole_numbers(size, "x", 2, "size")
-    layers = tuple(whole_numbers(channels, name="channels"))
+    width, height = whole_numbers(size)
+    layers = tuple(whole_numbers(channels))
     film = data if data == "walk" else f"video:{data}"
     source = load(film, frames if data == "walk" else None, (height, width), speed=speed)
     if not isinstance(source, Sequence) or frames < window:
@@ -410,7 +410,7 @@ def main() -> None:
     stock_chainer.chainer()
     options["net"] = str(asked.net / "net.py" if asked.net.is_dir() else asked.net)
     stock_chainer.network(options["net"])
-    numbers = whole_numbers(asked.seeds, name="--seeds")
+    numbers = whole_numbers(asked.seeds)
     seeds = numbers if "," in asked.seeds else numbers[0]
     more = {"store": asked.store, "workers": asked.workers, "variants": [{"loader": loader} for loader in asked.loader]}
     training = f"{os.path.relpath(__file__)}:published"

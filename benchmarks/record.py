@@ -30,6 +30,7 @@ from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device.rooflines import roofline
 from gpulab.errors import UsageError, in_one_line
+from gpulab.passports import machine
 from gpulab.progress import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
@@ -225,7 +226,7 @@ def record_saddles(
     if kind not in ALONG:
         raise UsageError(f"kind {kind!r}: expected cpu or cuda")
     gl.Setting.parse(ALONG[kind][0]).check()
-    record_escapes(output / "escapes", "-".join(recorded.machine(gl.passport(), kind).lower().split()), kind)
+    record_escapes(output / "escapes", "-".join(machine(gl.passport(), kind).lower().split()), kind)
     for net, profile, options in CURVATURE:
         wanted = not only or f"{net}:{profile}" in only.split(",")
         for seed, setting in itertools.product(range(seeds) if wanted else (), ALONG[kind]):

@@ -100,7 +100,7 @@ def train(
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     from gpulab.store import runs as stores
-    from gpulab.training.request import train as train_one
+    from gpulab.training.run import train as train_one
 
     if ":" in model:
         if picture:
@@ -140,11 +140,10 @@ def experiment(
     from gpulab.store import runs as stores
     from gpulab.training.experiment import Experiment
 
-    numbers = whole_numbers(seeds, name="--seeds") if seeds else None
+    numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
-    k, n = whole_numbers(share, "/", 2, "--share") if share else (0, 1)
-    frame = exp.run(engine=engine, address=address, share=(k, n))
+    frame = exp.run(engine=engine, address=address, share=whole_numbers(share) if share else (0, 1))
     say_runs(frame, f", kept in {exp.folder}")
     if share:
         say(f"share {share} is done; without --share, --fresh and --guard the same command compares all runs")

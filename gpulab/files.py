@@ -139,17 +139,23 @@ def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
         raise DataError(f"{file}: {kind}: {why}") from None
 
 
-def read(file: str | Path, most: int = MOST) -> bytes:
-    """The content of a regular file; `DataError`, naming it, for a pipe, a device, or one of more than `most` bytes."""
+def status_of(file: str | Path) -> os.stat_result:
+    """What the system says of a regular file; `DataError`, naming it, where it is missing, a pipe or a device."""
     with reading(file):
         status = os.stat(file)
-        if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-            raise DataError(f"{file}: cannot be read: not a file, but {kind}")
-        if status.st_size > most:
-            raise DataError(f"{file}: cannot be read: it has {status.st_size:,} bytes, and may have {most:,}")
-        with open(file, "rb") as stream:
-            return stream.read()
+    if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise DataError(f"{file}: cannot be read: not a file, but {kind}")
+    return status
+
+
+def read(file: str | Path, most: int = MOST) -> bytes:
+    """The content of a regular file; `DataError`, naming it, for a pipe, a device, or one of more than `most` bytes."""
+    size = status_of(file).st_size
+    if size > most:
+        raise DataError(f"{file}: cannot be read: it has {size:,} bytes, and may have {most:,}")
+    with reading(file), open(file, "rb") as stream:
+        return stream.read()
 
 
 def read_json(file: str | Path, content: bytes) -> Any:

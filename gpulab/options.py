@@ -94,12 +94,14 @@ def what_to_train(
         if of_data:
             raise UsageError(f"--data-option {next(iter(of_data))}: a function takes what it has as --option")
         given = {name: text for name, text in flags.items() if not OPTIONS[name].says_nothing(text)}
-        return {name: OPTIONS[name].parse(text) for name, text in given.items()} | of_model
+        return {name: OPTIONS[name].read(text) for name, text in given.items()} | of_model
+    arguments = {name for name, each in OPTIONS.items() if each.of == "run"} | {"data_options", "model_options"}
     options: dict[str, Any] = {"data_options": {}, "model_options": {}}
+    options |= {name: of_model.pop(name) for name in arguments & of_model.keys()}
     for name, text in flags.items():
         if not OPTIONS[name].says_nothing(text):
             of = OPTIONS[name].of
-            (options if of == "run" else options[f"{of}_options"])[name] = OPTIONS[name].parse(text)
+            (options if of == "run" else options[f"{of}_options"])[name] = OPTIONS[name].read(text)
     if flags.get("grey") and model == "prednet":  # its lowest layer has as many channels as the frames
         options["model_options"].setdefault("channels", [1, *protocol(model, profile).model["channels"][1:]])
     options["model_options"] |= of_model
@@ -117,9 +119,10 @@ def of_a_run(command: Callable[..., None]) -> Callable[..., None]:
     for name, each in OPTIONS.items():
         if each.flag:
             flag = f"--{name.replace('_', '-')}" + (f"/--no-{name}" if each.usual is True else "")
-            kind: Any = bool if each.kind is bool else each.kind | None
-            annotation = Annotated[kind, option(each.help, each.default or True, flag)]
-            default = bool(each.usual) if each.kind is bool else each.usual
+            kind = each.read if isinstance(each.read, type) else str
+            usually = True if each.factor or kind is bool else "the profile's"
+            annotation = Annotated[kind, option(each.help, usually, flag)]  # type: ignore[valid-type]
+            default = bool(each.usual) if kind is bool else each.usual
             parameters[name] = own["model"].replace(name=name, default=default, annotation=annotation)
     parameters |= {name: what[name].replace(default=None) for name in ("option", "data_option")}
 

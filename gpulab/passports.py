@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ class Passport(dict[str, Any]):
     def to_json(self) -> str:
         """The passport as JSON text."""
         return json.dumps(self, indent=1)
+
+
+def machine(passport: Mapping[str, Any], kind: str = "") -> str:
+    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind` of device says."""
+    if kind == "cpu" or not (kind or passport["gpus"]):
+        return passport["cpu"]["model"]
+    return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
 
 
 def passport() -> Passport:

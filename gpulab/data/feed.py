@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpulab.data.base import Data, Window
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
@@ -90,3 +93,34 @@ class Loader:
         if self.name == "imitated":
             self.shared = tensor
         return tensor
+
+
+def has_its_device_alone(setting: Setting) -> bool:
+    """Whether no other training keeps the GPU busy: those that share one have each a stream of its own."""
+    if setting.kind != "cuda":
+        return True
+    return torch.cuda.current_stream(setting.device) == torch.cuda.default_stream(setting.device)
+
+
+def ahead(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
+    """The windows of data; where a device computes, the next is made meanwhile, by several threads.
+
+    Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
+    """
+    if setting.kind == "cpu" or not has_its_device_alone(setting):
+        yield from windows
+        return
+    data.threads = min(4, os.cpu_count() or 1)
+    yield from made_meanwhile(windows)
+
+
+def made_meanwhile(made: Iterator[Window]) -> Iterator[Window]:
+    """The same, each made while this thread waits for a device to be done with the one before."""
+    with ThreadPoolExecutor(1) as pool:
+        upcoming = pool.submit(next, made, None)
+        while True:
+            window = upcoming.result()
+            if window is None:
+                return
+            upcoming = pool.submit(next, made, None)
+            yield window

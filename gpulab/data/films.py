@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpulab.content import Stamp, Stamps, stamp
 from gpulab.data import pictures
 from gpulab.data.base import HELD_OUT, Bytes, Sequence, check_folder
 from gpulab.errors import DataError, reason
-from gpulab.store.identities import Stamp, Stamps, stamp
 
 if TYPE_CHECKING:
     import PIL.Image

@@ -19,10 +19,9 @@ from gpulab.diagnostics.tracer import EMPTY, OVERWRITES
 from gpulab.diagnostics.twins import outcome
 from gpulab.errors import UsageError, check_count
 from gpulab.numerics.call_sites import UncompiledDispatchMode
-from gpulab.passports import passport
+from gpulab.passports import machine, passport
 from gpulab.report import Report
 from gpulab.settings import Setting, arithmetic
-from gpulab.store.recorded import machine
 
 MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
 

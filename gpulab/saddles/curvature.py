@@ -21,14 +21,14 @@ from torch import Tensor
 from gpulab.data.feed import Loader
 from gpulab.errors import DataError, UsageError, check_count
 from gpulab.models.base import Trainable
-from gpulab.passports import passport
+from gpulab.passports import machine, passport
 from gpulab.progress import Progress
 from gpulab.saddles.hessians import hessian
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spectral_density
 from gpulab.settings import Setting
 from gpulab.store import identities
-from gpulab.store.recorded import machine, read_table, read_tables, recorded_folder, write_table
-from gpulab.training.request import train
+from gpulab.store.recorded import read_table, read_tables, recorded_folder, write_table
+from gpulab.training.run import train
 from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:

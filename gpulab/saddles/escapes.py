@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gpulab.errors import DataError, UsageError, check_count
-from gpulab.passports import passport
+from gpulab.passports import machine, passport
 from gpulab.progress import Progress
 from gpulab.report import Report
 from gpulab.saddles.descents import Descent, Saddle, check_start
@@ -27,7 +27,7 @@ from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import SETTLED, Factory, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
-from gpulab.store.recorded import machine, read_tables, recorded_folder
+from gpulab.store.recorded import read_tables, recorded_folder
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,6 +6,7 @@ of code in which it acts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,14 @@ from typing import Any
 from gpulab.errors import UsageError
 
 
-def whole_numbers(text: str, separator: str = ",", count: int | None = None, name: str = "") -> list[int]:
-    """The numbers in a text such as `3,16,32`; `UsageError` for anything else."""
+def whole_numbers(text: str) -> list[int]:
+    """The numbers in a text such as `3,16,32` or `48x64`; `UsageError` for anything else."""
     try:
-        numbers = [int(digits) for digits in text.replace("×", "x").split(separator)]
+        numbers = [int(digits) for digits in re.split("[,x×/]", text)]
     except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or (count and len(numbers) != count):
-        raise UsageError(f"{name} {text!r}: expected whole numbers separated by {separator!r}".lstrip())
+        numbers = [-1]
+    if min(numbers) < 0:
+        raise UsageError(f"{text!r}: expected whole numbers, such as 3,16,32 or 48x64")
     return numbers
 
 
@@ -30,27 +31,23 @@ class Option:
 
     Attributes:
         help: What the command line says of it.
-        kind: The type of its value on the command line.
-        default: What the help says of it where it is left out.
+        read: What makes its value of the command line's text: a type, or a function.
         of: Where `gpulab.train` takes it: as an argument of its own (`run`), or in `data_options` or `model_options`
             (`data`, `model`).
-        usual: Its value where nothing is said. Runs record a factor only when it has another one.
+        usual: Its value where nothing is said; None where the profile says. Runs record a factor only when it has
+            another one.
         factor: Whether a device may do it otherwise and what is to be learned stays the same. A factor is a column
             of `gpulab.runs`, and runs that differ in nothing else can be compared.
         choices: The values that there are, if they can be listed.
-        parse: From the command line's text to the value, and `show` back.
         flag: Whether the commands have an option of this name; `--option` sets those of a model that have none.
     """
 
     help: str
-    kind: type = str
+    read: Callable[[str], Any] = str
     of: str = "run"
-    default: str = ""
     usual: Any = None
     factor: bool = False
     choices: tuple[Any, ...] = ()
-    parse: Callable[[Any], Any] = lambda value: value
-    show: Callable[[Any], str] = str
     flag: bool = True
 
     def says_nothing(self, value: Any) -> bool:
@@ -58,26 +55,15 @@ class Option:
         return value is None or value == self.usual or (value is False and not self.usual)
 
 
-DATA_NAMES = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"
 OPTIONS: dict[str, Option] = {
-    "data": Option(DATA_NAMES, default="the profile's"),
-    "frames": Option("how many frames, or images, to train on", kind=int, default="the profile's"),
-    "window": Option("frames, or images, between two looks at the loss", kind=int, default="the profile's"),
-    "size": Option(
-        "height×width of the frames, such as 48x64",
-        of="model",
-        parse=lambda text: tuple(whole_numbers(text, "x", 2, "--size")),
-        show=lambda size: "x".join(map(str, size)),
-    ),
-    "channels": Option(
-        "PredNet's channels, such as 3,16,32",
-        of="model",
-        parse=lambda text: whole_numbers(text, name="--channels"),
-        show=lambda channels: ",".join(map(str, channels)),
-    ),
-    "speed": Option("how fast walk and moving-digits move", float, "data"),
-    "grey": Option("read a video or a folder in grey, as one channel", bool, "data"),
-    "learning_rate": Option("Adam's", kind=float, default="0.001"),
+    "data": Option("digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"),
+    "frames": Option("how many frames, or images, to train on", int),
+    "window": Option("frames, or images, between two looks at the loss", int),
+    "size": Option("height×width of the frames, such as 48x64", whole_numbers, of="model"),
+    "channels": Option("PredNet's channels, such as 3,16,32", whole_numbers, of="model"),
+    "speed": Option("how fast walk and moving-digits move", float, of="data"),
+    "grey": Option("read a video or a folder in grey, as one channel", bool, of="data"),
+    "learning_rate": Option("Adam's", float),
     "loader": Option(
         "how frames reach the device: window (at once); or one by one through a buffer, copied, reused or imitated",
         usual="window",
@@ -89,22 +75,20 @@ OPTIONS: dict[str, Option] = {
     "flip": Option("which initial weight, by its number, has its last bit changed", int, factor=True),
     "fast": Option(
         "compute gradients in fewer operations where that can be done, equal up to rounding",
-        kind=bool,
+        bool,
         usual=True,
         factor=True,
         choices=(True, False),
     ),
     "draws": Option(
-        "whose generator draws the initial weights: cpu or device",
-        usual="cpu",
-        factor=True,
-        choices=("cpu", "device"),
+        "whose generator draws the initial weights: cpu or device", usual="cpu", factor=True, choices=("cpu", "device")
     ),
     "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
+    # A record that does not say was made with the whole state cut off.
     "truncation": Option(
         "what PredNet's backpropagation through time is cut off from: loss or state",
         of="model",
-        usual="state",  # where a record does not say
+        usual="state",
         factor=True,
         flag=False,
     ),

@@ -7,10 +7,8 @@ passport and the command that made it; and packed runs, a table with the record 
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -18,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files
-from gpulab.errors import DataError, UsageError
-from gpulab.passports import passport
+from gpulab.errors import DataError
+from gpulab.passports import machine, passport
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +27,6 @@ FORMAT = 3  # of all that is kept: documents, tables, packed runs, and in a stor
 PACKAGE = Path(__file__).parents[1]
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
 HISTORY = {"window": "int64", "step": "int64", "loss": "float64", "seconds": "float64"}  # the columns of a history
-LAID_DOWN = ("Question", "Endpoint", "Margin", "Seeds", "Stopping")  # the headings of a registration
 
 
 def recorded_folder(name: str) -> Path:
@@ -42,33 +39,6 @@ def shipped(file: str | Path) -> Path:
     folder, *rest = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *rest)
     return copy if folder in ("benchmarks", "data") and copy.is_file() and not Path(file).exists() else Path(file)
-
-
-def machine(passport: Mapping[str, Any], kind: str = "") -> str:
-    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind` of device says."""
-    if kind == "cpu" or not (kind or passport["gpus"]):
-        return passport["cpu"]["model"]
-    return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
-
-
-def registration(file: str | Path | None) -> dict[str, str]:
-    """What a run's record keeps of the registration that it is made under, if any: its file's name, and SHA-256.
-
-    A registration is a Markdown file, such as `data/registered/NAME.md`, with the headings of `LAID_DOWN`. It is
-    written before the first run; whoever changes it later changes its digest, which the runs still have.
-
-    Raises:
-        UsageError: For a file that lacks one of the headings.
-        DataError: For a file that cannot be read.
-    """
-    if file is None:
-        return {}
-    content = files.read(file)
-    headings = re.findall(r"^## (.+?)\s*$", content.decode(errors="replace"), re.MULTILINE)
-    if missing := [heading for heading in LAID_DOWN if heading not in headings]:
-        needed = ", ".join(LAID_DOWN)
-        raise UsageError(f"registration {str(file)!r} has no heading '## {missing[0]}'; it needs {needed}")
-    return {"registered": f"{Path(file).stem} {hashlib.sha256(content).hexdigest()}"}
 
 
 # --- JSON ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Stores: the runs in a folder, or in a file of packed ones, as tables; and one run, as it is written and read.
 
 A run is a folder with `run.json`, what was run and what came of it, and `results.safetensors`, its history and, where
-they are kept, its weights; a function's own files lie in the folder `files`. It is written to a folder of its own and
+they are kept, its weights. It is written to a folder of its own and
 moved into place in one step, so many writers need no lock: the first to finish a run wins, and its copy and a later one
 differ in nothing but the time. A run that was damaged since is found when it is read, set aside and trained again.
 A checkpoint is a file like the results. Runs that are to be shared are packed into one file (`pack`); it can be read
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import re
 import shutil
@@ -24,11 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files
+from gpulab.content import digest, weights_digest
 from gpulab.errors import DataError, UsageError
+from gpulab.passports import machine
 from gpulab.settings import arithmetic
 from gpulab.store import recorded
 from gpulab.store.factors import FACTORS, factors_of_record
-from gpulab.store.identities import Identity, digest, of_content, weights_digest
+from gpulab.store.identities import Identity, of_content
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,12 +56,6 @@ COLUMNS = [
     *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
     *("protocol", "recorded", "id", "path"),
 ]
-TYPES: dict[str, tuple[Any, ...]] = {  # of the values in each column; None stands for a missing one
-    **dict.fromkeys(COLUMNS, (str, int, float, bool, None)),
-    **dict.fromkeys(("experiment", "profile", "setting", "status", "machine", "id"), (str,)),
-    **dict.fromkeys(("seed", "rerun", "frames"), (int,)),
-    **dict.fromkeys((*SUMMARY[:4], "flip", "diverged_at", "scene_seed", "speed"), (int, float, None)),
-}
 # Empty for a run of a function, which may have options of these names.
 OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
 
@@ -309,7 +304,7 @@ def _row(file: str, path: str, record: Record) -> Row:
         row |= {
             "device": device,
             "rerun": record.get("rerun", 0),
-            "machine": recorded.machine(passport, device),
+            "machine": machine(passport, device),
             "cpu": passport["cpu"]["model"],
             "gpu": ", ".join(gpu["name"] for gpu in passport["gpus"]) or None,
             "torch": passport["software"]["torch"],
@@ -323,13 +318,6 @@ def _row(file: str, path: str, record: Record) -> Row:
             "recorded": False,
             "path": path,
         }
-        for name, value in {**metrics, "window": configuration.get("window", 1), **row}.items():
-            kind = None if value is None else type(value)
-            out_of_range = (kind is int and abs(value) >= 2**63) or (kind is float and not math.isfinite(value))
-            if kind not in TYPES.get(name, (int, float, bool)) or out_of_range:
-                raise DataError(f"{file}: a damaged record: {name}: {value!r:.60}")
-        if row["status"] not in ("finished", "diverged"):
-            raise DataError(f"{file}: a damaged record: status: {row['status']:.60}")
         return row | _own_columns(configuration["options"], metrics) if of_function else row
 
 
@@ -367,11 +355,8 @@ def begun(identity: Identity, machine_passport: Mapping[str, Any], **notes: str 
 def find(store: Path, identity: Identity) -> Run | None:
     """A run that the store holds whole, as `read_run` gives it.
 
-    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
+    A damaged one is set aside, and a warning says so: the run is not done.
     """
-    if identity.unknown:
-        why = "its content cannot be known: this run is not resumed, nor taken for another"
-        warnings.warn(f"{', '.join(identity.unknown)}: {why}", stacklevel=3)
     folder = store / identity.id
     if not os.path.lexists(folder):
         return None
@@ -394,21 +379,16 @@ def set_aside(store: Path, path: Path) -> Path | None:
             return None
 
 
-def write_run(
-    store: Path, record: Record, history: History, weights: Tensors | None = None, own_files: Path | None = None
-) -> Path:
+def write_run(store: Path, record: Record, history: History, weights: Tensors | None = None) -> Path:
     """Put a run into the store in one step and return its folder.
 
-    A run already there stays as it is, unless it is damaged; weights are added to it when it has none. A folder of the
-    run's own files is moved into it.
+    A run already there stays as it is, unless it is damaged; weights are added to it when it has none.
     """
     folder, scratch = store / record["id"], store / WORK / files.scratch_name()
     try:
         with files.writing(folder):
             recorded.write_json(scratch / RECORD, record)
             write_results(scratch, record["id"], history, weights)
-            if own_files is not None and own_files.is_dir():
-                own_files.rename(scratch / "files")
             try:
                 scratch.rename(folder)
             except OSError:  # another writer was first, or the store cannot be written
@@ -458,38 +438,6 @@ def write_results(folder: Path, run: str, history: History, weights: Tensors | N
     tensors = {name: torch.tensor(np.asarray(history[name])) for name in recorded.HISTORY}
     tensors |= {WEIGHT + name: tensor for name, tensor in (weights or {}).items()}
     write_tensors(folder / RESULTS, tensors, {"run": run})
-
-
-# --- one that is not done ----------------------------------------------------------------------------------
-
-
-def checkpoint_file(store: Path, name: str) -> Path:
-    """Where the checkpoint of an unfinished run is kept."""
-    return store / WORK / f"{name}.safetensors"
-
-
-def files_folder(store: Path, name: str, keep: bool) -> Path:
-    """The folder of the files of an unfinished run, with what an interrupted one left in it if that is to be kept."""
-    folder = store / WORK / name
-    if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
-    with files.writing(f"the store {store}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def resume(file: Path, restore: Callable[[Tensors, dict[str, Any]], None]) -> bool:
-    """Go on from a checkpoint, if there is one; a damaged one is set aside with a warning, and the run begins anew."""
-    if not os.path.lexists(file):
-        return False
-    try:
-        restore(*read_tensors(file))
-    except Exception as error:  # whatever a checkpoint of another training leads to
-        why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
-        moved = set_aside(file.parents[1], file)
-        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=3)
-        return False
-    return True
 
 
 def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:

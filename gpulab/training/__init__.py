@@ -6,8 +6,8 @@ NAMES = {
     "Experiment": "experiment",
     "Run": "run",
     "profile": "protocol",
-    "seed_runs": "seeds",
-    "train": "request",
+    "seed_runs": "experiment",
+    "train": "run",
 }
 
 __all__ = [*NAMES]

@@ -1,24 +1,73 @@
-"""A training under way as tensors and JSON, and back: everything needed to go on to the same bits."""
+"""An interrupted training as a file of tensors and JSON, and back: everything needed to go on to the same bits."""
 
 from __future__ import annotations
 
 import operator
+import os
+import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpulab.errors import DataError
+from gpulab.store.identities import Identity
+from gpulab.store.runs import WORK, read_tensors, set_aside, write_tensors
 from gpulab.training.loop import Training, WindowNote
 
 
+class Checkpoints:
+    """Where a run leaves what it needs to go on: in the store, beside the runs, until it is done.
+
+    Args:
+        store: The folder of runs; None keeps nothing.
+        identity: Of the run.
+        seconds: The time between two.
+    """
+
+    def __init__(self, store: Path | None, identity: Identity, seconds: float) -> None:
+        self.store, self.seconds, self.saved = store, seconds, time.monotonic()
+        self.file = None if store is None else store / WORK / f"{identity.id}.safetensors"
+
+    def resume(self, training: Training) -> bool:
+        """Take a training to where an interrupted one was, if there is one. A damaged file is set aside."""
+        if self.file is None or self.store is None or not os.path.lexists(self.file):
+            return False
+        try:
+            restore(training, *read_tensors(self.file))
+        except Exception as error:  # whatever a checkpoint of another training leads to
+            why = f"{self.file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
+            moved = set_aside(self.store, self.file)
+            warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=4)
+            return False
+        return True
+
+    def save(self, training: Training) -> None:
+        """Keep a training, if nothing of it has changed since its last window ended."""
+        if self.file and training.history and not training.inside_window and training.diverged_at is None:
+            write_tensors(self.file, *checkpoint(training))
+        self.saved = time.monotonic()
+
+    def save_if_due(self, training: Training) -> None:
+        """The same, when the last is long enough ago."""
+        if time.monotonic() - self.saved >= self.seconds:
+            self.save(training)
+
+    def remove(self) -> None:
+        """The run is done."""
+        if self.file:
+            self.file.unlink(missing_ok=True)
+
+
 def checkpoint(training: Training) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights, Adam's moments, the state, the random numbers and the history; and notes that JSON can carry."""
-    tensors = _weights_and_moments(training)
-    notes = {"step": training.step, "state": _packed(training.state, tensors), "ways": sorted(training.ways)}
-    tensors["random"] = torch.get_rng_state()
+    """Weights, Adam's moments, the state and the history; and notes that JSON can carry."""
+    tensors, layers = _weights_and_moments(training), training.state or []
+    for number, layer in enumerate(layers):
+        tensors |= {f"state.{number}.{part}": tensor for part, tensor in enumerate(layer)}
     tensors["history"] = torch.tensor(training.history, dtype=torch.float64)
-    return tensors, notes
+    return tensors, {"step": training.step, "state": [*map(len, layers)], "ways": sorted(training.ways)}
 
 
 def restore(training: Training, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
@@ -28,20 +77,22 @@ def restore(training: Training, tensors: dict[str, Tensor], notes: dict[str, Any
         DataError: Where it was of another network, before anything is changed.
     """
     own = _weights_and_moments(training)
-    expected = {name: tensor.shape for name, tensor in {**own, "random": torch.get_rng_state()}.items()}
+    expected = {name: tensor.shape for name, tensor in own.items()}
     shapes = {name: tensors[name].shape for name in expected.keys() & tensors.keys()}
     rows = tensors.get("history", torch.empty(0))
     step, ways = operator.index(notes["step"]), {str(way) for way in notes["ways"]}
     if shapes != expected or rows.ndim != 2 or rows.shape[1] != len(WindowNote._fields) or not len(rows):
         raise DataError("not a checkpoint of this training: its tensors have other names or shapes")
     device = next(training.model.parameters()).device
-    state = _unpacked(notes["state"], tensors, device)
-    training.model.check_state(state)
-    training.state = state
+    state = [
+        [tensors[f"state.{number}.{part}"].to(device) for part in range(parts)]
+        for number, parts in enumerate(notes["state"])
+    ]
+    training.model.check_state(state or None)
+    training.state = state or None
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-    torch.set_rng_state(tensors["random"])
     training.history = [WindowNote(int(w), int(step), loss, seconds) for w, step, loss, seconds in rows.tolist()]
     training.step, training.ways = step, ways
 
@@ -51,30 +102,3 @@ def _weights_and_moments(training: Training) -> dict[str, Tensor]:
     for name, moments in training.optimizer.state.items():
         tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
     return tensors
-
-
-def _packed(state: Any, tensors: dict[str, Tensor]) -> Any:
-    """A state as JSON; its tensors go into `tensors`, under the names that stand in for them."""
-    if isinstance(state, Tensor):
-        name = f"state.{len(tensors)}"
-        tensors[name] = state
-        return {"tensor": name}
-    if isinstance(state, dict):
-        return {"dict": [[key, _packed(value, tensors)] for key, value in state.items()]}
-    if isinstance(state, list | tuple):
-        kind = "list" if isinstance(state, list) else "tuple"
-        return {kind: [_packed(value, tensors) for value in state]}
-    return {"value": state}
-
-
-def _unpacked(packed: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """The state that `_packed` took apart."""
-    ((kind, content),) = packed.items()
-    if kind == "tensor":
-        return tensors[content].to(device)
-    if kind == "dict":
-        return {key: _unpacked(value, tensors, device) for key, value in content}
-    if kind in ("list", "tuple"):
-        values = [_unpacked(value, tensors, device) for value in content]
-        return values if kind == "list" else tuple(values)
-    return content

@@ -11,7 +11,8 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from gpulab.errors import GpulabError, UsageError, extra
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
-from gpulab.training.workers import INSIDE
+from gpulab.training.workers import INSIDE, News
 
 MAX_RETRIES = 4  # of a run whose node died
 AT_ONCE = 64  # runs that are handed to the cluster, which does as many of them as fit
@@ -48,6 +49,7 @@ class RayCluster(contextlib.AbstractContextManager):
         with extra("cluster"):
             import ray
         self.ray, self.count = ray, AT_ONCE
+        self.tasks: dict[Any, tuple[int, str]] = {}  # the number of each run that is being done, and where it is kept
         usual = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address, logging_level="error", log_to_driver=False, **LOCAL if address == "local" else {})
@@ -79,30 +81,33 @@ class RayCluster(contextlib.AbstractContextManager):
         on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in able]
         return self.ray.get([self.ray.remote(**options, scheduling_strategy=at)(passport).remote() for at in on_each])
 
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> str:  # noqa: ARG002
-        """Have a run done on a node, keep it, and return its id."""
+    def start(self, number: int, job: dict[str, Any]) -> bool:
+        """Have a run done on a node."""
         task = self.ray.remote(max_retries=MAX_RETRIES, **self.task_options(job["setting"]))(train_on_node)
-        try:
-            record, history, weights = self.ray.get(task.remote({**job, "store": None}))
-        except self.ray.exceptions.RayTaskError as error:
-            raise GpulabError(f"on its node: {error.cause}") from None
-        except self.ray.exceptions.RayError as error:
-            raise GpulabError(f"nodes died under it {MAX_RETRIES + 1} times: {error}".partition("\n")[0]) from None
-        return stores.write_run(Path(job["store"]), record, history, weights).name
+        self.tasks[task.remote({**job, "store": None})] = number, job["store"]
+        return True
 
-    def stop(self) -> None:
-        """Leave the cluster, which ends what it does for this."""
-        self.ray.shutdown()
+    def news(self, seconds: float) -> Iterator[News]:
+        """Which runs have ended, waited for up to so many seconds; they are kept."""
+        if not self.tasks:
+            return time.sleep(seconds)
+        for task in self.ray.wait([*self.tasks], timeout=seconds)[0]:
+            number, store = self.tasks.pop(task)
+            try:
+                record, history, weights = self.ray.get(task)
+                yield number, stores.write_run(Path(store), record, history, weights).name, ""
+            except self.ray.exceptions.RayTaskError as error:
+                yield number, None, f"on its node: {error.cause}"
+            except self.ray.exceptions.RayError as error:
+                yield number, None, f"nodes died under it {MAX_RETRIES + 1} times: {error}".partition("\n")[0]
 
-    close = stop
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
+    def __exit__(self, *_: object) -> None:
+        self.ray.shutdown()  # which ends what the cluster does for this
 
 
 def train_on_node(job: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """Train in a task of its own: the record, the history, and the weights where they are to be kept."""
-    from gpulab.training.request import train
+    from gpulab.training.run import train
 
     run = train(**job, progress=False)
     weights = run.model.state_dict() if job.get("keep_weights", True) and run.model else None

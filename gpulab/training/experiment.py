@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import os
-import threading
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +15,8 @@ from filelock import SoftFileLease, Timeout
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.settings import Setting
-from gpulab.store import identities
 from gpulab.store import runs as stores
+from gpulab.store.identities import Identity
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import protocol
 from gpulab.training.workers import INSIDE, Workers
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
     from gpulab.training.cluster import RayCluster
 
-WAIT = 1.0  # seconds between looks at what others are doing
+WAIT = 1.0  # seconds between looks at what other drivers are doing
 CLAIMS = ".claims"  # the folder in a store in which a lock says that a run is being trained
 LEASE = 120.0  # seconds after which a lock that nobody refreshes is taken: network file systems may be 60 behind
 
@@ -67,7 +64,6 @@ class Experiment:
         seeds: The seeds as a list of numbers.
         variants: The variants as a list.
         folder: Where the runs are kept, a `Path`.
-        length: How many frames a run has in the progress bar, 1 for a training of your own; `unit` is what is counted.
 
     Raises:
         UsageError: For arguments that make no sense, before any worker starts.
@@ -93,13 +89,9 @@ class Experiment:
     how: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.training, usual, frames = None, 10, 1
-        if isinstance(self.model, str) and not is_function(self.model):
-            plan = protocol(self.model, self.profile)
-            usual, frames = plan.seeds, self.options.get("frames") or plan.frames
-        else:
-            self.training = TrainingFunction(self.model)
-        self.length, self.unit = frames, "run" if self.training else "frame"
+        own = not isinstance(self.model, str) or is_function(self.model)
+        self.training = TrainingFunction(self.model) if own else None
+        usual = 10 if own else protocol(str(self.model), self.profile).seeds
         settings = [self.settings] if isinstance(self.settings, str | Setting) else self.settings
         self.settings = [str(Setting.parse(text)) for text in settings]
         seeds = usual if self.seeds is None else self.seeds
@@ -114,29 +106,24 @@ class Experiment:
 
     def jobs(self) -> list[dict[str, Any]]:
         """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
-        kept = {"store": str(self.folder), **self.how}
-        usual = {"keep_weights": False}  # for a verdict they are of no use, unless `options` ask for them
+        net, how = self.training or self.model, {"profile": self.profile, "store": str(self.folder), **self.how}
+        given = [{**self.options, **variant} for variant in self.variants]
+        # Weights are of no use for a verdict, unless the options ask for them.
+        given = [{"model_options": each} if self.training else {"keep_weights": False, **each} for each in given]
         return [
-            usual | self._arguments(setting, seed, rerun, {**self.options, **variant}) | kept
+            {"net": net, "setting": setting, "seed": seed, "rerun": rerun, **each, **how}
             for setting in self.settings
-            for variant in self.variants
+            for each in given
             for rerun in range(self.reruns)
             for seed in self.seeds  # type: ignore[union-attr]
         ]
-
-    def _arguments(self, setting: str, seed: int, rerun: int, options: dict[str, Any]) -> dict[str, Any]:
-        if self.training is None:
-            own = {"setting": setting, "seed": seed, "profile": self.profile, "rerun": rerun}
-            return {"net": str(self.model), **own, **options}
-        own = {"net": self.training, "setting": setting, "seed": seed, "rerun": rerun}
-        return own | {"model_options": self.training.checked(options)}
 
     def run(
         self,
         progress: bool = True,
         engine: str = "local",
         address: str | None = None,
-        share: tuple[int, int] = (0, 1),
+        share: Sequence[int] = (0, 1),
     ) -> pd.DataFrame:
         """Train the runs that the store does not have yet, and return all runs of this experiment.
 
@@ -166,7 +153,7 @@ class Experiment:
             raise UsageError(
                 "an experiment began while a worker imported its file: put it under __name__ == '__main__'"
             )
-        if not 0 <= share[0] < share[1]:
+        if len(share) != 2 or not 0 <= share[0] < share[1]:
             raise UsageError(f"share {share!r}: expected (k, n) with k from 0 to n - 1")
         if engine == "local" and address:
             raise UsageError(f"address={address!r} is for engine='ray'")
@@ -190,65 +177,55 @@ class Experiment:
     def _train(self, jobs: list[dict[str, Any]], workers: Workers | RayCluster, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
         from gpulab.progress import Progress
-        from gpulab.training.request import ANYWHERE, planned_on
+        from gpulab.training.spec import RunSpec
 
-        frames, machines = self.length, {setting: workers.passports(setting) for setting in self.settings}
-        names = [planned_on([ANYWHERE, *machines[job["setting"]]], **job) for job in jobs]
+        machines = {setting: workers.passports(setting) for setting in self.settings}
+        specs = [RunSpec.of_job(job) for job in jobs]
+        for spec in specs:
+            spec.check_known()
+        names = [[spec.identity(here) for here in machines[str(spec.setting)]] for spec in specs]
         run_ids = [self._done(each) for each in names]
-        missing = [number for number, done in enumerate(run_ids) if not done]
-        claims = self.folder / CLAIMS
-        if missing:
-            files.check_writable(claims / "run")
-            claims.mkdir(parents=True, exist_ok=True)
+        waiting = [number for number, done in enumerate(run_ids) if not done]
+        if waiting:
+            files.check_writable(self.folder / CLAIMS / "run")
+            (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
         # Such a lock knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
         lease = functools.partial(SoftFileLease, lease_duration=LEASE, blocking=False, thread_local=False)
-        locks = [lease(claims / f"{anywhere.id}.lock") for anywhere, *_ in names]
+        locks = [lease(self.folder / CLAIMS / f"{identities[0].id}.lock") for identities in names]
+        begun: set[int] = set()
         failures: dict[str, list[str]] = {}  # which runs, by why
-        frames_done, lock = [frames if done else 0 for done in run_ids], threading.Lock()
-        total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
-        bar = Progress(**total, leave=False, disable=not progress, miniters=0)  # steps of unknown length count nothing
 
-        def tell(number: int, done: int, loss: float | None = None) -> None:
-            with lock:
-                if loss is not None:
-                    bar.set_description(f"{jobs[number]['setting']} seed {jobs[number]['seed']}", refresh=False)
-                    bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
-                    done = 0 if self.training else done  # nobody knows how long it is
-                done = min(done, frames)
-                bar.update(done - frames_done[number])
-                frames_done[number] = done
+        def begin(number: int) -> bool:
+            """Whether a run is begun here, or has been done by another driver."""
+            if len(begun) == workers.count or not claimed(locks[number]):
+                return False
+            run_ids[number] = self._done(names[number])
+            if run_ids[number] is None and workers.start(number, jobs[number]):
+                begun.add(number)
+                return True
+            locks[number].release()
+            bar.update(run_ids[number] is not None)
+            return run_ids[number] is not None
 
-        def work(number: int) -> bool:
-            """Whether a run is settled: done, or failed; not while another does it."""
-            job, (anywhere, *here) = jobs[number], names[number]
-            with contextlib.ExitStack() as claim:
-                with files.writing(claims):
-                    try:
-                        claim.enter_context(locks[number])
-                    except Timeout:
-                        files.check_writable(locks[number].lock_file)  # a pipe would be waited for without an end
-                        return False
-                try:
-                    # Another may have done it since.
-                    run_ids[number] = (not anywhere.unknown and self._done([anywhere, *here])) or workers.train(
-                        job, functools.partial(tell, number)
-                    )
-                except GpulabError as error:
-                    failures.setdefault(str(error), []).append(f"{job['setting']} seed {job['seed']}")
-            tell(number, frames)
-            return True
-
-        with bar, ThreadPoolExecutor(workers.count) as pool:
+        total = {"total": len(jobs), "initial": len(jobs) - len(waiting), "unit": "run"}
+        with Progress(**total, leave=False, disable=not progress) as bar:
             try:
-                while missing:
-                    settled = [*pool.map(work, missing)]
-                    missing = [number for number, is_settled in zip(missing, settled, strict=True) if not is_settled]
-                    time.sleep(WAIT if missing else 0)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                workers.stop()
-                workers.close()  # one that does not hear is killed, which ends the wait of the pool
-                raise
+                while waiting or begun:
+                    waiting = [number for number in waiting if not begin(number)]
+                    for number, run_id, why in workers.news(WAIT):
+                        run_ids[number] = run_id
+                        if run_id and run_id not in [identity.id for identity in names[number]]:
+                            why = "its function or its data were changed while the experiment ran; run it again"
+                        if why:
+                            which = f"{jobs[number]['setting']} seed {jobs[number]['seed']}"
+                            failures.setdefault(why, []).append(which)
+                        begun.remove(number)
+                        locks[number].release()
+                        bar.update()
+                    bar.refresh()  # for its clock
+            finally:
+                for number in begun:
+                    locks[number].release()
         if failures:
             raise GpulabError(
                 f"{sum(map(len, failures.values()))} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
@@ -256,8 +233,74 @@ class Experiment:
             )
         return [done for done in run_ids if done]
 
-    def _done(self, names: list[identities.Identity]) -> str | None:
-        """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
+    def _done(self, names: list[Identity]) -> str | None:
+        """The id of a run in the store, which has a name for each machine that might have done it."""
         if self.how.get("guard") or not self.how.get("resume", True):
             return None
-        return next((identity.id for identity in names[1:] if stores.find(self.folder, identity)), None)
+        return next((identity.id for identity in names if stores.find(self.folder, identity)), None)
+
+
+def claimed(lock: SoftFileLease) -> bool:
+    """Whether a run is this driver's now, and no other's."""
+    with files.writing(lock.lock_file):
+        try:
+            lock.acquire()
+        except Timeout:
+            files.check_writable(lock.lock_file)  # a pipe would be waited for without an end
+            return False
+    return True
+
+
+def seed_runs(
+    train: Callable[..., Any] | str,
+    setting: Setting | str = "cpu",
+    seeds: int | Iterable[int] = 10,
+    *,
+    store: str | Path | None = None,
+    progress: bool = True,
+    **changes: Any,
+) -> pd.DataFrame:
+    """Train a network of your own from several seeds under one setting.
+
+    Without a store they train in this process, nothing is kept, and the first seed that fails ends it. With one it is
+    an `Experiment` of one setting: runs that the store has already are not trained again.
+
+    Args:
+        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or the text `"my_training.py:train"`.
+        setting: The setting to train under.
+        seeds: How many (from 0 on), or the seeds themselves.
+        store: A folder in which runs are kept. By default nothing is kept.
+        progress: Whether to show a progress bar.
+        **changes: Options of `train`, by name.
+
+    Returns:
+        A data frame with a row for each seed, as `gpulab.verdict` takes it. It has the columns
+        `setting`, `seed`, `status` (`finished` or `diverged`), `final_loss` (NaN when diverged), and one for each other
+        number that the training gave. With a store it has the columns of `gpulab.runs`.
+
+    Raises:
+        UsageError: For arguments that make no sense.
+        GpulabError: When the setting cannot run here, or a training fails.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.seed_runs(lambda seed: 1.0 / seed, seeds=range(3), progress=False)
+        >>> runs.status.tolist()  # seed 0 divides by zero
+        ['diverged', 'finished', 'finished']
+    """
+    import pandas as pd
+
+    from gpulab.progress import Progress
+    from gpulab.training.run import train as train_one
+
+    asked, seeds = seeds, list(range(seeds) if isinstance(seeds, int) else seeds)
+    if not seeds:
+        raise UsageError(f"seeds={asked!r}: at least one is needed")
+    text, function = str(Setting.parse(setting)), TrainingFunction(train)
+    if store is not None:
+        return Experiment(train, [text], seeds, store=store, options=changes).run(progress)
+    rows = []
+    for seed in Progress(seeds, unit="run", disable=not progress):
+        run = train_one(function, setting=text, seed=seed, model_options=changes, progress=False)
+        rows.append({"setting": text, "seed": seed, "status": run.status, "final_loss": math.nan, **run.metrics})
+    return pd.DataFrame(rows)

@@ -1,7 +1,7 @@
-"""One run: one training of one of gpulab's own networks, from one seed, under one setting, in this process.
+"""One run: one training, from one seed, under one setting, in this process. `train` is all of it on a page.
 
-`train_network` asks the store whether the run is there, goes around the loop with checkpoints, progress and
-interruptions, and keeps what came of it. `gpulab.training.request` calls it for `gpulab.train`.
+It asks the store whether the run is there, goes around the loop with checkpoints, progress and interruptions, and keeps
+what came of it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import copy
 import functools
 import itertools
 import math
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,27 +20,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpulab.content import weights_digest
 from gpulab.data.base import Data, Window
-from gpulab.data.feed import Loader
+from gpulab.data.feed import Loader, ahead, has_its_device_alone
 from gpulab.diagnostics import guards
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
-from gpulab.store import identities
 from gpulab.store import runs as stores
 from gpulab.training import loop
+from gpulab.training.checkpoints import Checkpoints
 from gpulab.training.engines import Engines
-from gpulab.training.keeping import History, Keeping, StoredRun
-from gpulab.training.loop import Engine, Training
-from gpulab.training.protocol import LAST_FIFTH
+from gpulab.training.functions import TrainingFunction
+from gpulab.training.loop import Training, WindowNote
+from gpulab.training.protocol import LAST_FIFTH, registration
 from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd
 
+CHECKPOINT_SECONDS = 10.0
 HISTORY_TYPES = ("int64", "int64", "float64", "float32")  # of `WindowNote`
+Watch = Callable[[Trainable, int], None]  # called with the model and the number of updates
+Told = bool | Callable[[int, float], None]  # True for a bar, or what is called with (frames done, loss)
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Run:
 
     model: Any
     data: Any
-    columns: History
+    columns: stores.History
     record: dict[str, Any]
     path: Path | None = None
     trained: bool = True
@@ -84,8 +85,7 @@ class Run:
         """A data frame with a row for each window.
 
         Its columns are `window` (from 0), `step` (updates so far), `loss` (the mean squared error per frame, averaged
-        over the window) and `seconds` (since the beginning). For a training of your own there is a row for each number
-        that it yielded, or a single one.
+        over the window) and `seconds` (since the beginning). For a training of your own there is a single row.
         """
         import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
 
@@ -169,174 +169,218 @@ class Run:
         return f"{where}: {losses}, {summary['seconds']:.1f} s ({how}){resumed}"
 
 
-# What a training is watched by: called with the model and the number of updates.
-Watch = Callable[[Trainable, int], None]
-# True for a bar, or what is called with (frames done, loss).
-Told = bool | Callable[[int, float], None]
-
-
-@contextlib.contextmanager
-def under(setting: Setting, threads: int | None) -> Iterator[None]:
-    """What trainings of gpulab's own networks need in force; `threads` is how many such a network can use."""
-    with setting.apply(), torch.random.fork_rng(devices=[]):
-        if setting.threads is None and threads:
-            torch.set_num_threads(min(threads, torch.get_num_threads()))
-        yield
-
-
-def train_network(
-    spec: RunSpec,
-    notes: dict[str, str | None],
-    keeping: Keeping,
+def train(
+    net: Trainable | TrainingFunction | Callable[..., Any] | str,
+    data: Data | str | None = None,
+    setting: Setting | str = "cpu",
+    seed: int = 0,
+    profile: str = "quick",
     *,
+    frames: int | None = None,
+    learning_rate: float | None = None,
+    window: int | None = None,
+    data_options: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
+    rerun: int = 0,
+    store: str | Path | None = None,
+    resume: bool = True,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    keep_weights: bool = True,
     guard: bool = False,
     watch: Watch | None = None,
-    progress: Told = False,
+    progress: Told = True,
+    command: str | None = None,
+    registered: str | Path | None = None,
+    **factors: Any,
 ) -> Run:
-    """Do what is planned, `under` what it needs.
+    """Train a copy of a network from one seed under one setting, and return the run.
+
+    gpulab's own networks, `"autoencoder"`, `"prednet"` and `"whitener"`, are trained by gpulab's own loop. It goes
+    through the data in windows of frames or images. PredNet has one update for each window of 20 frames, a batch of one
+    film, and carries its state from window to window. The autoencoder has one update for each image, the whitener one
+    for 50 images. The optimiser is Adam with learning rate 1e-3, beta 0.9 and 0.999, and eps 1e-8. The loss is noted
+    for each window, as the mean squared error per frame or image. `final_loss` is the mean over the last fifth of the
+    windows. A loss that is not finite ends the run, whose status is then `diverged`.
+
+    A training of your own is a function `train(seed, setting)`, or the text `"my_training.py:train"`. Nothing of the
+    protocol above is used for it. It is called by the names of its parameters, which may stand in any order:
+
+    - `seed`: Torch's, NumPy's and Python's random numbers are drawn from it already.
+    - `setting`, if wanted: The `Setting` that is in force already, with `setting.device` and `setting.dtype`.
+    - Every other parameter is an option and needs a default. Where the value of an option names a file, the file's
+      content is part of what identifies the run. A change in any other file that the function opens is not noticed.
+
+    The function returns a number, or a dictionary of numbers by name. A number without a name, or one named `loss`, is
+    the run's `final_loss`. A number that is not finite, an `ArithmeticError` or a `LinAlgError` makes the run
+    `diverged`.
+
+    With a `store`, the finished run is kept there, and an interrupted one goes on from its last checkpoint. A run that
+    the store has already is returned without training, unless `keep_weights` asks for weights that were not kept.
 
     Args:
-        spec: What to train.
-        notes: Texts that the record keeps beside what identifies the run, such as its `command`.
-        keeping: Where the run is kept.
-        guard, watch, progress: As of `gpulab.train`.
+        net: A name or module as above, or a training of your own. The weights of a fresh network are drawn from `seed`;
+            a network that holds loaded weights starts from those. A module is copied and itself left as it was.
+        data: What to learn from: a name that `gpulab.load` knows, or loaded data. By default the profile says.
+        setting: Where and how to compute, such as `cuda:tf32=off`.
+        seed: What the initial weights and the order of images are drawn from.
+        profile: How long to train, on what, and with which sizes, where the other arguments do not say: `smoke`,
+            `quick` or `paper`; for PredNet also `motion`.
+        frames: How many frames or images to train on. By default the profile says.
+        learning_rate: Adam's. By default the profile says: 1e-3, and 3e-3 in `motion`.
+        window: How many frames or images a window has, from 2; for PredNet these give one update. By default the
+            profile says: 20, and 200 for the whitener.
+        data_options: Options of `gpulab.load`, by name, for data that are named.
+        model_options: Options of a network that is named, or of a training of your own. The latter can also be given as
+            keywords of this function.
+        rerun: The number of this repetition, from 0: the same run again, kept beside the first.
+        store: A folder in which runs are kept. By default nothing is kept.
+        resume: Whether to go on from a checkpoint, and to take a run that is there.
+        checkpoint_seconds: The time between two checkpoints.
+        keep_weights: Whether the store keeps the trained weights.
+        guard: Whether to train under `gpulab.guard`. The results are the same bits. A run that the store has already is
+            trained again, because it may have been made without a guard.
+        watch: A function that is called with the model and the number of updates, before the first update and after
+            each window. For gpulab's own loop in this process only.
+        progress: True for a progress bar, False for none; or a function that is called with the frames done so far and
+            the loss. Of a training of your own nobody knows how far it is.
+        command: A command line to be noted in the run's record. By default it is the one that makes this run, where
+            there is one.
+        registered: A Markdown file that was written before the first run, with the headings Question, Endpoint, Margin,
+            Seeds and Stopping. Its name and SHA-256 are noted in the record of a run that is made now, not of one that
+            the store has already.
+        **factors: Options of your own training. Or, of gpulab's own loop, what a device may do in another way while
+            what is to be learned stays the same:
+
+            - `loader`: How frames reach the device: `window`, `copied`, `reused` or `imitated`; see `gpulab.data.feed`.
+            - `flip`: The number of the initial weight whose last bit is changed.
+            - `fast`: False has autograd compute every gradient. By default PredNet's gradient is computed in fewer
+              operations, equal up to rounding, unless a guard, a trace or an emulation has to see each of them.
+            - `draws`: Whose generator draws the initial weights: `cpu`, or `device`, which gives other numbers from the
+              same seed.
 
     Returns:
-        The run.
+        The `Run`, with the trained model, its history and its record.
+
+    Raises:
+        UsageError: For arguments that make no sense, before anything is trained.
+        DataError: For a file of the data that is missing, damaged, or changed during the training.
+        GpulabError: For a setting that cannot run here, or a store that cannot be written. Also where a function of
+            your own raises, or gives something else than numbers.
+        OverwrittenError: With `guard`, where a tensor was overwritten between its saving and the backward pass.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", progress=False)
+        >>> run.status, len(run.history)
+        ('finished', 20)
+        >>> gl.train(lambda seed, power=1: (seed + 1) ** -power, seed=1, power=2, progress=False).final_loss
+        0.25
+
+    References:
+        Lotter, Kreiman, Cox 2016, *Deep predictive coding networks* (arXiv 1605.08104), for PredNet; Pietrowski et al.
+        2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv 2109.01451), for its
+        protocol; Kingma, Ba 2014, *Adam: a method for stochastic optimization* (arXiv 1412.6980).
     """
-    alone = has_its_device_alone(spec.setting)
-    spec.draw_weights()
-    identity = spec.identity(passport())
-    existing = keeping.existing_run(identity, keeping.weights)
-    if existing:
-        return with_model(spec, existing)
-    record = stores.begun(identity, passport(), **notes)
-    if spec.own:  # gpulab's own networks never draw from torch's global generator, which threads would share
-        torch.manual_seed(spec.seed)
-    training = set_up(spec)
-    if keeping.resume(identity, training):
-        record["resumed_at"] = len(training.history)
-    with guards.guard() if guard else contextlib.nullcontext(), told(progress, **bar_of(spec, training)) as tell:
-        saved = time.monotonic()
-
-        def after_window() -> None:
-            nonlocal saved
-            tell(len(training.history) * spec.window, training.history[-1].loss)
-            if watch:
-                watch(training.model, training.step)
-            if training.diverged_at is None and time.monotonic() - saved >= keeping.checkpoint_seconds:
-                keeping.save_checkpoint(identity, training)
-                saved = time.monotonic()
-
-        if watch:
-            watch(training.model, training.step)
-        engine = Engines(spec, training, alone)
-        try:
-            train_to_the_end(spec, training, engine, after_window)
-        except KeyboardInterrupt:
-            if _can_go_on(training):
-                keeping.save_checkpoint(identity, training)
-            raise
-    record |= outcome(spec, training)
-    if not alone:  # its speed is not that of one network
-        record |= {"shared": True, "summary": record["summary"] | {"frames_per_second": None}}
-    spec.data.check_unchanged()
-    spec.model.fresh = False
-    run = Run(spec.model.cpu(), spec.data, history_columns(training.history), record)
-    run.path = keeping.keep(StoredRun(None, record, run.columns, spec.model.state_dict()))
+    chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
+    chosen |= {"data_options": data_options, "model_options": model_options}
+    spec = RunSpec.of(net, data, setting, seed, profile, rerun, **chosen)
+    if spec.function and watch:
+        raise UsageError("watch goes with gpulab's own networks")
+    folder = None if store is None else stores.store_folder(store)
+    notes = {"command": spec.command() if command is None else command, **registration(registered)}
+    if folder:
+        spec.check_known()
+    with spec.in_force():
+        if spec.model:
+            spec.draw_weights()
+        identity = spec.identity(passport())
+        if folder and resume and not guard:
+            existing = stores.find(folder, identity)
+            if existing and (existing[2] is not None or spec.function or not keep_weights):
+                return _stored_run(spec, folder / identity.id, *existing)
+        record = stores.begun(identity, passport(), **notes)
+        checkpoints = Checkpoints(folder, identity, checkpoint_seconds)
+        with guards.guard() if guard else contextlib.nullcontext():
+            if spec.function:
+                end = spec.function(spec.setting, seed)
+                loss = next(iter((end["metrics"] or {"": math.nan}).values()))
+                history = [WindowNote(0, 1, loss, end["summary"]["seconds"])]
+            else:
+                end, history = train_network(spec, checkpoints, resume, watch, progress)
+    run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)
+    if folder:
+        weights = run.model.state_dict() if keep_weights and run.model else None
+        run.path = stores.write_run(folder, run.record, run.columns, weights)
+        checkpoints.remove()
     return run
 
 
-def with_model(spec: RunSpec, stored: StoredRun) -> Run:
+def train_network(
+    spec: RunSpec, checkpoints: Checkpoints, resume: bool, watch: Watch | None, progress: Told
+) -> tuple[dict[str, Any], list[WindowNote]]:
+    """Train as specified, `spec.in_force`.
+
+    Args:
+        spec: What to train, with its weights drawn.
+        checkpoints: Where it is kept meanwhile, and where it goes on from if it shall `resume`.
+        resume, watch, progress: As of `gpulab.train`.
+
+    Returns:
+        What the record says of the end, and the history.
+    """
+    training, alone = set_up(spec), has_its_device_alone(spec.setting)
+    resumed = {"resumed_at": len(training.history)} if resume and checkpoints.resume(training) else {}
+    watch = watch or (lambda *_: None)
+    count = spec.frames // spec.window
+    with Progress(total=count * spec.window, unit="frame", leave=False, disable=progress is not True) as bar:
+
+        def after_window() -> None:
+            done, loss = len(training.history) * spec.window, training.history[-1].loss
+            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
+            bar.update(done - bar.n)
+            if callable(progress):
+                progress(done, loss)
+            watch(training.model, training.step)
+            checkpoints.save_if_due(training)
+
+        watch(training.model, training.step)
+        try:
+            loop.train(training, windows(spec, training), Engines(spec, training, alone), after_window)
+        except KeyboardInterrupt:
+            checkpoints.save(training)
+            raise
+    end = outcome(spec, training)
+    if not alone:  # its speed is not that of one network
+        end |= {"shared": True, "summary": end["summary"] | {"frames_per_second": None}}
+    spec.data.check_unchanged()
+    spec.model.fresh = False
+    return resumed | end, training.history
+
+
+def _stored_run(spec: RunSpec, folder: Path, record: Any, history: Any, weights: dict[str, Tensor] | None) -> Run:
     """A run at rest with its model, which is untrained where no weights were kept."""
-    folder, record, columns, weights = stored
-    if weights is not None:
+    if weights is not None and spec.model:
         spec.model.to(dtype=spec.setting.dtype).load_state_dict(weights)
-    return Run(spec.model, spec.data, columns, record, folder, trained=weights is not None)
+    return Run(spec.model, spec.data, history, record, folder, trained=weights is not None)
 
 
-def history_columns(rows: Sequence[Any]) -> History:
+def history_columns(rows: Sequence[WindowNote]) -> stores.History:
     """The history of a run, given a row a window."""
-    columns = zip(loop.WindowNote._fields, zip(*rows, strict=True) if rows else [()] * 4, HISTORY_TYPES, strict=True)
+    columns = zip(WindowNote._fields, zip(*rows, strict=True), HISTORY_TYPES, strict=True)
     return {name: np.array(values, kind) for name, values, kind in columns}
 
 
-# --- around the loop ---------------------------------------------------------------------------------------
-
-
 def set_up(spec: RunSpec) -> Training:
-    """What is planned, with the network on its device, whose weights have been drawn already."""
+    """The training as it begins, with the network on its device, whose weights have been drawn already."""
     return Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.learning_rate)
 
 
 def windows(spec: RunSpec, training: Training) -> Iterator[Window]:
     """What is left to train on."""
     done, count = len(training.history), spec.frames // spec.window
-    return itertools.islice(_for_device(spec, spec.data.windows(spec.window, spec.seed, done)), count - done)
-
-
-def train_to_the_end(
-    spec: RunSpec, training: Training, engine: Engine, after_window: Callable[[], None] = lambda: None
-) -> None:
-    """Train on the windows that are left."""
-    loop.train(training, windows(spec, training), engine, after_window)
-
-
-def bar_of(spec: RunSpec, training: Training | None = None) -> dict[str, Any]:
-    """The options of a bar that counts the frames of a training."""
-    done = len(training.history) if training else 0
-    return {"total": spec.frames // spec.window * spec.window, "initial": done * spec.window, "unit": "frame"}
-
-
-@contextlib.contextmanager
-def told(progress: Told, **bar_options: Any) -> Iterator[Callable[[int, float], None]]:
-    """What hears (done so far, loss), and shows it as `gpulab.train`'s `progress` says."""
-    with Progress(**bar_options, leave=False, disable=progress is not True) as bar:
-
-        def tell(done: int, loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
-            bar.update(done - bar.n)
-            if callable(progress):
-                progress(done, loss)
-
-        yield tell
-
-
-def has_its_device_alone(setting: Setting) -> bool:
-    """Whether no other training keeps the GPU busy: those that share one have each a stream of its own."""
-    if setting.kind != "cuda":
-        return True
-    return torch.cuda.current_stream(setting.device) == torch.cuda.default_stream(setting.device)
-
-
-def _can_go_on(training: Training) -> bool:
-    """Whether nothing has changed since the last window ended, so that one can go on from there."""
-    changing = next(training.model.buffers(), None) is not None
-    between = bool(training.history) and not training.inside_window
-    return between and not changing and training.diverged_at is None
-
-
-def _for_device(spec: RunSpec, made: Iterator[Window]) -> Iterator[Window]:
-    """The windows; where a device computes, the next is made meanwhile, by several threads.
-
-    Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
-    """
-    if spec.setting.kind == "cpu" or not has_its_device_alone(spec.setting):
-        return made
-    spec.data.threads = min(4, os.cpu_count() or 1)
-    return ahead(made)
-
-
-def ahead(made: Iterator[Window]) -> Iterator[Window]:
-    """The same, each made while this thread waits for a device to be done with the one before."""
-    with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(next, made, None)
-        while True:
-            window = upcoming.result()
-            if window is None:
-                return
-            upcoming = pool.submit(next, made, None)
-            yield window
+    return itertools.islice(
+        ahead(spec.data.windows(spec.window, spec.seed, done), spec.setting, spec.data), count - done
+    )
 
 
 def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
@@ -357,7 +401,7 @@ def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
             "heldout_loss": None if diverged else heldout,
             "seconds": training.history[-1].seconds,
             "frames_per_second": len(training.history) * spec.window / training.history[-1].seconds,
-            "weights": identities.weights_digest(training.model.state_dict()),
+            "weights": weights_digest(training.model.state_dict()),
         },
     }
 
@@ -368,7 +412,7 @@ def heldout_loss(spec: RunSpec, model: Trainable) -> float:
     model.eval()
     loader = Loader("window", spec.setting)
     state, errors = None, []
-    for window in _for_device(spec, spec.data.heldout(spec.window)):
+    for window in ahead(spec.data.heldout(spec.window), spec.setting, spec.data):
         state = None if window.restart else state
         for batch in model.batches(loader.window(window.frames)):
             _, per_frame, state = model.training_loss(batch, state)

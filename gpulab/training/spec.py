@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import inspect
 import json
 import math
 import shlex
+import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from gpulab.content import plain, weights_digest
 from gpulab.data.base import Data
 from gpulab.data.datasets import load
 from gpulab.errors import UsageError
@@ -20,8 +25,9 @@ from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.store import identities
 from gpulab.store.factors import FACTORS, OPTIONS, factors_of_run
+from gpulab.store.identities import Identity, identified
+from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import Protocol, protocol
 
 # The version of all code that decides what a training gives: loop, optimiser, engines, models, data, arithmetic. Raise
@@ -35,58 +41,54 @@ class RunSpec:
     """What `gpulab.train` was asked for, checked, with the model made and the data loaded.
 
     Attributes:
-        experiment: The name of the network.
-        model: The network, with its weights still to be drawn unless it holds loaded ones.
-        data: What it learns from.
+        experiment: The name of the network, or of the user's function.
         setting: Where and how to compute.
         seed: What the weights and the order of images are drawn from.
-        profile: How large.
+        profile: How large; `own` for a function.
         rerun: The number of this repetition.
-        frames: How many frames or images to train on.
-        window: How many of them the loss is noted for.
-        learning_rate: Adam's.
-        model_options: What makes the model, as JSON can carry it.
+        configuration: What is trained, on what and how long, as the record keeps it.
+        contents: The digests of what names in the configuration stand for, by name.
+        unknown: What of it cannot be known by its content; empty where all can.
         factors: The value of each factor that is an argument of `gpulab.train`.
         asked: The arguments that a command line can give; None where it cannot, for data and models that are objects.
-        unknown: What of a model of the user's own cannot be known by its content.
+        model: The network, with its weights still to be drawn unless it holds loaded ones; None for a function.
+        data: What it learns from; None for a function.
+        function: The user's training with its options, to be called with what else it takes; None for a network.
     """
 
     experiment: str
-    model: Trainable = field(compare=False)
-    data: Data = field(compare=False)
     setting: Setting
     seed: int
     profile: str
     rerun: int
-    frames: int
-    window: int
-    learning_rate: float
-    model_options: dict[str, Any]
+    configuration: dict[str, Any]
+    contents: dict[str, str]
+    unknown: str
     factors: dict[str, Any]
     asked: dict[str, Any] | None
-    unknown: tuple[str, ...]
+    model: Any = field(default=None, compare=False)
+    data: Any = field(default=None, compare=False)
+    function: Callable[..., Any] | None = field(default=None, compare=False)
 
     @classmethod
     def of(
         cls,
-        net: Trainable | str,
+        net: Trainable | TrainingFunction | Callable[..., Any] | str,
         data: Data | str | None = None,
         setting: Setting | str = "cpu",
         seed: int = 0,
         profile: str = "quick",
         rerun: int = 0,
-        frames: int | None = None,
-        learning_rate: float | None = None,
-        window: int | None = None,
+        *,
         data_options: dict[str, Any] | None = None,
         model_options: dict[str, Any] | None = None,
-        **factors: Any,
+        **chosen: Any,
     ) -> RunSpec:
         """Check what `gpulab.train` was asked for, load the data and make the model.
 
         Args:
-            net, data, setting, seed, profile, rerun, frames, learning_rate, window: As of `gpulab.train`.
-            data_options, model_options, **factors: As of `gpulab.train`.
+            net, data, setting, seed, profile, rerun, data_options, model_options: As of `gpulab.train`.
+            **chosen: Its `frames`, `window` and `learning_rate`, and factors; or options of a function.
 
         Returns:
             The specification.
@@ -97,37 +99,80 @@ class RunSpec:
 
         Examples:
             >>> RunSpec.of("prednet", profile="smoke", seed=3, flip=0).command()
-            'gpulab train prednet --profile smoke --setting cpu --seed 3 --flip 0'
+            'gpulab train prednet --profile smoke --setting cpu --seed 3 --option flip=0'
         """
-        given = {"data": data, "frames": frames, "learning_rate": learning_rate, "window": window, **factors}
-        given |= {"data_options": data_options, "model_options": model_options}
+        parsed = Setting.parse(setting)
+        given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
+        if isinstance(net, TrainingFunction) or is_function(net):
+            if data_options:
+                raise UsageError(f"data_options {data_options} go with gpulab's own networks")
+            function = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
+            options = function.checked(given | (model_options or {}))
+            asked = {"net": function.text, "options": options} if function.text else None
+            train = functools.partial(function.train, options)
+            described = function.described(options)
+            return cls(function.name, parsed, seed, "own", rerun, *described, {}, asked, function=train)
         named = isinstance(net, str) and not isinstance(data, Data)
-        chosen = factors_of_run(**factors)
         name = net if isinstance(net, str) else type(net).__name__.lower()
         usual = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
-        frames = usual.frames if frames is None else frames
-        window = usual.window if window is None else window
-        rate = usual.learning_rate if learning_rate is None else learning_rate
-        _check_length(frames, window, rate)
+        length = {key: given.get(key, getattr(usual, key)) for key in ("frames", "window", "learning_rate")}
+        _check_length(**length)
+        factors = factors_of_run(**{key: value for key, value in given.items() if key not in ("data", *length)})
         model = _model(net, usual, model_options or {})
-        _check_factors(model, chosen)
-        described, unknown = _described_model(net, model, usual, model_options or {})
+        _check_factors(model, factors)
+        loaded = _data(data, model, usual, length["frames"], data_options or {})
+        content = loaded.content if type(loaded).__module__.startswith("gpulab.") else None
+        nested = {"data_options": data_options, "model_options": model_options}
+        options = given | {name: value for name, value in nested.items() if value}
         return cls(
             experiment=name,
-            model=model,
-            data=_data(data, model, usual, frames, data_options or {}),
-            setting=Setting.parse(setting),
+            setting=parsed,
             seed=seed,
             profile=profile,
             rerun=rerun,
-            frames=frames,
-            window=window,
-            learning_rate=rate,
-            model_options=described,
-            factors=chosen,
-            asked={key: value for key, value in given.items() if value is not None} if named else None,
-            unknown=unknown,
+            configuration={
+                "model": name,
+                "model_options": _described_model(net, model, usual, model_options or {}),
+                "data": loaded.name,
+                "data_options": loaded.options(),
+                **length,
+            },
+            contents={"code": str(CODE_VERSION), "content": content or ""},
+            unknown=f"data {loaded.name!r}" if content is None else "",
+            factors=factors,
+            asked={"net": net, "options": options} if named else None,
+            model=model,
+            data=loaded,
         )
+
+    @classmethod
+    def of_job(cls, job: dict[str, Any]) -> RunSpec:
+        """The same of all arguments of a call of `gpulab.train`, without those that say how it is done."""
+        what = inspect.signature(cls.of).parameters.keys() | OPTIONS.keys()
+        return cls.of(**{name: value for name, value in job.items() if name in what})
+
+    @property
+    def frames(self) -> int:
+        """How many frames or images to train on."""
+        return self.configuration["frames"]
+
+    @property
+    def window(self) -> int:
+        """How many of them the loss is noted for."""
+        return self.configuration["window"]
+
+    @property
+    def learning_rate(self) -> float:
+        """Adam's."""
+        return self.configuration["learning_rate"]
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """What the training needs in force: its setting, and no more threads than the model can use."""
+        with self.setting.apply(), torch.random.fork_rng(devices=[]):
+            if self.setting.threads is None and (threads := getattr(self.model, "threads", None)):
+                torch.set_num_threads(min(threads, torch.get_num_threads()))
+            yield
 
     def draw_weights(self) -> None:
         """Give the model the weights that training starts from: those of the seed, unless it holds loaded ones."""
@@ -137,64 +182,38 @@ class RunSpec:
         if self.factors["flip"] is not None:
             flip_bit(self.model, self.factors["flip"])
 
-    @property
-    def own(self) -> bool:
-        """Whether the model is one that somebody else wrote."""
-        return "digest" in self.model_options
+    def identity(self, here: Passport) -> Identity:
+        """What makes this run this run, and its id."""
+        names = ("experiment", "profile", "seed", "rerun", "configuration")
+        asked = {"setting": str(self.setting), **{name: getattr(self, name) for name in names}}
+        asked |= {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
+        return identified(asked, here, self.contents | ({"unknown": uuid.uuid4().hex} if self.unknown else {}))
 
-    def identity(self, here: Passport) -> identities.Identity:
-        """What makes this run this run, and its id; of a model of one's own after `draw_weights`."""
-        identity = {name: getattr(self, name) for name in ("experiment", "profile", "seed", "rerun")}
-        identity["setting"] = str(self.setting)
-        identity["configuration"] = {
-            "model": self.experiment,
-            "model_options": self.model_options,
-            "data": self.data.name,
-            "data_options": self.data.options(),
-            "frames": self.frames,
-            "window": self.window,
-            "learning_rate": self.learning_rate,
-        }
-        identity |= {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
-        content = self.data.content if type(self.data).__module__.startswith("gpulab.") else None
-        known = {"code": str(CODE_VERSION), "content": content or ""}
-        if self.own:
-            known["initial"] = identities.weights_digest(self.model.state_dict())
-        unknown = self.unknown + ((f"data {self.data.name!r}",) if content is None else ())
-        return identities.identified(identity, here, known, unknown)
+    def check_known(self) -> None:
+        """Raise `UsageError` for a run that a store could not tell from another."""
+        if self.unknown:
+            why = "its content cannot be known, so that a store might take another run for this one"
+            raise UsageError(f"{self.unknown}: {why}; train it without a store")
 
     def command(self) -> str | None:
         """The command line that makes this run, where there is one."""
         if self.asked is None:
             return None
-        parts = ["gpulab", "train", self.experiment, "--profile", self.profile]
+        parts = ["gpulab", "train", self.asked["net"], *(() if self.function else ("--profile", self.profile))]
         parts += ["--setting", str(self.setting), "--seed", str(self.seed)]
         parts += ["--rerun", str(self.rerun)] if self.rerun else []
-        return shlex.join([*parts, *_flags(self.asked)])
+        for name, value in self.asked["options"].items():
+            parts += ["--option", f"{name}={value if isinstance(value, str) else plain(value)}"]
+        return shlex.join(parts)
 
 
-def _flags(asked: dict[str, Any]) -> Iterator[str]:
-    """The options of a command line that give these arguments."""
-    nested = {of: dict(asked.get(f"{of}_options") or {}) for of in ("data", "model")}
-    for name, option in OPTIONS.items():
-        values = asked if option.of == "run" else nested[option.of]
-        if option.flag and not option.says_nothing(value := values.get(name)):
-            yield f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
-            if option.kind is not bool:
-                yield option.show(value)
-            nested.get(option.of, {}).pop(name, None)
-    for flag, values in (("--option", nested["model"]), ("--data-option", nested["data"])):
-        for name, value in values.items():
-            yield from (flag, f"{name}={value if isinstance(value, str) else json.dumps(value)}")
-
-
-def _check_length(frames: int, window: int, rate: float) -> None:
+def _check_length(frames: int, window: int, learning_rate: float) -> None:
     if not isinstance(window, int) or window < 2:
         raise UsageError(f"window={window!r}: expected a whole number from 2")
     if not isinstance(frames, int) or frames < window:
         raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {window}")
-    if not 0 <= rate < math.inf:
-        raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
+    if not 0 <= learning_rate < math.inf:
+        raise UsageError(f"learning_rate={learning_rate!r}: expected a number, 0 or above")
 
 
 def _check_factors(model: Trainable, factors: dict[str, Any]) -> None:
@@ -208,16 +227,15 @@ def _check_factors(model: Trainable, factors: dict[str, Any]) -> None:
         )
 
 
-def _model(net: Trainable | str, usual: Protocol, options: dict[str, Any]) -> Trainable:
-    if not isinstance(net, str):
-        if not isinstance(net, Trainable):
-            raise UsageError(
-                f"net is a {type(net).__name__}: give the function that trains it, train(seed, setting), or name one "
-                f"of {', '.join(MODELS)} (gpulab's own loop trains what derives from gpulab.models.base.Trainable)"
-            )
-        if options:
-            raise UsageError("model_options go with the name of a model, not with a model")
+def _model(net: Any, usual: Protocol, options: dict[str, Any]) -> Trainable:
+    """A network of gpulab's: a copy of the one that is given, or a new one."""
+    if isinstance(net, Trainable) and type(net).__module__.startswith("gpulab.") and not options:
         return copy.deepcopy(net)
+    if not isinstance(net, str):
+        raise UsageError(
+            f"net is a {type(net).__name__}{f' with model_options {options}' * bool(options)}: expected one of "
+            f"{', '.join(MODELS)}, a network of these kinds, or the function that trains yours, train(seed, setting)"
+        )
     try:
         with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
             return MODELS[net](**{"size": usual.size, **usual.model, **options})
@@ -225,33 +243,17 @@ def _model(net: Trainable | str, usual: Protocol, options: dict[str, Any]) -> Tr
         raise UsageError(f"model {net!r} with {options}: {error}") from None
 
 
-def _described_model(
-    net: Trainable | str, model: Trainable, usual: Protocol, options: dict[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What makes this model: its options, or a digest of its code and of what it holds; and what cannot be known."""
-    if isinstance(net, str):
-        factors = {name: option for name, option in FACTORS.items() if option.of == "model" and hasattr(model, name)}
-        described = {"size": list(usual.size), **usual.model, **options}
-        described |= {name: getattr(model, name) for name in factors}
-        named = {name: v for name, v in described.items() if name not in factors or v != factors[name].usual}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in named.items()}, ()
-    from gpulab.store import sources
-
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    weights = None if model.fresh else model.state_dict()
-    unknown: tuple[str, ...] = ()
-    try:
-        parts = [(name, type(part), _held(part)) for name, part in model.named_modules()]
-        digest = sources.content_hash([shapes, repr(model), weights, parts])
-    except sources.UnknownContentError as error:
-        digest, unknown = "", (f"{type(net).__name__} ({error})",)
-    return {"class": type(net).__qualname__, "digest": digest}, unknown
-
-
-def _held(part: torch.nn.Module) -> dict[str, Any]:
-    """What a module holds beside its parameters and parts: attributes, buffers, and hooks without their numbers."""
-    held = {name: value for name, value in vars(part).items() if name not in ("_parameters", "_modules")}
-    return {name: list(value.values()) if "_hooks" in name and value else value for name, value in held.items()}
+def _described_model(net: Any, model: Trainable, usual: Protocol, options: dict[str, Any]) -> dict[str, Any]:
+    """What makes this model: its options; or of one that was handed in its layers, and the weights if it has any."""
+    if not isinstance(net, str):
+        held = {name: value for name, value in vars(model).items() if name[0] != "_" and name != "training"}
+        weights = None if model.fresh else weights_digest(model.state_dict())
+        return {"layers": repr(model), "held": json.loads(plain(held)), "weights": weights}
+    factors = {name: option for name, option in FACTORS.items() if option.of == "model" and hasattr(model, name)}
+    described = {"size": list(usual.size), **usual.model, **options}
+    described |= {name: getattr(model, name) for name in factors}
+    named = {name: v for name, v in described.items() if name not in factors or v != factors[name].usual}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in named.items()}
 
 
 def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: int, options: dict[str, Any]) -> Data:

@@ -1,230 +1,177 @@
-"""Worker processes: each trains under one setting, job after job; `worker` is what runs in one."""
+"""Where an experiment's runs are done on this machine: in processes of their own, or in threads that share a GPU.
+
+An engine of an experiment has these methods: `passports` says on which machines a run may be done, `start` begins one,
+`news` says which have ended, and leaving its `with` block waits for those under way, after an error without their ends.
+`Workers` is the engine of this machine, `gpulab.training.cluster.RayCluster` that of a cluster.
+"""
 
 from __future__ import annotations
 
-import base64
-import collections
 import contextlib
-import importlib
-import itertools
-import json
 import os
-import pickle
-import queue
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
 
-from gpulab.errors import GpulabError, extra
+import cloudpickle
+from joblib.externals.loky import ProcessPoolExecutor
+from joblib.externals.loky.process_executor import BrokenProcessPool
+
+from gpulab.data import scenes
+from gpulab.errors import GpulabError
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.training.functions import is_function
+from gpulab.training.run import train
 
-# With -P nothing that lies in the current folder is imported, such as a queue.py.
-WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
 MOST_THREADS = 16  # trainings that share a GPU: more gain nothing, and torch has 32 streams
-DEAF = 10.0  # seconds after which a worker that was asked to end is killed
+IDLE = 60.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
+WHOLE_FILM = 1000  # chunks of frames: 5,000 frames of 160×120, 288 MB
+News = tuple[int, str | None, str]  # of a run that has ended: its number, its id, or why it has none
 
 
-class Worker:
-    """A process that trains under one setting: job after job, or several in threads.
+@dataclass
+class Process:
+    """A pool of one process, so that the end of one costs no other its work; and which process that is."""
 
-    Args:
-        setting: The setting.
-        beside: How many trainings go on at the same time, in this process and others.
-        threads: How many of them are in threads of this process; 1 for job after job.
-    """
+    setting: str
+    pool: ProcessPoolExecutor
 
-    def __init__(self, setting: str, beside: int = 1, threads: int = 1) -> None:
-        self.setting, self.stopped, self.ended = setting, False, False
-        environment = {**os.environ, **Setting.parse(setting).environment(), INSIDE: "1"}
-        arguments = [setting, str(threads)] if threads > 1 else []
-        if beside > 1 and not setting.startswith("cpu"):
-            environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
-        pipe = subprocess.PIPE
+    def submit(self, job: dict[str, Any]) -> Future[str]:
+        """Have a run done."""
         try:
-            self.process = subprocess.Popen(
-                [*WORKER, *arguments],
-                env=environment,
-                text=True,
-                encoding="utf-8",
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-            )
-        except OSError as error:
-            raise GpulabError(f"its worker process could not be started: {error}") from None
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.jobs, self.answers = self.process.stdin, self.process.stdout
-        self.lock, self.numbers = threading.Lock(), itertools.count()
-        self.asked: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}  # what is answered to each job
-        # Both are read all the time, so that the process never waits for a reader; the end of its errors is kept.
-        self.last_words: collections.deque[str] = collections.deque(maxlen=3)
-        self.listener = threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True)
-        self.listener.start()
-        threading.Thread(target=self._hear, daemon=True).start()
-
-    def _listen(self, errors: IO[str]) -> None:
-        with errors:
-            self.last_words.extend(map(str.strip, errors))
-
-    def _hear(self) -> None:
-        with self.answers:
-            try:
-                for line in self.answers:
-                    message = json.loads(line)
-                    self.asked[message.pop("number")].put(message)
-            except (ValueError, KeyError):  # who says this is no worker of ours
-                self.process.kill()
-        with self.lock:
-            self.ended = True
-            for waiting in [*self.asked.values()]:
-                waiting.put(None)
-
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Have a job done, and return what `outcome` does."""
-        return outcome(self.answers_to(as_text(job)), tell)
-
-    def answers_to(self, text: str) -> Iterator[dict[str, Any]]:
-        """Have a job done, given as text; yields its progress, and last its end, as `outcome` reads them."""
-        with self.lock:
-            number, answers = next(self.numbers), queue.SimpleQueue[dict[str, Any] | None]()
-            self.asked[number] = answers
-            if self.ended:
-                answers.put(None)
-            with contextlib.suppress(OSError, ValueError):  # if it has died, the end of its answers says so
-                self.jobs.write(f'{{"number": {number}, {text[1:]}\n')
-                self.jobs.flush()
-        while (message := answers.get()) is not None:
-            yield message
-            if "done" not in message:
-                del self.asked[number]
-                return
-        status = self.process.wait()
-        self.listener.join(timeout=5)  # what it said last may still be on its way
-        words = " ".join(self.last_words) or "it said nothing (killed, or out of memory?)"
-        raise GpulabError(f"its worker process ended with status {status}: {words}")
-
-    def end(self) -> None:
-        """No more jobs."""
-        with contextlib.suppress(OSError):
-            self.jobs.close()
-
-    def close(self) -> None:
-        """No more jobs: wait until it ends; one that was asked to and does not hear is killed."""
-        self.end()
-        try:
-            self.process.wait(DEAF if self.stopped else None)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def stop(self) -> None:
-        """Ask it to save a checkpoint and end."""
-        self.stopped = True
-        self.process.terminate()
+            pickled = cloudpickle.dumps(job)  # what is typed into a notebook goes by value
+        except Exception as error:  # whatever an object says that hides what it holds
+            raise GpulabError(
+                f"{getattr(job['net'], 'name', job['net'])} cannot be sent to a process: {error}"
+            ) from None
+        self.number = self.pool.submit(os.getpid).result()
+        return self.pool.submit(_do_pickled, pickled)
 
 
-def outcome(messages: Iterable[dict[str, Any]], tell: Callable[[int, float], None]) -> Any:
-    """How a job ended: the run's id, or without a store its metrics. `tell` hears (frames done, loss) until then."""
-    for message in messages:
-        if "error" in message:
-            raise GpulabError(message["error"])
-        if "done" not in message:
-            return message["id"] if "id" in message else message["metrics"]
-        tell(message["done"], message["loss"])
-    raise GpulabError("its worker process said nothing of its end")
+class Workers(contextlib.AbstractContextManager):
+    """Does up to `count` runs at the same time.
 
-
-class Workers:
-    """The processes in which `count` trainings go on at the same time.
-
-    Each has a process of its own, which is replaced when a setting needs another one, or when it has died. Those that
-    may share a GPU are threads of one process, one for each setting.
+    Each is done in a process of its own, which has the environment of its setting and does no run of another. Those
+    that may share a GPU are threads of this process, each on a stream of its own.
     """
 
     def __init__(self, count: int) -> None:
-        self.count, self.stopped, self.lock = count, False, threading.Lock()
-        self.all: dict[int | str, Worker] = {}  # by thread, or by setting for those that share a GPU
-
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Have a job done by the worker of this thread, or by the one that all threads share for its setting."""
-        setting, shared = job["setting"], self.count > 1 and may_share(job)
-        key = setting if shared else threading.get_ident()
-        with self.lock:
-            if self.stopped:
-                raise GpulabError("interrupted")
-            worker = self.all.get(key)
-            if worker and (not _may_follow(worker.setting, setting) or worker.process.poll() is not None):
-                worker.close()
-                worker = None
-            threads = min(self.count, MOST_THREADS) if shared else 1
-            worker = self.all[key] = worker or Worker(setting, self.count, threads)
-        return worker.train(job, tell)
+        self.count, self.tasks = count, dict[Future[str], tuple[int, Process | None]]()
+        self.idle: list[Process] = []
+        self.sharing, self.stopping, self.shared = "", threading.Event(), contextlib.ExitStack()
 
     def passports(self, setting: str) -> list[Passport]:  # noqa: ARG002
         """Those of the machines on which a run may be done: this one."""
         return [passport()]
 
-    def stop(self) -> None:
-        """Ask every worker to save a checkpoint and end, and start no other."""
-        self.stopped = True
-        for worker in [*self.all.values()]:
-            worker.stop()
-
-    def close(self) -> None:
-        """Wait until every worker has ended."""
-        for worker in [*self.all.values()]:
-            worker.close()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _may_follow(before: str, setting: str) -> bool:
-    """Whether a process that trained under one setting may train under another.
-
-    On a CPU, where both want the same environment and neither switches denormal numbers, which each thread keeps for
-    itself. On a GPU libraries remember what they chose.
-    """
-    if before == setting:
+    def start(self, number: int, job: dict[str, Any]) -> bool:
+        """Begin a run, given by the arguments of `gpulab.train`; False where it has to wait for others to end."""
+        setting = job["setting"]
+        if self.count > 1 and may_share(job):
+            if setting != self.sharing:
+                if any(process is None for _, process in self.tasks.values()):
+                    return False  # the flags of a setting hold for all threads
+                self._share(Setting.parse(setting))
+            self.tasks[self.threads.submit(do_run, job, self.stopping)] = number, None
+            return True
+        for process in [each for each in self.idle if each.setting != setting]:
+            self.idle.remove(process)
+            process.pool.shutdown()
+        process = self.idle.pop() if self.idle else Process(setting, _pool(setting, self.count > 1))
+        self.tasks[process.submit(job)] = number, process
         return True
-    first, second = Setting.parse(before), Setting.parse(setting)
-    on_cpu = first.kind == second.kind == "cpu" and first.denormals is None and second.denormals is None
-    return on_cpu and first.environment() == second.environment()
+
+    def _share(self, setting: Setting) -> None:
+        """Make threads for a setting, which stays in force around them: each training takes it back."""
+        self.shared.close()
+        self.sharing = str(setting)
+        self.shared.enter_context(scenes.remembered_chunks(WHOLE_FILM))
+        self.shared.enter_context(setting.apply())
+        pool = ThreadPoolExecutor(min(self.count, MOST_THREADS), initializer=_on_own_stream, initargs=(setting,))
+        self.threads = self.shared.enter_context(pool)
+
+    def news(self, seconds: float) -> Iterator[News]:
+        """Which runs have ended, waited for up to so many seconds."""
+        if not self.tasks:
+            time.sleep(seconds)
+        for task in wait(self.tasks, seconds, FIRST_COMPLETED)[0]:
+            number, process = self.tasks.pop(task)
+            try:
+                yield number, task.result(), ""
+            except BrokenProcessPool as error:  # killed, or out of memory?
+                process = None
+                yield number, None, f"its worker process ended: {error}"
+            except GpulabError as error:
+                yield number, None, str(error)
+            except Exception as error:  # of arguments that make no sense
+                yield number, None, f"{type(error).__name__}: {error}"
+            if process:
+                self.idle.append(process)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind:  # those under way save checkpoints and end
+            self.stopping.set()
+        busy = [process for _, process in self.tasks.values() if process]
+        for process in busy if kind else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.number, signal.SIGTERM)
+        self.shared.close()
+        for process in [*self.idle, *busy]:
+            process.pool.shutdown()
 
 
 def may_share(job: dict[str, Any]) -> bool:
     """Whether a training, given by the arguments of `gpulab.train`, may share a GPU with others in threads.
 
-    gpulab's own networks may; a function of the user's draws from torch's global generators, and a guard watches the
-    whole process.
+    gpulab's own networks may: weights and orders are drawn from generators that each training has for itself, and a
+    stream keeps its kernels in their order. A function of the user's draws from torch's global generators, and a guard
+    watches the whole process.
     """
-    own = isinstance(job.get("net"), str) and not is_function(job["net"])  # a pickled one is of the user's
-    return own and not job.get("guard") and Setting.parse(job["setting"]).kind == "cuda"
+    return isinstance(job["net"], str) and not job.get("guard") and Setting.parse(job["setting"]).kind == "cuda"
 
 
-def as_text(job: dict[str, Any]) -> str:
-    """A job on one line: JSON, and what it cannot carry, such as a function, as bytes inside it."""
-    try:
-        return json.dumps(job)
-    except TypeError:
-        pickler: Any = pickle
-    net = job["net"]
-    if not getattr(net, "named", type(net).__module__ != "__main__"):  # what is typed in goes by value
-        with extra("workers"):
-            pickler = importlib.import_module("cloudpickle")
-    try:
-        pickled = pickler.dumps(job)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        name = getattr(net, "name", type(net).__name__)
-        raise GpulabError(f"{name} cannot be sent to a worker process: {error}") from None
-    return json.dumps({"pickled": base64.b64encode(pickled).decode(), "path": sys.path})
+def do_run(job: dict[str, Any], stopping: threading.Event | None = None) -> str:
+    """Train, and return the run's id; `stopping` interrupts it after a window, as a signal does in its own process."""
+
+    def check_stopping(*_: Any) -> None:
+        if stopping and stopping.is_set():
+            raise KeyboardInterrupt
+
+    return train(**job, progress=check_stopping).record["id"]
+
+
+def _do_pickled(job: bytes) -> str:
+    """The same in another process, which a job comes to through a pipe from its parent."""
+    return do_run(cloudpickle.loads(job))
+
+
+def _pool(setting: str, crowded: bool) -> ProcessPoolExecutor:
+    """A process with the environment of a setting."""
+    # Python does not look in the current folder while it starts, where a queue.py may lie.
+    environment = {**Setting.parse(setting).environment(), INSIDE: "1", "PYTHONSAFEPATH": "1"}
+    if crowded and not setting.startswith("cpu"):
+        environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
+    return ProcessPoolExecutor(1, timeout=IDLE, env=environment, initializer=_hear_signals)
+
+
+def _hear_signals() -> None:
+    """Ctrl-C in a terminal comes to all processes: what becomes of the runs is for the parent to say, by SIGTERM."""
+
+    def interrupt(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _on_own_stream(setting: Setting) -> None:
+    import torch
+
+    if setting.kind == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(setting.device))

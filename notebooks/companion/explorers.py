@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from companion.findings import in_words
 from companion.widgets import Explorer
+from gpulab.content import weights_digest
 from gpulab.diagnostics.audits import audit
 from gpulab.diagnostics.comparison import check_same_step
 from gpulab.diagnostics.traces import Trace
@@ -37,12 +38,11 @@ from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
-from gpulab.store.identities import weights_digest
 from gpulab.store.recorded import recorded_folder
 from gpulab.store.runs import recorded_runs
 from gpulab.training import loop
 from gpulab.training.engines import Engines
-from gpulab.training.run import set_up, under, windows
+from gpulab.training.run import set_up, windows
 from gpulab.training.spec import RunSpec
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
@@ -162,7 +162,7 @@ class TrainingExplorer(Explorer):
                     if self.stopping.is_set():
                         return
                     if training.diverged_at is None:
-                        with under(spec.setting, spec.model.threads):  # its flags are in force for its own turns only
+                        with spec.in_force():  # its flags are in force for its own turns only
                             loop.train(training, [next(left)], engine)
                         rows.append((number * spec.window, training.history[-1].loss))
                 if time.monotonic() - drawn_at > DRAW_SECONDS:

@@ -57,7 +57,7 @@ class FirstWindow:
         def once() -> Computed:
             losses = []
             for batch in batches:
-                objective, per_frame, _ = model.training_loss(batch, None)  # type: ignore[arg-type]
+                objective, per_frame, _ = model.training_loss(batch, None)
                 objective.backward()
                 losses.append(per_frame)
             gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

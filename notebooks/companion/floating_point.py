@@ -30,13 +30,13 @@ from companion.in_workers import first_step
 from gpulab.diagnostics.gpu_draws import THREADS
 from gpulab.models.base import Trainable
 from gpulab.numerics.formats import ulp_distance
+from gpulab.passports import machine as machine_of
 from gpulab.plots import style
 from gpulab.plots.style import BESIDE, FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.progress import Progress
 from gpulab.report import Picture, Report, draw
 from gpulab.settings import cpu_flags
 from gpulab.stats.verdicts import Verdict
-from gpulab.store import recorded
 from gpulab.store import runs as stores
 from gpulab.store.factors import FACTORS
 from gpulab.store.recorded import read_measured, recorded_table
@@ -498,7 +498,7 @@ def _judged_factors(
         in_sd = judged.table[[*IN_SD.values()]].div(judged.between_seeds or math.nan).to_numpy()
         effects.append(effect.assign(**dict(zip(IN_SD, in_sd.T, strict=True))))
     rows = pd.DataFrame(steps).merge(pd.concat(effects), on=["base", "change"])
-    device = [recorded.machine(machine, base.partition(":")[0]) for base in rows.base]
+    device = [machine_of(machine, base.partition(":")[0]) for base in rows.base]
     return rows.assign(source=source, profile=profile, machine=device), verdicts
 
 

@@ -23,7 +23,7 @@ import gpulab as gl
 from companion.benchmarks import benchmark
 from gpulab.device.placements import place
 from gpulab.device.rooflines import timed
-from gpulab.store.recorded import machine
+from gpulab.passports import machine
 from gpulab.training.protocol import PROFILES
 
 NETWORKS = ("resnet18", "LSTM", "Transformer")

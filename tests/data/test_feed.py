@@ -8,8 +8,12 @@ import gpulab as gl
 from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
 from gpulab.settings import Setting
-from gpulab.training.request import planned
 from gpulab.training.spec import RunSpec
+
+
+def planned(net, **options):
+    return RunSpec.of_job({"net": net, **options}).identity(gl.passport())
+
 
 BUFFERED = ("copied", "reused", "imitated")
 # Tiny networks: several threads would spend their time waiting for each other.

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab.data.feed import made_meanwhile
 from gpulab.errors import DataError
-from gpulab.training.run import ahead
 
 
 def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
@@ -21,7 +21,7 @@ def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
                 second.set()
             yield number
 
-    before, coming = threading.active_count(), ahead(windows())
+    before, coming = threading.active_count(), made_meanwhile(windows())
     assert next(coming) == 0
     assert second.wait(60), "while the first is looked at"
     for number in range(1, 12):
@@ -29,7 +29,7 @@ def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
         assert next(coming) == number
     coming.close()
     assert threading.active_count() == before
-    assert list(ahead(iter(range(5)))) == [0, 1, 2, 3, 4]
+    assert list(made_meanwhile(iter(range(5)))) == [0, 1, 2, 3, 4]
 
 
 def test_what_goes_wrong_there_is_said_here():
@@ -37,7 +37,7 @@ def test_what_goes_wrong_there_is_said_here():
         yield 0
         raise DataError("clip.mp4: truncated")
 
-    coming = ahead(windows())
+    coming = made_meanwhile(windows())
     assert next(coming) == 0
     with pytest.raises(DataError, match="truncated"):
         next(coming)

@@ -62,16 +62,18 @@ class OneNode:
         if function is None:
             return functools.partial(self.remote, **options)
         self.options.append(options)
-        return types.SimpleNamespace(remote=lambda *given: (function, given))
+        return types.SimpleNamespace(remote=lambda *given: functools.partial(function, *given))
 
-    def get(self, tasks):
-        if isinstance(tasks, list):
-            return [function(*given) for function, given in tasks]
+    def wait(self, tasks, timeout):
+        return tasks[:1], tasks[1:]
+
+    def get(self, task):
+        if isinstance(task, list):
+            return [each() for each in task]
         self.deaths -= 1
         if self.deaths >= 0:
             raise self.exceptions.RayError("the node died\nand more")
-        function, given = tasks
-        return function(*given)
+        return task()
 
     def shutdown(self):
         self.address = None

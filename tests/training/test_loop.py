@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpulab.data.feed import Loader
+from gpulab.data.feed import Loader, made_meanwhile
 from gpulab.errors import DataError
 from gpulab.training import loop
 from gpulab.training.loop import Plain
-from gpulab.training.run import ahead, set_up, train_to_the_end, windows
+from gpulab.training.run import set_up, windows
 from gpulab.training.spec import RunSpec
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
@@ -43,7 +43,7 @@ def test_it_is_the_loop_that_everybody_writes(model):
             of_window.append(per_frame.mean().item())
         losses.append(sum(of_window) / len(of_window))
     training = set_up(spec)
-    train_to_the_end(spec, training, Plain(training, Loader("window", spec.setting)))
+    loop.train(training, windows(spec, training), Plain(training, Loader("window", spec.setting)))
     assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-6)
     assert [note.window for note in training.history] == [0, 1, 2, 3, 4]
     assert training.step == (100 if model == "autoencoder" else 5)
@@ -74,7 +74,7 @@ def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
 def test_a_loss_that_is_not_finite_ends_it_where_it_came(wrong):
     spec = planned("autoencoder")
     training = set_up(spec)
-    train_to_the_end(spec, training, Telling([1.0, 3.0], [1.0, wrong, -wrong], [1.0]))
+    loop.train(training, windows(spec, training), Telling([1.0, 3.0], [1.0, wrong, -wrong], [1.0]))
     assert (training.diverged_at, training.step) == (4, 5)
     assert training.history[0].loss == 2.0
     assert training.history[1].loss == pytest.approx(wrong, nan_ok=True)
@@ -98,7 +98,7 @@ def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
                 second.set()
             yield number
 
-    before, coming = threading.active_count(), ahead(windows())
+    before, coming = threading.active_count(), made_meanwhile(windows())
     assert next(coming) == 0
     assert second.wait(60), "while the first is looked at"
     for number in range(1, 12):
@@ -106,7 +106,7 @@ def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
         assert next(coming) == number
     coming.close()
     assert threading.active_count() == before
-    assert list(ahead(iter(range(5)))) == [0, 1, 2, 3, 4]
+    assert list(made_meanwhile(iter(range(5)))) == [0, 1, 2, 3, 4]
 
 
 def test_what_goes_wrong_there_is_said_here():
@@ -114,7 +114,7 @@ def test_what_goes_wrong_there_is_said_here():
         yield 0
         raise DataError("clip.mp4: truncated")
 
-    coming = ahead(windows())
+    coming = made_meanwhile(windows())
     assert next(coming) == 0
     with pytest.raises(DataError, match="truncated"):
         next(coming)

@@ -11,9 +11,18 @@ import torch
 from torch import nn
 
 import gpulab as gl
+from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
 from gpulab.store import runs as stores
-from gpulab.training.request import planned, train
+from gpulab.training import loop
+from gpulab.training.loop import Plain, Training
+from gpulab.training.run import train
+from gpulab.training.spec import RunSpec
+
+
+def planned(net, **options):
+    return RunSpec.of_job({"net": net, **options}).identity(gl.passport())
+
 
 SMALL = {"channels": [3, 4], "size": [8, 12]}
 TINY = {
@@ -83,40 +92,29 @@ def test_the_held_out_loss_is_that_of_the_trained_model_on_the_held_out_part(mod
     assert (truth.reshape(-1, *truth.shape[-3:])[0].numpy() == held / np.float32(255)).all()
 
 
-class OfFrames(Trainable):
-    """Makes the next frame of the last one: all that `Trainable` asks for, and no more."""
+class Scale(Trainable):
+    """A number times the last frame: a model whose gradient can be written down."""
 
-    sequential = True
-
-    def draw_weights(self, generator):
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([0.25]))
 
     def batches(self, window):
         yield window
 
     def training_loss(self, batch, state):
-        per_frame = (self(batch[:-1]) - batch[1:]).square().mean((1, 2, 3))
+        per_frame = (self.factor * batch[:-1] - batch[1:]).square().mean((1, 2, 3))
         return per_frame.sum(), per_frame.detach(), state
 
 
-class Scale(OfFrames):
-    """A number times the last frame: a model whose gradient can be written down."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor([0.3]))
-
-    def forward(self, frames):
-        return self.factor * frames
-
-
 def test_the_updates_are_those_of_adam_written_down():
-    net = Scale()
-    net.load_state_dict({"factor": torch.tensor([0.25])})
     data = gl.load("walk", frames=120, size=(8, 12))
-    run = train(net, data, "cpu:precision=float64", profile="smoke", frames=120, progress=False)
+    training = Training(Scale().double(), 1e-3)
+    loop.train(
+        training,
+        itertools.islice(data.windows(20), 6),
+        Plain(training, Loader("window", gl.Setting.parse("cpu:precision=float64"))),
+    )
     factor, first, second, losses = 0.25, 0.0, 0.0, []
     for step, window in zip(range(1, 7), data.windows(20), strict=False):
         frames = (window.frames.astype(np.float32) / np.float32(255)).astype(np.float64)
@@ -125,8 +123,8 @@ def test_the_updates_are_those_of_adam_written_down():
         slope = len(before) * np.mean(2 * before * (factor * before - after))
         first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope**2
         factor -= 1e-3 * (first / (1 - 0.9**step)) / (math.sqrt(second / (1 - 0.999**step)) + 1e-8)
-    assert run.history.loss.tolist() == pytest.approx(losses, rel=1e-12)
-    assert run.model.factor.item() == pytest.approx(factor, rel=1e-12)
+    assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-12)
+    assert training.model.factor.item() == pytest.approx(factor, rel=1e-12)
 
 
 @BOTH
@@ -177,50 +175,6 @@ def test_fresh_weights_come_from_the_seed_and_loaded_ones_are_trained_on_and_mak
     assert planned(net, seed=0, **options).id != drawn[0].record["id"]
 
 
-class Own(OfFrames):
-    """A model of somebody's own."""
-
-    def __init__(self, middle=None):
-        super().__init__()
-        self.inner, self.outer = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-        self.middle = middle or nn.Identity()
-
-    def forward(self, frames):
-        return torch.sigmoid(self.outer(self.middle(torch.relu(self.inner(frames)))))
-
-
-class Remembers(Own):
-    """Its state is a tensor: the mean of what it saw."""
-
-    channels = (3,)
-
-    def training_loss(self, batch, state):
-        state = batch.mean(0, keepdim=True) if state is None else 0.9 * state + 0.1 * batch.mean(0, keepdim=True)
-        objective, per_frame, _ = super().training_loss(batch + 0.1 * state, None)
-        return objective, per_frame, state.detach()
-
-
-def own_run(net, **options):
-    data = gl.load("walk", frames=100, size=(8, 12))
-    return train(net, data, **{**USUAL, "frames": 100, **options})
-
-
-def with_one_layer_twice():
-    net = Remembers()
-    net.outer = net.inner
-    return net
-
-
-@pytest.mark.parametrize("make", [Own, lambda: Remembers(nn.BatchNorm2d(3)), with_one_layer_twice])
-def test_a_model_of_ones_own_trains_and_is_kept(make, tmp_path):
-    net = make()
-    run = own_run(net, store=tmp_path)
-    assert run.status == "finished"
-    assert same(own_run(net), run)
-    assert same(own_run(net, store=tmp_path), run)  # from the store
-    assert gl.runs(tmp_path).experiment.tolist() == [type(net).__name__.lower()]
-
-
 @pytest.mark.parametrize(
     ("model", "frames", "step"),
     [("autoencoder", 200, 2), ("prednet", 200, 2), ("prednet", 20, 1)],  # the first loss is that of the drawn weights
@@ -247,18 +201,12 @@ def interrupted(run, after, error=KeyboardInterrupt):
         run({"progress": progress})
 
 
-def remembering(**options):
-    """A training whose state is a tensor."""
-    return own_run(Remembers(), **{"frames": 200, **options})
-
-
 @pytest.mark.parametrize(
     ("run", "stops"),
     [
         (functools.partial(trained, "autoencoder"), [80]),
         (trained, [40, 80, 120, 160]),
         (trained, [200]),  # after the last window
-        (remembering, [80]),
     ],
 )
 def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(run, stops, tmp_path):
@@ -318,7 +266,7 @@ def test_a_run_that_is_done_is_returned_without_training(tmp_path):
         raise AssertionError("it trains again")
 
     options = {"store": tmp_path, "setting": "cpu:precision=float64", "frames": 40}
-    first = trained(**options, command="a command")
+    first = trained(**options)
     second = trained(**{**options, "progress": never})
     assert same(first, second)
     assert {tensor.dtype for tensor in second.model.state_dict().values()} == {torch.float64}
@@ -327,7 +275,7 @@ def test_a_run_that_is_done_is_returned_without_training(tmp_path):
 
 
 def test_the_record_says_what_was_run_and_on_what(tmp_path):
-    run = trained(store=tmp_path, frames=20, seed=3, rerun=2, command="gpulab train prednet", keep_weights=False)
+    run = trained(store=tmp_path, frames=20, seed=3, rerun=2, keep_weights=False)
     assert stores.read_run(run.path)[2] is None, "weights are kept only when asked"
     record = json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
     assert {name: value for name, value in record.items() if name not in ("format", "seal")} == run.record
@@ -356,7 +304,7 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"net": nn.Linear(2, 2)}, r"Linear: give the function that trains it, train\(seed, setting\)"),
+        ({"net": nn.Linear(2, 2)}, r"net is a Linear.* or the function that trains yours, train\(seed, setting\)"),
         ({"frames": 19}, "19.*20"),
         ({"data": "digits"}, "digits is a set of images; PredNet learns from a sequence"),
         ({"data_options": {"size": (24, 32)}}, r"\(3, 24, 32\).*\(3, 8, 12\)"),

@@ -1,22 +1,23 @@
-"""Several networks in threads of one worker process."""
+"""Several networks in threads that share a device, and processes."""
 
 import json
+import os
+import threading
 
 import pytest
 import torch
 
 import gpulab as gl
-from gpulab.training.worker import train_together
+from gpulab.training import workers
 
-JOB = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 100, "keep_weights": True}
+JOB = {"profile": "smoke", "setting": "cpu:threads=1", "keep_weights": True}
 NETS = [("prednet", 0), ("autoencoder", 0), ("prednet", 1), ("whitener", 1)]
 
 
-def lines(store, setting="cpu:threads=1"):
-    for number, (net, seed) in enumerate(NETS):
+def jobs(store, setting="cpu:threads=1"):
+    for net, seed in NETS:
         frames = 400 if net == "whitener" else 100
-        job = {**JOB, "net": net, "seed": seed, "setting": setting, "frames": frames, "store": str(store)}
-        yield json.dumps({"number": number, **job})
+        yield {**JOB, "net": net, "seed": seed, "setting": setting, "frames": frames, "store": str(store)}
 
 
 def weights(net, seed, setting="cpu:threads=1"):
@@ -25,14 +26,24 @@ def weights(net, seed, setting="cpu:threads=1"):
     return run.record["summary"]["weights"]
 
 
-def trained_together(store, setting="cpu:threads=1"):
-    answers = {}
-    train_together(lines(store, setting), lambda number, **said: answers.update({number: said}), setting, len(NETS))
-    assert all("id" in answers[number] for number in range(len(NETS))), answers
-    return gl.runs(store).set_index(["experiment", "seed"]).weights
+@pytest.fixture
+def trained_together(monkeypatch):
+    """What threads that share a device give; a CPU stands in for it where there is none."""
+    monkeypatch.setattr(workers, "may_share", lambda _: True)
+
+    def trained(store, setting="cpu:threads=1"):
+        ended = []
+        with workers.Workers(len(NETS)) as engine:
+            assert all(engine.start(number, job) for number, job in enumerate(jobs(store, setting)))
+            while len(ended) < len(NETS):
+                ended += engine.news(1.0)
+        assert all(run_id and not why for _, run_id, why in ended), ended
+        return gl.runs(store).set_index(["experiment", "seed"]).weights
+
+    return trained
 
 
-def test_networks_in_threads_have_the_bits_that_they_have_alone(tmp_path):
+def test_networks_in_threads_have_the_bits_that_they_have_alone(trained_together, tmp_path):
     threads = torch.get_num_threads()
     together = trained_together(tmp_path)
     assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
@@ -41,20 +52,43 @@ def test_networks_in_threads_have_the_bits_that_they_have_alone(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("setting", ["cuda:tf32=off,deterministic=on", "cuda:tf32=on,deterministic=on"])
-def test_networks_on_streams_of_one_gpu_have_the_bits_that_they_have_alone(tmp_path, setting):
+def test_networks_on_streams_of_one_gpu_have_the_bits_that_they_have_alone(trained_together, tmp_path, setting):
     together = trained_together(tmp_path, setting)
     assert {key: together[key] for key in NETS} == {key: weights(*key, setting) for key in NETS}
     records = [json.loads(file.read_text()) for file in tmp_path.glob("*/run.json")]
     assert all(record["shared"] and record["summary"]["frames_per_second"] is None for record in records)
 
 
-def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(tmp_path):
-    def jobs_then_interrupt():
-        yield from lines(tmp_path)
+def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(trained_together, tmp_path):
+    with pytest.raises(KeyboardInterrupt), workers.Workers(len(NETS)) as engine:
+        for number, job in enumerate(jobs(tmp_path)):
+            engine.start(number, job)
         raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_together(jobs_then_interrupt(), lambda *_, **__: None, "cpu:threads=1", len(NETS))
     assert len(gl.runs(tmp_path)) < len(NETS)
     together = trained_together(tmp_path)
     assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
+
+
+def test_threads_wait_for_those_of_another_setting(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "may_share", lambda _: True)
+    going_on = threading.Event()
+    monkeypatch.setattr(workers, "do_run", lambda *_: going_on.wait() and "an id")
+    (first, *_), (other, *_) = jobs(tmp_path), jobs(tmp_path, "cpu:threads=2")
+    with workers.Workers(2) as engine:
+        assert engine.start(0, first)
+        assert not engine.start(1, other), "the flags of a setting hold for all threads"
+        going_on.set()
+        assert [*engine.news(5.0)] == [(0, "an id", "")]
+        assert engine.start(1, other)
+
+
+def test_processes_of_one_setting_are_used_again():
+    with workers.Workers(1) as engine:
+        seen = []
+        for number, setting in enumerate(["cpu:threads=1", "cpu:threads=1", "cpu:threads=2"]):
+            engine.start(number, {"net": lambda seed: os.getpid(), "setting": setting, "seed": 0})
+            ended = []
+            while not ended:
+                ended = [*engine.news(1.0)]
+            seen.append(engine.idle[0].number)
+    assert seen[0] == seen[1] != seen[2]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 import sysconfig
 import textwrap
 import types
 from collections.abc import Iterator
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ import torch
 from joblib.hashing import NumpyHasher
 from torch import Tensor
 
-from gpulab.store.identities import bytes_of
+from gpulab.content import bytes_of
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parent
 LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 GENERATED = ("__dict__", "__weakref__", "__module__", "__dataclass_")  # members of a class that nobody wrote
-IMPORT = re.compile(r"^\s*(?:from|import)\s+([\w.,\s]+)", re.M)
 
 
 class UnknownContentError(Exception):
@@ -114,38 +113,26 @@ def _of_library(definition: Any) -> bool:
 
 
 def texts_of(file: Path) -> dict[str, str]:
-    """The text of a file, and of each beside it that it imports, and those import; of a package all its files."""
+    """The text of a file and of each that it imports from beside it, and those import, by their names from there."""
     root = file.parent
     while (root / "__init__.py").is_file():
         root = root.parent
-    texts: dict[str, str] = {}
-    waiting = [file] if root == file.parent else [*root.joinpath(file.relative_to(root).parts[0]).rglob("*.py")]
-    while waiting:
-        each = waiting.pop()
-        name = each.relative_to(root).as_posix()
-        if name not in texts:
-            texts[name] = each.read_text(encoding="utf-8", errors="replace")
-            waiting += _beside(root, texts[name])
-    return texts
-
-
-def _beside(root: Path, text: str) -> Iterator[Path]:
-    """The files below a folder that a text imports."""
-    for imported in IMPORT.findall(text):
-        for name in {word.lstrip(".").partition(".")[0] for word in re.split(r"[,\s]+", imported)} - {""}:
-            if (root / f"{name}.py").is_file():
-                yield root / f"{name}.py"
-            elif (root / name / "__init__.py").is_file():
-                yield from (root / name).rglob("*.py")
+    finder = ModuleFinder([str(root)])  # what is not below the folder, such as torch, it does not find
+    if root == file.parent:
+        finder.run_script(str(file))  # which it reads, and does not run
+    else:
+        finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
+    found = {Path(each.__file__) for each in finder.modules.values() if getattr(each, "__file__", None)}  # type: ignore[attr-defined]
+    texts = {each: each.read_text(encoding="utf-8", errors="replace") for each in found}
+    return {each.relative_to(root).as_posix(): text for each, text in texts.items()}
 
 
 def _typed_text(function: Any) -> str:
-    """The text of a function, or its bytecode where there is none, as for what a decorator makes."""
+    """The text of a function that was typed, or made by a decorator."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except OSError:
-        codes = _codes(function.__code__)
-        return repr([(code.co_code, [c for c in code.co_consts if not inspect.iscode(c)]) for code in codes])
+        raise UnknownContentError(f"no text of {function.__qualname__}") from None
 
 
 def _named_globals(function: Any) -> dict[str, Any]:
