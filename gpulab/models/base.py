@@ -16,12 +16,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Trainable(nn.Module):
-    """The base class of the models that `gpulab.train` can train: derive a model of your own from it.
+    """The base class of gpulab's networks, which `gpulab.train` trains.
 
-    `gpulab.train` hands windows of frames to the model. A derived class says how they are used, by three methods:
-    `batches` cuts a window into the pieces that one update sees, `training_loss` computes what is differentiated, and
+    Its loop hands windows of frames to the model. A derived class says how they are used, by three methods: `batches`
+    cuts a window into the pieces that one update sees, `training_loss` computes what is differentiated, and
     `draw_weights` draws the initial weights. To compare what the model makes with held-out data (`Run.predict`), it
-    also needs a `forward`.
+    also needs a `forward`. A network of your own is trained by a function of yours: see `gpulab.train`.
 
     Attributes:
         sequential: Whether the order of the frames matters, and a state goes from piece to piece. False unless a class
@@ -29,23 +29,6 @@ class Trainable(nn.Module):
         threads: The number of CPU threads beyond which the model gains nothing; None where that is not known.
         fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict` makes it False:
             training then starts from the loaded weights.
-
-    Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> class Grey(gl.models.Trainable):  # one number, which learns how bright the images are
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.brightness = torch.nn.Parameter(torch.zeros(()))
-        ...     def draw_weights(self, generator):
-        ...         torch.nn.init.zeros_(self.brightness)
-        ...     def batches(self, window):
-        ...         yield from window.split(1)
-        ...     def training_loss(self, batch, state):
-        ...         loss = (self.brightness - batch).square().mean()
-        ...         return loss, loss.detach().expand(len(batch)), None
-        >>> gl.train(Grey(), "digits", profile="smoke", frames=40, progress=False).status
-        'finished'
     """
 
     sequential: ClassVar[bool] = False
@@ -72,8 +55,8 @@ class Trainable(nn.Module):
 
         Returns:
             Three things: the loss to differentiate, a scalar; the mean squared error of each frame, (n,), for the
-            history; and the next state, detached from the graph. A state is None, or tensors and numbers in lists,
-            tuples or dictionaries.
+            history; and the next state, detached from the graph. A state is None, or for each layer a
+            list of tensors.
         """
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ from filelock import SoftFileLease, Timeout
 
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_count
+from gpulab.passports import Passport
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.store.identities import Identity
@@ -177,13 +178,9 @@ class Experiment:
     def _train(self, jobs: list[dict[str, Any]], workers: Workers | RayCluster, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
         from gpulab.progress import Progress
-        from gpulab.training.spec import RunSpec
 
         machines = {setting: workers.passports(setting) for setting in self.settings}
-        specs = [RunSpec.of_job(job) for job in jobs]
-        for spec in specs:
-            spec.check_known()
-        names = [[spec.identity(here) for here in machines[str(spec.setting)]] for spec in specs]
+        names = [identities_of(job, machines[job["setting"]]) for job in jobs]
         run_ids = [self._done(each) for each in names]
         waiting = [number for number, done in enumerate(run_ids) if not done]
         if waiting:
@@ -238,6 +235,15 @@ class Experiment:
         if self.how.get("guard") or not self.how.get("resume", True):
             return None
         return next((identity.id for identity in names if stores.find(self.folder, identity)), None)
+
+
+def identities_of(job: dict[str, Any], machines: list[Passport]) -> list[Identity]:
+    """What a run is called on each of several machines; `UsageError` for one that a store cannot tell from another."""
+    from gpulab.training.spec import RunSpec
+
+    spec = RunSpec.of_job(job)
+    spec.check_known()
+    return [spec.identity(here) for here in machines]
 
 
 def claimed(lock: SoftFileLease) -> bool:
