@@ -13,7 +13,7 @@ DEVELOPED := $(VENV)/.developed
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all check attack lab site slides clean
+.PHONY: help install run test test-all check lab site slides clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,9 +38,6 @@ check: $(DEVELOPED) ## style, format and types, without the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-attack: $(DEVELOPED) ## damaged files, kills and full disks, the long form (about an hour); `make test-all` does a few of each
-	$(BIN)/python benchmarks/attack.py all
 
 lab: $(INSTALLED) ## open copies of the notebooks in JupyterLab, without outputs, in lab/; the executed ones are beside them
 	$(BIN)/python -m companion copies lab

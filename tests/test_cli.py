@@ -95,7 +95,10 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
     record = stores.read_run(Path(run.path))[0]
-    assert record["command"] == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --frames 40"
+    assert (
+        record["command"]
+        == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --option frames=40"
+    )
     assert record["arithmetic"]["threads"] == 1
     assert f"kept in other{os.sep}{run.id}" in output(*train, "--fresh", "--store", "other")
     assert gl.runs(tmp_path / "other").weights.tolist() == [run.weights]
@@ -139,7 +142,7 @@ def test_an_experiment_is_run_compared_listed_and_packed(output, tmp_path):
     assert [*zip(frame.setting, frame.seed, strict=True)] == [*itertools.product(["cpu", "cpu:threads=1"], [0, 1])]
     assert str(gl.verdict(frame)) in text
     command = stores.read_run(Path(frame.path[3]))[0]["command"]
-    assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --frames 40"
+    assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --option frames=40"
     output("pack", "runs", "packed.parquet")
     of_store = output("verdict", "runs")
     assert "cpu:threads=1 against cpu, 2 seeds" in of_store

@@ -46,7 +46,7 @@ CALLS = {
     },
     gl.train: {"net": "autoencoder", "data": "digits", "setting": "cpu", "profile": "smoke", "frames": 20},
     gl.Experiment: {"model": own, "settings": ["cpu"], "seeds": 2, "workers": 1, "reruns": 1},
-    gl.seed_runs: {"train": own, "setting": "cpu", "seeds": 1, "workers": 1},
+    gl.seed_runs: {"train": own, "setting": "cpu", "seeds": 1},
     gl.numerics.round_to: {"x": BATCH, "name": "tf32", "mode": "nearest"},
     gl.stats.seeds_needed: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "alpha": 0.05, "power": 0.8},
     gl.stats.variance_components: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "block": "seed"},

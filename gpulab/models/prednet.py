@@ -273,8 +273,6 @@ class PredNet(Trainable):
     ) -> tuple[Tensor, Tensor, State | None]:
         """Predict every frame of the batch but the first, each from the frames before it, and compare.
 
-        The same loss is also computed in `_published_loop` and in `gpulab/models/prednet_windows.py`.
-
         Args:
             batch: Frames (T, B, C, H, W), or a `Feed`, which gives them one after the other.
             state: The state that this method returned for the window before; None at the beginning.
@@ -290,7 +288,7 @@ class PredNet(Trainable):
         if not isinstance(batch, Tensor):
             return self._published_loop(batch, state)
         predictions, after = self(batch[:-1], state)
-        errors = (predictions - batch[1:]).square().flatten(1).mean(1)
+        errors = frame_errors(predictions, batch[1:])
         return errors.sum(), errors.detach(), None if self.begins_anew else detached(after)
 
     def _chained(self, state: State) -> State:
@@ -307,10 +305,10 @@ class PredNet(Trainable):
         for number, frame in enumerate(frames):
             state = self.initial_state(frame) if state is None else [LayerState(*layer) for layer in state]
             if number > 0:
-                losses.append(F.mse_loss(state[0].p, frame))
+                losses.append(frame_errors(state[0].p[None], frame[None]))
             if number < len(frames) - 1:  # the last frame is the first of the next window
                 state = self.top_down(self.bottom_up(frame, state), state)
-        errors = torch.stack(losses)
+        errors = torch.cat(losses)
         return errors.sum(), errors.detach(), None if state is None else detached(state)
 
     def layer_size(self, layer: int) -> tuple[int, int]:
@@ -323,6 +321,14 @@ class PredNet(Trainable):
             (height, width) in pixels.
         """
         return self.size[0] >> layer, self.size[1] >> layer
+
+
+def frame_errors(predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]) -> Float[Tensor, " t"]:
+    """The loss: the mean squared error of each predicted frame. What is differentiated is their sum.
+
+    Every way to compute a window takes it from here, and its gradient from autograd.
+    """
+    return (predictions - frames).square().flatten(1).mean(1)
 
 
 class ConvLSTM(nn.Module):
@@ -362,7 +368,7 @@ def detached(state: State) -> State:
 
 def _check_divides(size: tuple[int, int], layers: int) -> None:
     step = 2 ** (layers - 1)
-    if all(edge > 0 and edge % step == 0 for edge in size):
+    if len(size) == 2 and all(edge > 0 and edge % step == 0 for edge in size):
         return
     below = tuple(max(step, edge // step * step) for edge in size)
     above = tuple(max(step, -(-edge // step) * step) for edge in size)

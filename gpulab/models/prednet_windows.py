@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.models.base import is_plain
-from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, State
+from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, State, frame_errors
 from gpulab.models.prednet_kernels import (
     PEEPING,
     Cell,
@@ -108,13 +108,14 @@ class Windows:
     def _losses(self, frames: Float[Tensor, "t b c h w"]) -> Float[Tensor, " t-1"]:
         """Of each prediction, and their gradients."""
         lowest, real = self.layers[0], slice(frames.shape[2])
-        predictions = torch.stack(lowest.predictions[1:])[:, :, real]
-        missed = predictions - frames[1:]
-        losses = missed.square().flatten(1).mean(1)
-        if self.shared:
-            torch.sub(predictions, frames[-1], out=missed)
-        lowest.d_predictions[1:, :, real] = missed.mul_(2 / frames[0].numel())
-        return losses
+        predictions = torch.stack(lowest.predictions[1:])[:, :, real].requires_grad_()
+        with torch.enable_grad():
+            losses = differentiated = frame_errors(predictions, frames[1:])
+            if self.shared:  # backward finds the last frame in the memory of each
+                differentiated = frame_errors(predictions, frames[-1:].expand_as(predictions))
+        (gradient,) = torch.autograd.grad(differentiated.sum(), predictions)
+        lowest.d_predictions[1:, :, real] = gradient
+        return losses.detach()
 
     def _back(self, step: int) -> None:
         """From the gradients of a step's predictions to those of the step before."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpulab import files
 from gpulab.errors import DataError
 from gpulab.store.identities import Identity
 from gpulab.store.runs import WORK, read_tensors, set_aside, write_tensors
@@ -58,7 +59,8 @@ class Checkpoints:
     def remove(self) -> None:
         """The run is done."""
         if self.file:
-            self.file.unlink(missing_ok=True)
+            with files.writing(self.file):
+                self.file.unlink(missing_ok=True)
 
 
 def checkpoint(training: Training) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -294,12 +294,13 @@ def train(
         if spec.model:
             spec.draw_weights()
         identity = spec.identity(passport())
+        checkpoints = Checkpoints(folder, identity, checkpoint_seconds)
         if folder and resume and not guard:
             existing = stores.find(folder, identity)
             if existing and (existing[2] is not None or spec.function or not keep_weights):
+                checkpoints.remove()  # one that was killed between keeping its run and this
                 return _stored_run(spec, folder / identity.id, *existing)
         record = stores.begun(identity, passport(), **notes)
-        checkpoints = Checkpoints(folder, identity, checkpoint_seconds)
         with guards.guard() if guard else contextlib.nullcontext():
             if spec.function:
                 end = spec.function(spec.setting, seed)

@@ -107,10 +107,10 @@ class RunSpec:
             if data_options:
                 raise UsageError(f"data_options {data_options} go with gpulab's own networks")
             function = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
-            options = function.checked(given | (model_options or {}))
-            asked = {"net": function.text, "options": options} if function.text else None
-            train = functools.partial(function.train, options)
-            described = function.described(options)
+            given_options = function.checked(given | (model_options or {}))
+            asked = {"net": function.text, "option": given_options} if function.text else None
+            train = functools.partial(function.train, given_options)
+            described = function.described(given_options)
             return cls(function.name, parsed, seed, "own", rerun, *described, {}, asked, function=train)
         named = isinstance(net, str) and not isinstance(data, Data)
         name = net if isinstance(net, str) else type(net).__name__.lower()
@@ -122,8 +122,7 @@ class RunSpec:
         _check_factors(model, factors)
         loaded = _data(data, model, usual, length["frames"], data_options or {})
         content = loaded.content if type(loaded).__module__.startswith("gpulab.") else None
-        nested = {"data_options": data_options, "model_options": model_options}
-        options = given | {name: value for name, value in nested.items() if value}
+        options: Any = {"option": given | (model_options or {}), "data-option": data_options or {}}
         return cls(
             experiment=name,
             setting=parsed,
@@ -140,7 +139,7 @@ class RunSpec:
             contents={"code": str(CODE_VERSION), "content": content or ""},
             unknown=f"data {loaded.name!r}" if content is None else "",
             factors=factors,
-            asked={"net": net, "options": options} if named else None,
+            asked={"net": net, **options} if named else None,
             model=model,
             data=loaded,
         )
@@ -202,8 +201,9 @@ class RunSpec:
         parts = ["gpulab", "train", self.asked["net"], *(() if self.function else ("--profile", self.profile))]
         parts += ["--setting", str(self.setting), "--seed", str(self.seed)]
         parts += ["--rerun", str(self.rerun)] if self.rerun else []
-        for name, value in self.asked["options"].items():
-            parts += ["--option", f"{name}={value if isinstance(value, str) else plain(value)}"]
+        for flag in ("option", "data-option"):
+            for name, value in self.asked.get(flag, {}).items():
+                parts += [f"--{flag}", f"{name}={value if isinstance(value, str) else plain(value)}"]
         return shlex.join(parts)
 
 

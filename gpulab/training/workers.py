@@ -8,6 +8,7 @@ An engine of an experiment has these methods: `passports` says on which machines
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -18,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-from joblib.externals.loky import ProcessPoolExecutor
-from joblib.externals.loky.process_executor import BrokenProcessPool
+from joblib.externals.loky import ProcessPoolExecutor, process_executor
 
 from gpulab.data import scenes
 from gpulab.errors import GpulabError
@@ -103,7 +103,7 @@ class Workers(contextlib.AbstractContextManager):
             number, process = self.tasks.pop(task)
             try:
                 yield number, task.result(), ""
-            except BrokenProcessPool as error:  # killed, or out of memory?
+            except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
                 process = None
                 yield number, None, f"its worker process ended: {error}"
             except GpulabError as error:
@@ -156,10 +156,10 @@ def _pool(setting: str, crowded: bool) -> ProcessPoolExecutor:
     environment = {**Setting.parse(setting).environment(), INSIDE: "1", "PYTHONSAFEPATH": "1"}
     if crowded and not setting.startswith("cpu"):
         environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
-    return ProcessPoolExecutor(1, timeout=IDLE, env=environment, initializer=_hear_signals)
+    return ProcessPoolExecutor(1, timeout=IDLE, env=environment, initializer=_begin)
 
 
-def _hear_signals() -> None:
+def _begin() -> None:
     """Ctrl-C in a terminal comes to all processes: what becomes of the runs is for the parent to say, by SIGTERM."""
 
     def interrupt(*_: Any) -> None:
@@ -168,6 +168,7 @@ def _hear_signals() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, interrupt)
+    process_executor._MAX_MEMORY_LEAK_SIZE = math.inf  # loky would begin a new process when a training needs memory
 
 
 def _on_own_stream(setting: Setting) -> None:

@@ -1,36 +1,154 @@
-"""A few cases of each attack; `python benchmarks/attack.py all` is the long form."""
+"""Kills, interruptions, a full disk and several writers at every call that writes: nothing finished is ever lost."""
 
-import re
-import subprocess
+import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-ATTACKS = ("mutate", "special", "kill", "interrupt", "hinder", "full", "writers")
+import gpulab as gl
+from gpulab.store import runs as stores
 
 pytestmark = [
-    pytest.mark.slow("damages files and kills commands for a minute"),
-    pytest.mark.skipif(sys.platform != "linux", reason="the attack forks, fills disks and limits memory"),
+    pytest.mark.slow("kills and hinders a training at each call that writes"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the attack needs a server that forks"),
 ]
+
+NETWORK = "train autoencoder --profile smoke --frames 40 --setting cpu:threads=1 --checkpoint-seconds 0 --store store"
+FUNCTION = "train own.py:train --setting cpu:threads=1 --store store"
+PACK = "pack store packed.parquet"
+OWN = "def train(seed, rate=0.5):\n    return (1 + seed) * rate\n"
+WRITES = ("fsync", "replace", "mkdir", "rename", "unlink")
+
+# A child begins with all that a command imports, and with nothing computed; so it costs a fraction of a second.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["gpulab.cli", "gpulab.training.run", "pyarrow.parquet", "pandas"])
+
+
+def full():
+    raise OSError(28, "No space left on device")
+
+
+ACTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "terminate": lambda: signal.raise_signal(signal.SIGTERM),
+    "full": full,
+}
+
+
+def command(folder, line, act, at, lasting):
+    """A command of gpulab, to which something happens when it writes for the `at`-th time, or from then on."""
+    os.chdir(folder)
+    said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    count = itertools.count(1)
+
+    def disturbed(usual):
+        def call(*given, **more):
+            number = next(count)
+            Path("count").write_text(str(number))
+            if number == at or (lasting and number > at):
+                ACTS[act]()
+            return usual(*given, **more)
+
+        return call
+
+    for name in WRITES:
+        setattr(os, name, disturbed(getattr(os, name)))
+    sys.argv = ["gpulab", *line.split()]
+    from gpulab.__main__ import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()
+
+
+def run(folder, line, act="", at=0, lasting=False):
+    """The exit status of a command, and what it said."""
+    child = FORKS.Process(target=command, args=(folder, line, act, at, lasting))
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None, "it hangs"
+    return child.exitcode, (folder / "said").read_text()
+
+
+def facts(folder):
+    """What lies in the store, without what another execution may have otherwise."""
+    frame = gl.runs(folder / "store")
+    assert frame.attrs["damaged"] == 0
+    if frame.empty:
+        return {}
+    losses = gl.store.history(frame).groupby("id").loss.apply(list).to_dict()
+    return {row.id: (row.status, row.final_loss, row.weights, losses[row.id]) for row in frame.itertuples()}
 
 
 @pytest.fixture(scope="module")
-def said():
-    """What the short form prints: a row of the table for each attack, and every finding."""
-    line = [sys.executable, "benchmarks/attack.py", "short"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert done.returncode in (0, 1), done.stderr
-    return done.stdout
+def begun(tmp_path_factory):
+    """A folder with finished runs, of a network and of a function."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "own.py").write_text(OWN)
+    for line in (NETWORK, FUNCTION):
+        assert run(folder, f"{line} --seed 9")[0] == 0
+    return folder
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_gpulab_withstands(attack, said):
-    if why := re.search(rf"^\| `{attack}` \| not done \| (.*?) \|", said, re.MULTILINE):
-        pytest.skip(why[1])
-    row = re.search(rf"^\| `{attack}` \| (\d[\d,]*) \| (\d[\d,]*) \|", said, re.MULTILINE)
-    assert row, said
-    examples, failures = row.groups()
-    assert examples != "0"
-    assert failures == "0", said
+def copy_of(folder, to):
+
+    return Path(shutil.copytree(folder, to, dirs_exist_ok=True))
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("line", [NETWORK, FUNCTION, PACK])
+def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(act, line, begun, tmp_path):
+    usual = copy_of(begun, tmp_path / "usual")
+    before = facts(usual)
+    assert run(usual, line)[0] == 0
+    writes, after = int((usual / "count").read_text()), facts(usual)
+    assert writes >= 2
+    places = range(1, writes + 1) if act == "kill" else sorted({1, 2, writes // 2, writes - 1, writes})
+    for at, lasting in itertools.product(places, (False, True) if act == "full" else (False,)):
+        folder = copy_of(begun, tmp_path / f"{at}-{lasting}")
+        status, said = run(folder, line, act, at, lasting)
+        assert "Traceback" not in said, (at, said)
+        assert act == "kill" or status in (0, 1, 130, 143), (at, status, said)
+        if act == "full" and status:
+            assert said.splitlines()[-1].startswith("gpulab: "), (at, said)
+            assert "the disk is full" in said.splitlines()[-1], (at, said)
+        left = facts(folder)
+        assert before.items() <= left.items() <= after.items(), at
+        again, words = run(folder, line)
+        assert again == 0, (at, words)
+        assert facts(folder) == after, at
+        assert line != PACK or len(gl.runs(folder / "packed.parquet")) == len(after)
+        # What a killed process was writing may be deleted at any time; other ends leave nothing.
+        left = [path.name for path in (folder / "store" / stores.WORK).iterdir() if not path.name.endswith(".part")]
+        assert left == [], at
+
+
+def writer(folder, number):
+    os.chdir(folder)
+    seeds = random.Random(number).sample(range(6), 6)
+    for seed in seeds:
+        gl.train("autoencoder", None, "cpu:threads=1", seed, "smoke", frames=40, store="store", progress=False)
+        gl.train("own.py:train", seed=seed, store="store", resume=seed % 2 > 0, progress=False)
+
+
+def test_many_writers_and_readers_of_one_store_see_whole_runs_only(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    children = [FORKS.Process(target=writer, args=(tmp_path, number)) for number in range(6)]
+    for child in children:
+        child.start()
+    seen = {}
+    while any(child.is_alive() for child in children):
+        for name, fact in facts(tmp_path).items():
+            assert seen.setdefault(name, fact) == fact
+    assert [child.exitcode for child in children] == [0] * len(children)
+    assert len(facts(tmp_path)) == 12
+    assert [*(tmp_path / "store" / stores.WORK).iterdir()] == []

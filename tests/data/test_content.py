@@ -58,7 +58,9 @@ def test_a_file_that_was_changed_since_it_was_loaded_is_named(tmp_path, kind, ho
         os.utime(file, ns=(10**18, 10**18))
     else:
         file.unlink()
-    words = "no such file" if how == "removed" else "was changed while it was read; run again"
+    words = (
+        "cannot be read: No such file or directory" if how == "removed" else "was changed while it was read; run again"
+    )
     for check in (data.check_unchanged, lambda: data.content):
         with pytest.raises(gl.DataError, match=f"{file}: {words}"):
             check()

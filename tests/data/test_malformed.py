@@ -57,7 +57,7 @@ MALFORMED = [
     ("short.mkv", lambda file: write_video(file, noise(3, 24, 32, 3)), "3 frames; at least 4"),
     ("grey.mkv", lambda file: write_video(file, noise(20, 45, 61), pixels="gray"), "is grey (gray); ask for grey=True"),
     ("sound.wav", write_sound, "no video"),
-    ("missing.mp4", lambda _: None, "no such file"),
+    ("missing.mp4", lambda _: None, "No such file"),
     ("folder", os.mkdir, "not a file, but a folder"),
 ]
 if hasattr(os, "mkfifo"):  # Windows has no pipes in folders
