@@ -326,9 +326,10 @@ class PredNet(Trainable):
 def frame_errors(predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]) -> Float[Tensor, " t"]:
     """The loss: the mean squared error of each predicted frame. What is differentiated is their sum.
 
-    Every way to compute a window takes it from here, and its gradient from autograd.
+    Every way to compute a window takes it from here, and its gradient from autograd: as in the published loop, that
+    needs the frames again, and finds what lies in their memory by then.
     """
-    return (predictions - frames).square().flatten(1).mean(1)
+    return F.mse_loss(predictions, frames, reduction="none").flatten(1).mean(1)
 
 
 class ConvLSTM(nn.Module):

@@ -113,7 +113,7 @@ class Windows:
             losses = differentiated = frame_errors(predictions, frames[1:])
             if self.shared:  # backward finds the last frame in the memory of each
                 differentiated = frame_errors(predictions, frames[-1:].expand_as(predictions))
-        (gradient,) = torch.autograd.grad(differentiated.sum(), predictions)
+            (gradient,) = torch.autograd.grad(differentiated.sum(), predictions)
         lowest.d_predictions[1:, :, real] = gradient
         return losses.detach()
 

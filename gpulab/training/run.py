@@ -85,7 +85,8 @@ class Run:
         """A data frame with a row for each window.
 
         Its columns are `window` (from 0), `step` (updates so far), `loss` (the mean squared error per frame, averaged
-        over the window) and `seconds` (since the beginning). For a training of your own there is a single row.
+        over the window) and `seconds` (since the beginning). For a training of your own there is a row for
+        each number that it yielded, or a single one.
         """
         import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
 
@@ -210,9 +211,9 @@ def train(
     - Every other parameter is an option and needs a default. Where the value of an option names a file, the file's
       content is part of what identifies the run. A change in any other file that the function opens is not noticed.
 
-    The function returns a number, or a dictionary of numbers by name. A number without a name, or one named `loss`, is
-    the run's `final_loss`. A number that is not finite, an `ArithmeticError` or a `LinAlgError` makes the run
-    `diverged`.
+    The function returns a number, or a dictionary of numbers by name, or yields these as it goes; then the mean of the
+    last fifth counts. A number without a name, or one named `loss`, is the run's `final_loss`. A number that is not
+    finite, an `ArithmeticError` or a `LinAlgError` ends the run as `diverged`.
 
     With a `store`, the finished run is kept there, and an interrupted one goes on from its last checkpoint. A run that
     the store has already is returned without training, unless `keep_weights` asks for weights that were not kept.
@@ -303,9 +304,7 @@ def train(
         record = stores.begun(identity, passport(), **notes)
         with guards.guard() if guard else contextlib.nullcontext():
             if spec.function:
-                end = spec.function(spec.setting, seed)
-                loss = next(iter((end["metrics"] or {"": math.nan}).values()))
-                history = [WindowNote(0, 1, loss, end["summary"]["seconds"])]
+                end, history = spec.function(spec.setting, seed)
             else:
                 end, history = train_network(spec, checkpoints, resume, watch, progress)
     run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)
