@@ -13,9 +13,8 @@ from gpulab.data.base import Window
 from gpulab.data.feed import Loader
 from gpulab.settings import Setting
 from gpulab.training import loop
-from gpulab.training.engines import Engines
 from gpulab.training.loop import Training
-from gpulab.training.run import outcome, set_up, windows
+from gpulab.training.run import engine_of, outcome, set_up, windows
 from gpulab.training.spec import RunSpec
 
 # What of gpulab a run depends on.
@@ -65,6 +64,6 @@ def final_loss(spec: RunSpec, look: Callable[[Training], None] = lambda _: None)
     spec.draw_weights()  # the same weights each time
     training = set_up(spec)
     look(training)
-    loop.train(training, windows(spec, training), Engines(spec, training), lambda: look(training))
+    loop.train(training, windows(spec, training), engine_of(spec, training), lambda: look(training))
     loss = outcome(spec, training)["summary"]["final_loss"]
     return math.nan if loss is None else loss

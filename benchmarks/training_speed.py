@@ -24,10 +24,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
+from gpulab.data.feed import Loader
+from gpulab.engines import fastest
+from gpulab.engines.graphs import Captured, Graph
 from gpulab.settings import Setting
 from gpulab.store import recorded
-from gpulab.training.capture import Captured, Graph
-from gpulab.training.engines import Engines
+from gpulab.training.loop import Plain
 from gpulab.training.run import set_up
 from gpulab.training.spec import RunSpec
 
@@ -59,7 +61,8 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
     spec = RunSpec.of("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
     spec.draw_weights()
     training = set_up(spec)
-    engine = Engines(spec, training).uncaptured()
+    plain = Plain(training, Loader("window", setting))
+    engine = fastest(plain).uncaptured() if fast else plain
     frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
     _, state = engine.update([frames], None)
     if not (fast and setting.kind == "cuda"):
@@ -135,7 +138,8 @@ def autoencoder_window(setting: Setting, fast: bool) -> Step:
     spec = RunSpec.of("autoencoder", setting=setting, profile="quick", fast=fast)
     spec.draw_weights()
     training, images = set_up(spec), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
-    engine = Engines(spec, training).choose(None)
+    plain = Plain(training, Loader("window", setting))
+    engine = fastest(plain).choose(None) if fast else plain
 
     def step() -> None:
         if isinstance(engine, Captured):

@@ -14,6 +14,7 @@ FLOORS = [
     ["settings"],
     ["store"],
     ["models", "data", "device", "diagnostics"],
+    ["engines"],
     ["training"],
     ["saddles"],
     ["plots"],

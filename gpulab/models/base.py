@@ -95,12 +95,16 @@ class Trainable(nn.Module):
         return super().load_state_dict(state_dict, *args, **options)
 
 
-def is_plain(model: nn.Module) -> bool:
-    """Whether a network computes what its class says: no hook sees or changes it, no part has another `forward`."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in model.modules())
-    watched = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-    return not (hooked or watched or torch.nn.modules.module._has_any_global_hook())
+def graph_nodes(result: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph of a result."""
+    waiting: list[Any] = [result.grad_fn]
+    met: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -89,15 +88,3 @@ def dense(A: Operator) -> Float[Tensor, "n n"]:
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a model that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def graph_nodes(result: Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph of a result."""
-    waiting: list[Any] = [result.grad_fn]
-    met: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in met:
-            met.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            yield node

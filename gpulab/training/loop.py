@@ -117,15 +117,13 @@ class Plain:
     ways = frozenset({"autograd"})  # what the record says of how gradients were computed
 
     def __init__(self, training: Training, loader: Loader) -> None:
-        self.model, self.optimizer, self.loader = training.model, training.optimizer, loader
+        self.training, self.loader = training, loader
+        self.model, self.optimizer = training.model, training.optimizer
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
-        """As of `Engine`."""
-        return self.update(self.batches(frames), state)
-
-    def batches(self, frames: np.ndarray) -> Iterable[Tensor | Feed]:
-        """What each update sees of a window, on the device: one image of many, or all frames of a film at once."""
-        return self.loader.batches(self.model, frames)
+        """As of `Engine`. An update sees one image of many, or all frames of a film at once."""
+        self.training.ways |= self.ways
+        return self.update(self.loader.batches(self.model, frames), state)
 
     def update(self, batches: Iterable[Tensor | Feed], state: Any) -> tuple[Tensor, Any]:
         """An update for each batch: their losses, and the state after the last."""

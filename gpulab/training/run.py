@@ -32,11 +32,17 @@ from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.training import loop
 from gpulab.training.checkpoints import Checkpoints
-from gpulab.training.engines import Engines
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.loop import Training, WindowNote
+from gpulab.training.loop import Plain, Training, WindowNote
 from gpulab.training.protocol import LAST_FIFTH, registration
 from gpulab.training.spec import RunSpec
+
+try:
+    from gpulab.engines import fastest
+except ModuleNotFoundError as error:  # everything works without that folder, only slower
+    if error.name != "gpulab.engines":
+        raise
+    fastest = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -345,7 +351,7 @@ def train_network(
 
         watch(training.model, training.step)
         try:
-            loop.train(training, windows(spec, training), Engines(spec, training, alone), after_window)
+            loop.train(training, windows(spec, training), engine_of(spec, training, alone), after_window)
         except KeyboardInterrupt:
             checkpoints.save(training)
             raise
@@ -373,6 +379,12 @@ def history_columns(rows: Sequence[WindowNote]) -> stores.History:
 def set_up(spec: RunSpec) -> Training:
     """The training as it begins, with the network on its device, whose weights have been drawn already."""
     return Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.learning_rate)
+
+
+def engine_of(spec: RunSpec, training: Training, alone: bool = True) -> loop.Engine:
+    """The fastest engine that there is for a training, unless it is asked for autograd's own gradients."""
+    plain = Plain(training, Loader(spec.factors["loader"], spec.setting))
+    return fastest(plain, alone) if fastest is not None and spec.factors["fast"] else plain
 
 
 def windows(spec: RunSpec, training: Training) -> Iterator[Window]:

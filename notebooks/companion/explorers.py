@@ -41,8 +41,7 @@ from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.store.recorded import recorded_folder
 from gpulab.store.runs import recorded_runs
 from gpulab.training import loop
-from gpulab.training.engines import Engines
-from gpulab.training.run import set_up, windows
+from gpulab.training.run import engine_of, set_up, windows
 from gpulab.training.spec import RunSpec
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
@@ -156,7 +155,7 @@ class TrainingExplorer(Explorer):
                 spec = RunSpec.of(net, setting=dropdown.value, seed=seed, profile="smoke", frames=FRAMES[net])
                 spec.draw_weights()
                 training = set_up(spec)
-                running.append((spec, training, Engines(spec, training), windows(spec, training)))
+                running.append((spec, training, engine_of(spec, training), windows(spec, training)))
             for number in range(1, FRAMES[net] // running[0][0].window + 1):
                 for (spec, training, engine, left), rows in zip(running, self.losses, strict=True):
                     if self.stopping.is_set():

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gpulab.training.loop import Plain
-
 # Capturing waits for the whole device and changes what all graphs share, so threads do it one at a time.
 CAPTURING = threading.Lock()
 Updates = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -26,7 +24,7 @@ class Captured:
     parameters' buffers, cannot be captured.
     """
 
-    def __init__(self, engine: Plain) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine, self.ways = engine, engine.ways | {"captured"}
         self.graph: tuple[torch.Size, Graph] | None = None  # for windows of the last shape
 

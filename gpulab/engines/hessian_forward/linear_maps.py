@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.saddles._forward.combinations import Combination
-from gpulab.saddles._forward.convolutions import BiasGradient, Constants, Convolution, number_constants
+from gpulab.engines.hessian_forward.combinations import Combination
+from gpulab.engines.hessian_forward.convolutions import BiasGradient, Constants, Convolution, number_constants
 
 TOGETHER = 8  # more at a time would be little faster, and keep more tangents waiting
 WARM_UPS = 2

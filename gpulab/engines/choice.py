@@ -8,42 +8,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.data.feed import Loader
+from gpulab.engines.graphs import Captured
+from gpulab.engines.prednet_windows import Windows, is_plain
+from gpulab.engines.written_out import WrittenOut
 from gpulab.models import MODELS
-from gpulab.models.base import is_plain
-from gpulab.models.prednet_windows import Windows
-from gpulab.training.capture import Captured
-from gpulab.training.loop import Plain, Training
-from gpulab.training.spec import RunSpec
-from gpulab.training.written_out import WrittenOut
 
 
-class Engines:
+class Fastest:
     """Computes each window by the engine that `choose` says, and notes in the training which it was.
 
     Args:
-        spec: What was asked for.
-        training: What is trained.
+        plain: The engine that computes windows as they were published, with its `training`, `loader`, and `update`.
         alone: Whether no other training keeps the device busy.
     """
 
-    def __init__(self, spec: RunSpec, training: Training, alone: bool = True) -> None:
-        self.training, self.on_gpu = training, spec.setting.kind == "cuda"
-        loader = Loader(spec.factors["loader"], spec.setting)
+    def __init__(self, plain: Any, alone: bool = True) -> None:
+        self.plain, self.training, self.loader = plain, plain.training, plain.loader
+        self.on_gpu = self.loader.device.startswith("cuda")
         # On a CPU a buffer that is reused is shown at work, by autograd; so is what that is compared with.
         followed = ("window", "copied", "imitated") if self.on_gpu else ("window",)
-        self.fast = spec.factors["fast"] and loader.name in followed
-        self.plain = Plain(training, loader)
-        self.written_out = WrittenOut(training, loader, streams=alone)
-        self.captured: dict[Plain, Captured] = {}  # by the engine whose updates each captures
+        self.followed = self.loader.name in followed
+        self.written_out = WrittenOut(plain, streams=alone)
+        self.captured: dict[Any, Captured] = {}  # by the engine whose updates each captures
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
-        """As of `Engine`."""
+        """As of `gpulab.training.loop.Engine`."""
         engine = self.choose(state)
         self.training.ways |= engine.ways
         return engine.train_window(frames, state)
 
-    def choose(self, state: Any) -> Plain | Captured:
+    def choose(self, state: Any) -> Any:
         """The engine for the next window, whose state is this; another may be, once somebody watches."""
         engine = self.uncaptured()
         if not self.on_gpu or not self.may_be_fast():
@@ -53,15 +47,15 @@ class Engines:
         ours = type(self.training.model) in MODELS.values() and is_plain(self.training.model)
         return self.captured.setdefault(engine, Captured(engine)) if ours and not begins else engine
 
-    def uncaptured(self) -> Plain:
+    def uncaptured(self) -> Any:
         """The engine for the next window where each operation is launched by itself."""
         follows = self.may_be_fast() and Windows.follows(self.training.model)
         return self.written_out if follows else self.plain
 
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
-        window = self.plain.loader.name == "window"
-        return self.fast and not _watched() and (window or Windows.follows(self.training.model))
+        follows = self.loader.name == "window" or Windows.follows(self.training.model)
+        return self.followed and not _watched() and follows
 
 
 def _watched() -> bool:

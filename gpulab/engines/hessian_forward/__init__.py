@@ -41,10 +41,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gpulab.engines.hessian_forward.capture import Operation, capture_gradient
+from gpulab.engines.hessian_forward.jvp_rules import Builder
+from gpulab.engines.hessian_forward.linear_maps import LinearMap
 from gpulab.errors import UnsupportedError
-from gpulab.saddles._forward.capture import Operation, capture_gradient
-from gpulab.saddles._forward.jvp_rules import Builder
-from gpulab.saddles._forward.linear_maps import LinearMap
 
 __all__ = ["linearize_gradient"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gpulab.engines.hessian_forward.capture import Operation, as_list
+from gpulab.engines.hessian_forward.combinations import Coefficient, Combination, lift
+from gpulab.engines.hessian_forward.convolutions import BiasGradient, Convolution, Geometry
+from gpulab.engines.hessian_forward.linear_maps import LinearMap, Step, without_the_unused
 from gpulab.errors import UnsupportedError
-from gpulab.saddles._forward.capture import Operation, as_list
-from gpulab.saddles._forward.combinations import Coefficient, Combination, lift
-from gpulab.saddles._forward.convolutions import BiasGradient, Convolution, Geometry
-from gpulab.saddles._forward.linear_maps import LinearMap, Step, without_the_unused
 
 aten = torch.ops.aten
 

@@ -8,9 +8,10 @@ import torch
 
 import gpulab as gl
 from gpulab.data.feed import Loader
-from gpulab.models import PredNet, prednet_windows
-from gpulab.models.prednet_kernels import uses_tf32
-from gpulab.models.prednet_windows import Windows
+from gpulab.engines import prednet_windows
+from gpulab.engines.prednet_kernels import uses_tf32
+from gpulab.engines.prednet_windows import Windows
+from gpulab.models import PredNet
 from gpulab.numerics.tf32 import switch_tf32, tf32_restored
 from gpulab.settings import Setting
 

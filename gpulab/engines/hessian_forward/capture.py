@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpulab.errors import UnsupportedError
+from gpulab.models.base import graph_nodes
 from gpulab.numerics.call_sites import UncompiledDispatchMode
-from gpulab.saddles.operators import graph_nodes
 
 DETACH = torch.ops.aten.detach.default
 

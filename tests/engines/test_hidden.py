@@ -1,0 +1,63 @@
+"""The folder of engines is hidden: everything works, and gives the same up to rounding."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpulab as gl
+
+ROOT = Path(__file__).parents[2]
+HIDDEN = "import sys; sys.modules['gpulab.engines'] = None\n"
+TRAINED = """
+import json
+import torch
+import gpulab as gl
+
+def trained(net):
+    run = gl.train(net, profile="smoke", setting="cpu:precision=float64", frames=60, progress=False)
+    return [run.record["gradients"], run.final_loss, run.heldout_loss]
+
+def product():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape).sin() + number)
+    batch = torch.linspace(-1, 1, 15).double().reshape(5, 3), torch.linspace(0, 1, 10).double().reshape(5, 2)
+    H = gl.hessian(net, torch.nn.functional.mse_loss, batch)
+    return [H.method, (H @ torch.linspace(-1, 1, H.shape[0]).double()).tolist()]
+
+found = {"prednet": trained("prednet"), "autoencoder": trained("autoencoder"), "hessian": product()}
+"""
+
+
+def test_trainings_and_products_without_the_engines():
+    there = {}
+    exec(TRAINED, there)
+    code = f"{HIDDEN}{TRAINED}print(json.dumps(found))"
+    hidden = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    here = there["found"]
+    assert [here[net][0] for net in ("prednet", "autoencoder")] == ["written out", "autograd"]
+    assert [hidden[net][0] for net in ("prednet", "autoencoder")] == ["autograd", "autograd"]
+    for net in ("prednet", "autoencoder"):
+        assert hidden[net][1:] == pytest.approx(here[net][1:], rel=1e-9)
+    assert (here["hessian"][0], hidden["hessian"][0]) == ("forward over reverse", "reverse over reverse")
+    torch.testing.assert_close(torch.tensor(hidden["hessian"][1]), torch.tensor(here["hessian"][1]))
+
+
+@pytest.mark.slow("runs the tests of the core once more")
+def test_tests_of_the_core_pass_without_the_engines():
+    tests = [f"tests/{name}" for name in ("training/test_loop.py", "training/test_run.py", "saddles", "models", "data")]
+    code = f"{HIDDEN}import pytest; sys.exit(pytest.main(['-q', '-m', 'not slow', '-p', 'no:cacheprovider', *{tests}]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_no_other_room_names_an_engine():
+    named = ("graphs", "prednet_windows", "prednet_kernels", "written_out", "hessian_forward", "choice")
+    for file in Path(gl.__file__).parent.rglob("*.py"):
+        if "engines" not in file.parts:
+            assert not any(f"gpulab.engines.{name}" in file.read_text() for name in named), file
