@@ -50,7 +50,8 @@ def test_trainings_and_products_without_the_engines():
 
 @pytest.mark.slow("runs the tests of the core once more")
 def test_tests_of_the_core_pass_without_the_engines():
-    tests = [f"tests/{name}" for name in ("training/test_loop.py", "training/test_run.py", "saddles", "models", "data")]
+    of_saddles = [f"saddles/test_{name}.py" for name in ("spectrum", "critical", "eigen", "landscapes", "escapes")]
+    tests = [f"tests/{name}" for name in ("training/test_loop.py", "training/test_run.py", "models", *of_saddles)]
     code = f"{HIDDEN}import pytest; sys.exit(pytest.main(['-q', '-m', 'not slow', '-p', 'no:cacheprovider', *{tests}]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
