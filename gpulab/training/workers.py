@@ -29,6 +29,7 @@ from gpulab.training.run import train
 
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
 MOST_THREADS = 16  # trainings that share a GPU: more gain nothing, and torch has 32 streams
+DEAF = 10.0  # seconds after which a process that was asked to end is killed
 IDLE = 60.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
 WHOLE_FILM = 1000  # chunks of frames: 5,000 frames of 160×120, 288 MB
 News = tuple[int, str | None, str]  # of a run that has ended: its number, its id, or why it has none
@@ -70,30 +71,47 @@ class Workers(contextlib.AbstractContextManager):
         return [passport()]
 
     def start(self, number: int, job: dict[str, Any]) -> bool:
-        """Begin a run, given by the arguments of `gpulab.train`; False where it has to wait for others to end."""
+        """Begin a run, given by the arguments of `gpulab.train`; False where it has to wait for others to end.
+
+        One that cannot be begun, such as under a setting that cannot run here, fails: `news` says why.
+        """
+        sharing = self.count > 1 and may_share(job)
+        if sharing and job["setting"] != self.sharing and any(process is None for _, process in self.tasks.values()):
+            return False  # the flags of a setting hold for all threads
+        try:
+            task, process = self._in_thread(job) if sharing else self._in_process(job)
+        except (GpulabError, process_executor.BrokenProcessPool) as error:
+            task, process = Future(), None
+            task.set_exception(error)
+        self.tasks[task] = number, process
+        return True
+
+    def _in_thread(self, job: dict[str, Any]) -> tuple[Future[str], None]:
+        if job["setting"] != self.sharing:
+            self._share(Setting.parse(job["setting"]))
+        return self.threads.submit(do_run, job, self.stopping), None
+
+    def _in_process(self, job: dict[str, Any]) -> tuple[Future[str], Process]:
         setting = job["setting"]
-        if self.count > 1 and may_share(job):
-            if setting != self.sharing:
-                if any(process is None for _, process in self.tasks.values()):
-                    return False  # the flags of a setting hold for all threads
-                self._share(Setting.parse(setting))
-            self.tasks[self.threads.submit(do_run, job, self.stopping)] = number, None
-            return True
         for process in [each for each in self.idle if each.setting != setting]:
             self.idle.remove(process)
             process.pool.shutdown()
-        process = self.idle.pop() if self.idle else Process(setting, _pool(setting, self.count > 1))
-        self.tasks[process.submit(job)] = number, process
-        return True
+        while self.idle:
+            process = self.idle.pop()
+            with contextlib.suppress(process_executor.BrokenProcessPool):  # it was killed while it had nothing to do
+                return process.submit(job), process
+        process = Process(setting, _pool(setting, self.count > 1))
+        return process.submit(job), process
 
     def _share(self, setting: Setting) -> None:
         """Make threads for a setting, which stays in force around them: each training takes it back."""
+        self.sharing = ""
         self.shared.close()
-        self.sharing = str(setting)
         self.shared.enter_context(scenes.remembered_chunks(WHOLE_FILM))
         self.shared.enter_context(setting.apply())
         pool = ThreadPoolExecutor(min(self.count, MOST_THREADS), initializer=_on_own_stream, initargs=(setting,))
         self.threads = self.shared.enter_context(pool)
+        self.sharing = str(setting)
 
     def news(self, seconds: float) -> Iterator[News]:
         """Which runs have ended, waited for up to so many seconds."""
@@ -121,8 +139,12 @@ class Workers(contextlib.AbstractContextManager):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.number, signal.SIGTERM)
         self.shared.close()
-        for process in [*self.idle, *busy]:
-            process.pool.shutdown()
+        deaf = wait(self.tasks, DEAF if kind else None)[1]
+        for idle in self.idle:
+            idle.pool.shutdown()
+        for task, (_number, process) in self.tasks.items():
+            if process:
+                process.pool.shutdown(kill_workers=task in deaf)
 
 
 def may_share(job: dict[str, Any]) -> bool:

@@ -1,11 +1,14 @@
 import contextlib
+import itertools
+import threading
 
 import numpy as np
 import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import LOADERS, Loader
+from gpulab.data.feed import LOADERS, Loader, made_meanwhile
+from gpulab.errors import DataError
 from gpulab.models.chainer import chainer_views
 from gpulab.settings import Setting
 from gpulab.training.spec import RunSpec
@@ -122,3 +125,35 @@ def test_experiment_with_each_loader(tmp_path):
     assert run.record["id"] == planned("prednet", **usual, **options).id
     others = [{}, {"flip": 0}, {"draws": "device"}, *({"loader": loader} for loader in LOADERS if loader != "window")]
     assert len({planned("prednet", **usual, **more).id for more in others}) == len(others)
+
+
+def test_next_window_and_no_more_is_made_meanwhile():
+    made, second = [], threading.Event()
+
+    def windows():
+        for number in itertools.count():
+            made.append(number)
+            if number == 1:
+                second.set()
+            yield number
+
+    before, coming = threading.active_count(), made_meanwhile(windows())
+    assert next(coming) == 0
+    assert second.wait(60), "while the first is looked at"
+    for number in range(1, 12):
+        assert len(made) <= number + 1
+        assert next(coming) == number
+    coming.close()
+    assert threading.active_count() == before
+    assert list(made_meanwhile(iter(range(5)))) == [0, 1, 2, 3, 4]
+
+
+def test_error_of_a_window_made_meanwhile_is_raised_where_it_is_needed():
+    def windows():
+        yield 0
+        raise DataError("clip.mp4: truncated")
+
+    coming = made_meanwhile(windows())
+    assert next(coming) == 0
+    with pytest.raises(DataError, match="truncated"):
+        next(coming)

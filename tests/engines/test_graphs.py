@@ -1,47 +1,9 @@
-"""The loop: what is made ahead of it, and a window in a CUDA graph against kernel by kernel."""
-
-import itertools
-import threading
+"""A window in a CUDA graph against kernel by kernel."""
 
 import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import made_meanwhile
-from gpulab.errors import DataError
-
-
-def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
-    made, second = [], threading.Event()
-
-    def windows():
-        for number in itertools.count():
-            made.append(number)
-            if number == 1:
-                second.set()
-            yield number
-
-    before, coming = threading.active_count(), made_meanwhile(windows())
-    assert next(coming) == 0
-    assert second.wait(60), "while the first is looked at"
-    for number in range(1, 12):
-        assert len(made) <= number + 1
-        assert next(coming) == number
-    coming.close()
-    assert threading.active_count() == before
-    assert list(made_meanwhile(iter(range(5)))) == [0, 1, 2, 3, 4]
-
-
-def test_what_goes_wrong_there_is_said_here():
-    def windows():
-        yield 0
-        raise DataError("clip.mp4: truncated")
-
-    coming = made_meanwhile(windows())
-    assert next(coming) == 0
-    with pytest.raises(DataError, match="truncated"):
-        next(coming)
-
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 

@@ -2,18 +2,15 @@
 
 import copy
 import inspect
-import itertools
 import json
 import math
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from gpulab.data.feed import Loader, made_meanwhile
-from gpulab.errors import DataError
+from gpulab.data.feed import Loader
 from gpulab.training import loop
 from gpulab.training.loop import Plain
 from gpulab.training.run import set_up, windows
@@ -86,35 +83,3 @@ def test_the_notebook_prints_this_loop():
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
     assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed
     assert len(inspect.getsource(loop).splitlines()) < 150
-
-
-def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
-    made, second = [], threading.Event()
-
-    def windows():
-        for number in itertools.count():
-            made.append(number)
-            if number == 1:
-                second.set()
-            yield number
-
-    before, coming = threading.active_count(), made_meanwhile(windows())
-    assert next(coming) == 0
-    assert second.wait(60), "while the first is looked at"
-    for number in range(1, 12):
-        assert len(made) <= number + 1
-        assert next(coming) == number
-    coming.close()
-    assert threading.active_count() == before
-    assert list(made_meanwhile(iter(range(5)))) == [0, 1, 2, 3, 4]
-
-
-def test_what_goes_wrong_there_is_said_here():
-    def windows():
-        yield 0
-        raise DataError("clip.mp4: truncated")
-
-    coming = made_meanwhile(windows())
-    assert next(coming) == 0
-    with pytest.raises(DataError, match="truncated"):
-        next(coming)

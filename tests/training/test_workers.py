@@ -3,8 +3,11 @@
 import contextlib
 import json
 import os
+import signal
 import threading
+import time
 
+import psutil
 import pytest
 import torch
 
@@ -33,12 +36,12 @@ def trained_together(monkeypatch):
     monkeypatch.setattr(workers, "may_share", lambda _: True)
 
     def trained(store, setting="cpu:threads=1"):
-        ended = []
+        news = []
         with workers.Workers(len(NETS)) as engine:
             assert all(engine.start(number, job) for number, job in enumerate(jobs(store, setting)))
-            while len(ended) < len(NETS):
-                ended += engine.news(1.0)
-        assert all(run_id and not why for _, run_id, why in ended), ended
+            while len(news) < len(NETS):
+                news += engine.news(1.0)
+        assert all(run_id and not why for _, run_id, why in news), news
         return gl.runs(store).set_index(["experiment", "seed"]).weights
 
     return trained
@@ -83,13 +86,57 @@ def test_threads_wait_for_those_of_another_setting(monkeypatch, tmp_path):
         assert engine.start(1, other)
 
 
+def ended(engine):
+    """What the next run that ends says."""
+    news = []
+    while not news:
+        news = [*engine.news(1.0)]
+    return news[0]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_run_that_cannot_be_begun_does_not_stop_the_next(share, monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "may_share", lambda _: share)
+    (good, *_), (bad, *_) = jobs(tmp_path), jobs(tmp_path, "cuda:77")
+    with workers.Workers(2) as engine:
+        for number, job in enumerate([bad, bad, good]):
+            assert engine.start(number, job)
+            _, run_id, why = ended(engine)
+            assert ("cuda:77' cannot run here" in why, bool(run_id)) == ((job is bad), (job is good))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
+def test_process_that_is_killed_while_idle_is_replaced():
+    job = {"net": lambda seed: seed, "setting": "cpu:threads=1", "seed": 0}
+    with workers.Workers(1) as engine:
+        engine.start(0, job)
+        assert ended(engine)[1]
+        os.kill(engine.idle[0].number, signal.SIGKILL)
+        engine.start(1, job)
+        assert ended(engine)[1]
+
+
+def goes_on(seed):
+    """Does not hear that it should end."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(600)
+
+
+def test_process_that_does_not_hear_is_killed(monkeypatch):
+    monkeypatch.setattr(workers, "DEAF", 1.0)
+    with contextlib.suppress(KeyboardInterrupt), workers.Workers(1) as engine:
+        engine.start(0, {"net": goes_on, "setting": "cpu:threads=1", "seed": 0})
+        (_, process), *_ = engine.tasks.values()
+        raise KeyboardInterrupt
+    assert not psutil.pid_exists(process.number)
+
+
 def test_processes_of_one_setting_are_used_again():
     with workers.Workers(1) as engine:
         seen = []
         for number, setting in enumerate(["cpu:threads=1", "cpu:threads=1", "cpu:threads=2"]):
             engine.start(number, {"net": lambda seed: os.getpid(), "setting": setting, "seed": 0})
-            ended = []
-            while not ended:
-                ended = [*engine.news(1.0)]
+            assert ended(engine)[1]
             seen.append(engine.idle[0].number)
     assert seen[0] == seen[1] != seen[2]
