@@ -142,9 +142,9 @@ class Workers(contextlib.AbstractContextManager):
         deaf = wait(self.tasks, DEAF if kind else None)[1]
         for idle in self.idle:
             idle.pool.shutdown()
-        for task, (_number, process) in self.tasks.items():
-            if process:
-                process.pool.shutdown(kill_workers=task in deaf)
+        for task, (_number, doing) in self.tasks.items():
+            if doing:
+                doing.pool.shutdown(kill_workers=task in deaf)
 
 
 def may_share(job: dict[str, Any]) -> bool:
