@@ -126,7 +126,7 @@ def library_speeds(
             seconds = trained.history.seconds.tolist()
         else:
             begun = time.perf_counter()
-            steps = itertools.islice(getattr(_in(library), net)(0, Setting.parse(setting), size), windows)
+            steps = itertools.islice(_in(library).windows(net, 0, Setting.parse(setting), size), windows)
             seconds = [time.perf_counter() - begun for _ in steps]
         speed = length / float(np.median(np.diff(seconds[1:])))
         row = {"library": library, "round": number, "frames_per_second": speed, "first_two": seconds[1]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from companion.first_windows import Computed
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
+from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.spec import RunSpec
 
 # What of gpulab a training in another library depends on.
@@ -65,6 +66,13 @@ def batches(spec: RunSpec) -> Iterator[tuple[npt.NDArray[Any], bool]]:
 def weights_of(spec: RunSpec) -> dict[str, npt.NDArray[Any]]:
     """The weights of the spec's network by their names in torch, of the setting's precision."""
     return {name: p.detach().to(spec.setting.dtype).numpy() for name, p in spec.model.named_parameters()}
+
+
+def final_loss(losses: Iterable[float]) -> float:
+    """The mean of the last fifth of the windows' losses, as `gpulab.train` has it."""
+    values = list(losses)
+    last = values[-max(1, len(values) // LAST_FIFTH) :]
+    return sum(last) / len(last)
 
 
 def computed(spec: RunSpec, losses: Any, gradient: dict[str, Any]) -> Computed:

@@ -133,7 +133,6 @@ def experiment(
     picture: Picture = None,
     engine: Annotated[str, option("local, or ray (a cluster)")] = "local",
     address: Annotated[str | None, option("of the Ray cluster", "$RAY_ADDRESS or a local")] = None,
-    share: Annotated[str | None, option("K/N does every N-th run from the K-th on, for one task")] = None,
 ) -> None:
     """Train every seed under every setting, here or on a cluster, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
@@ -143,11 +142,8 @@ def experiment(
     numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
-    frame = exp.run(engine=engine, address=address, share=whole_numbers(share) if share else (0, 1))
+    frame = exp.run(engine=engine, address=address)
     say_runs(frame, f", kept in {exp.folder}")
-    if share:
-        say(f"share {share} is done; without --share, --fresh and --guard the same command compares all runs")
-        return
     named = (stores.record_of(run).get("metrics", ["final_loss", "heldout_loss"]) for run in frame.itertuples())
     metrics = list(next(filter(None, named), ["final_loss"]))
     if metric and metric not in metrics:

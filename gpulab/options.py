@@ -50,7 +50,7 @@ MARGIN = "largest difference that would not matter, such as 0.25sd or 0.001; for
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
-REGISTERED = "file that lays down question, endpoint, margin, seeds, stopping; its digest is kept with each run"
+REGISTERED = "file written before the runs, with the question and how it will be answered; its digest is kept"
 
 Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
@@ -70,14 +70,11 @@ def how_to_train(
     checkpoint_seconds: Annotated[
         float | None, option("time between checkpoints of gpulab's own networks", "10", min=0)
     ] = None,
-    guard: Annotated[
-        bool, option("end with an error if a tensor is overwritten before backward uses it", flag="--guard")
-    ] = False,
     registered: Annotated[Path | None, option(REGISTERED)] = None,
 ) -> dict[str, Any]:
-    """How a run is done, in arguments of `gpulab.train`: those asked for, since they keep a run from sharing a GPU."""
+    """How a run is done, in arguments of `gpulab.train`."""
     asked: dict[str, Any] = {"resume": False if fresh else None, "checkpoint_seconds": checkpoint_seconds}
-    asked |= {"guard": guard or None, "registered": str(registered) if registered else None}
+    asked["registered"] = str(registered) if registered else None
     return {name: value for name, value in asked.items() if value is not None}
 
 

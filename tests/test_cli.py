@@ -16,10 +16,8 @@ import pytest
 
 import gpulab as gl
 import gpulab.cli
-from gpulab.options import how_to_train
 from gpulab.settings import cpu_flags
 from gpulab.store import runs as stores
-from gpulab.training.workers import may_share
 
 COMMAND = [sys.executable, "-m", "gpulab"]
 SMOKE = ["train", "autoencoder", "--profile", "smoke", "--frames", "40"]
@@ -72,12 +70,6 @@ def test_the_version_is_told_and_help_says_what_holds_where_nothing_is_said(outp
     assert output("--version") == f"gpulab {gl.__version__}\n"
     assert "[default: ($GPULAB_STORE or ./runs)]" in output("runs", "--help")
     assert "[default: (final_loss, or the first)]" in output("experiment", "--help")
-
-
-def test_what_is_not_asked_for_does_not_keep_runs_from_sharing_a_gpu():
-    how = how_to_train(fresh=False, checkpoint_seconds=None, guard=False, registered=None)
-    assert may_share({"net": "prednet", "setting": "cuda:tf32=off", **how})
-    assert not may_share({"net": "prednet", "setting": "cuda:tf32=off", **how | {"guard": True}})
 
 
 def test_devices_shows_the_passport_and_the_settings_that_run_here(output):
@@ -152,13 +144,6 @@ def test_an_experiment_is_run_compared_listed_and_packed(output, tmp_path):
     some = output("runs", "--where", "loader=reused", "--where", "seed=0")
     assert "1 runs" in some
     assert "loader" not in some
-
-
-def test_a_guard_ends_an_experiment_that_overwrites(answer):
-    experiment = ["experiment", "prednet", "--profile", "smoke", "--frames", 40, "--seeds", "1", "--setting", "cpu"]
-    got = answer(*experiment, "--loader", "reused", "--guard")
-    assert got.status == 1
-    assert "overwritten since it was saved" in got.errors
 
 
 def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
@@ -378,10 +363,10 @@ def test_a_training_of_ones_own_is_run_compared_and_listed(own, answer, output, 
     command = "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
     assert stores.record_of(row)["command"] == command
     calls = [len((tmp_path / "calls").read_text().splitlines())]
-    for more in ([], ["--fresh"], ["--guard"], ["--picture", "runs.png"]):
+    for more in ([], ["--fresh"], ["--picture", "runs.png"]):
         output(*own, "--seeds", "0,1", *more)
         calls.append(len((tmp_path / "calls").read_text().splitlines()))
-    assert calls == [5, 5, 7, 9, 9], "what is there is not done again, unless that is asked for"
+    assert calls == [5, 5, 7, 7], "what is there is not done again, unless that is asked for"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     for options, words in (
         (["--metric", "accuracy"], "the runs have loss, size, final_loss"),

@@ -7,12 +7,9 @@ see it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,15 @@ from gpulab.errors import GpulabError, UsageError, extra
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
-from gpulab.training.workers import INSIDE, News
+from gpulab.training.workers import INSIDE, Workers
 
 MAX_RETRIES = 4  # of a run whose node died
 AT_ONCE = 64  # runs that are handed to the cluster, which does as many of them as fit
+LOOK = 1.0  # seconds between looks at whether a run has to stop
 LOCAL = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}  # a cluster that listens to this machine alone
 
 
-class RayCluster(contextlib.AbstractContextManager):
+class RayCluster(Workers):
     """The engine of an experiment on a cluster.
 
     Args:
@@ -40,6 +38,7 @@ class RayCluster(contextlib.AbstractContextManager):
     """
 
     def __init__(self, address: str | None = None) -> None:
+        super().__init__(AT_ONCE)
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         if address.startswith("ray://"):
             raise UsageError(f"address {address!r}: run this on a node of the cluster, with address='auto'")
@@ -48,8 +47,7 @@ class RayCluster(contextlib.AbstractContextManager):
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         with extra("cluster"):
             import ray
-        self.ray, self.count = ray, AT_ONCE
-        self.tasks: dict[Any, tuple[int, str]] = {}  # the number of each run that is being done, and where it is kept
+        self.ray = ray
         usual = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address, logging_level="error", log_to_driver=False, **LOCAL if address == "local" else {})
@@ -81,25 +79,23 @@ class RayCluster(contextlib.AbstractContextManager):
         on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in able]
         return self.ray.get([self.ray.remote(**options, scheduling_strategy=at)(passport).remote() for at in on_each])
 
-    def start(self, number: int, job: dict[str, Any]) -> bool:
-        """Have a run done on a node."""
-        task = self.ray.remote(max_retries=MAX_RETRIES, **self.task_options(job["setting"]))(train_on_node)
-        self.tasks[task.remote({**job, "store": None})] = number, job["store"]
-        return True
+    def _shared_setting(self, job: dict[str, Any]) -> str:  # noqa: ARG002
+        return ""
 
-    def news(self, seconds: float) -> Iterator[News]:
-        """Which runs have ended, waited for up to so many seconds; they are kept."""
-        if not self.tasks:
-            return time.sleep(seconds)
-        for task in self.ray.wait([*self.tasks], timeout=seconds)[0]:
-            number, store = self.tasks.pop(task)
-            try:
-                record, history, weights = self.ray.get(task)
-                yield number, stores.write_run(Path(store), record, history, weights).name, ""
-            except self.ray.exceptions.RayTaskError as error:
-                yield number, None, f"on its node: {error.cause}"
-            except self.ray.exceptions.RayError as error:
-                yield number, None, f"nodes died under it {MAX_RETRIES + 1} times: {error}".partition("\n")[0]
+    def do(self, job: dict[str, Any]) -> str:
+        """Have a run done on a node, keep it, and return its id."""
+        remote = self.ray.remote(max_retries=MAX_RETRIES, **self.task_options(job["setting"]))(train_on_node)
+        task = remote.remote({**job, "store": None})
+        while not self.ray.wait([task], timeout=LOOK)[0]:
+            if self.stopping.is_set():
+                raise KeyboardInterrupt
+        try:
+            return stores.write_run(Path(job["store"]), *self.ray.get(task)).name
+        except self.ray.exceptions.RayTaskError as error:
+            raise GpulabError(f"on its node: {error.cause}") from None
+        except self.ray.exceptions.RayError as error:
+            why = f"nodes died under it {MAX_RETRIES + 1} times: {error}"
+            raise GpulabError(why.partition("\n")[0]) from None
 
     def __exit__(self, *_: object) -> None:
         self.ray.shutdown()  # which ends what the cluster does for this

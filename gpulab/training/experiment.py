@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,6 @@ from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from gpulab.training.cluster import RayCluster
 
 WAIT = 1.0  # seconds between looks at what other drivers are doing
 CLAIMS = ".claims"  # the folder in a store in which a lock says that a run is being trained
@@ -57,8 +57,8 @@ class Experiment:
             arguments of `gpulab.train` that JSON can carry, such as `frames` or `data`. Weights are kept only with
             `keep_weights=True` among these.
         variants: Dictionaries of further options. Each of them is trained under every setting from every seed.
-        how: Arguments `resume`, `checkpoint_seconds`, `guard` and `registered` of `gpulab.train`, by name. With a
-            guard, or with `resume=False`, runs that are there are done again.
+        how: Arguments `resume`, `checkpoint_seconds` and `registered` of `gpulab.train`, by name. With `resume=False`
+            runs that are there are done again.
 
     Attributes:
         settings: The settings as a list of texts.
@@ -119,13 +119,7 @@ class Experiment:
             for seed in self.seeds  # type: ignore[union-attr]
         ]
 
-    def run(
-        self,
-        progress: bool = True,
-        engine: str = "local",
-        address: str | None = None,
-        share: Sequence[int] = (0, 1),
-    ) -> pd.DataFrame:
+    def run(self, progress: bool = True, engine: str = "local", address: str | None = None) -> pd.DataFrame:
         """Train the runs that the store does not have yet, and return all runs of this experiment.
 
         An interrupted experiment goes on where it was when it is called again. Runs that fail do not stop the others:
@@ -139,8 +133,6 @@ class Experiment:
                 one. Ray says how many runs fit at the same time, whatever `workers` is.
             address: For `ray`: the cluster's address, such as `auto` or `127.0.0.1:6379`. By default `$RAY_ADDRESS`, or
                 else a cluster of this machine alone, which ends with the experiment.
-            share: (k, n) does every n-th run from number k on, 0 ≤ k < n, and leaves the rest to other processes. Only
-                the runs of the share are returned.
 
         Returns:
             A data frame with a row for each run, ordered by setting and seed, with the columns of `gpulab.runs`.
@@ -154,20 +146,12 @@ class Experiment:
             raise UsageError(
                 "an experiment began while a worker imported its file: put it under __name__ == '__main__'"
             )
-        if len(share) != 2 or not 0 <= share[0] < share[1]:
-            raise UsageError(f"share {share!r}: expected (k, n) with k from 0 to n - 1")
+        if engine not in ("local", "ray"):
+            raise UsageError(f"engine {engine!r}: expected local or ray")
         if engine == "local" and address:
             raise UsageError(f"address={address!r} is for engine='ray'")
-        jobs = self.jobs()[share[0] :: share[1]]
-        if engine == "local":
-            workers: Workers | RayCluster = Workers(self.workers)
-        elif engine == "ray":
-            from gpulab.training.cluster import RayCluster
-
-            workers = RayCluster(address)
-        else:
-            raise UsageError(f"engine {engine!r}: expected local or ray")
-        with workers:
+        jobs = self.jobs()
+        with _ray_cluster(address) if engine == "ray" else Workers(self.workers) as workers:
             finished = self._train(jobs, workers, progress)
         frame = stores.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
@@ -175,7 +159,7 @@ class Experiment:
         frame = frame.dropna(subset="job").sort_values(["setting", "seed", "job"], ignore_index=True)
         return frame.drop(columns="job")
 
-    def _train(self, jobs: list[dict[str, Any]], workers: Workers | RayCluster, progress: bool) -> list[str]:
+    def _train(self, jobs: list[dict[str, Any]], workers: Workers, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
         from gpulab.progress import Progress
 
@@ -183,58 +167,57 @@ class Experiment:
         names = [identities_of(job, machines[job["setting"]]) for job in jobs]
         run_ids = [self._done(each) for each in names]
         waiting = [number for number, done in enumerate(run_ids) if not done]
-        if waiting:
-            files.check_writable(self.folder / CLAIMS / "run")
-            (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
         # Such a lock knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
         lease = functools.partial(SoftFileLease, lease_duration=LEASE, blocking=False, thread_local=False)
         locks = [lease(self.folder / CLAIMS / f"{identities[0].id}.lock") for identities in names]
-        begun: set[int] = set()
         failures: dict[str, list[str]] = {}  # which runs, by why
+        ended: set[int] = set()
 
-        def begin(number: int) -> bool:
-            """Whether a run is begun here, or has been done by another driver."""
-            if len(begun) == workers.count or not claimed(locks[number]):
-                return False
-            run_ids[number] = self._done(names[number])
-            if run_ids[number] is None and workers.start(number, jobs[number]):
-                begun.add(number)
-                return True
-            locks[number].release()
-            bar.update(run_ids[number] is not None)
-            return run_ids[number] is not None
+        def do(number: int) -> None:
+            """Have a run done, unless another driver is doing it."""
+            with claimed(locks[number]) as mine:
+                if not mine:
+                    return
+                try:
+                    run_id, why = self._done(names[number]) or workers.do(jobs[number]), ""
+                except GpulabError as error:
+                    run_id, why = None, str(error)
+                except Exception as error:  # of arguments that make no sense
+                    run_id, why = None, f"{type(error).__name__}: {error}"
+            if run_id and run_id not in [identity.id for identity in names[number]]:
+                why = "its function or its data were changed while the experiment ran; run it again"
+            if why:
+                failures.setdefault(why, []).append(f"{jobs[number]['setting']} seed {jobs[number]['seed']}")
+            run_ids[number] = run_id
+            ended.add(number)
 
-        total = {"total": len(jobs), "initial": len(jobs) - len(waiting), "unit": "run"}
-        with Progress(**total, leave=False, disable=not progress) as bar:
-            try:
-                while waiting or begun:
-                    waiting = [number for number in waiting if not begin(number)]
-                    for number, run_id, why in workers.news(WAIT):
-                        run_ids[number] = run_id
-                        if run_id and run_id not in [identity.id for identity in names[number]]:
-                            why = "its function or its data were changed while the experiment ran; run it again"
-                        if why:
-                            which = f"{jobs[number]['setting']} seed {jobs[number]['seed']}"
-                            failures.setdefault(why, []).append(which)
-                        begun.remove(number)
-                        locks[number].release()
-                        bar.update()
-                    bar.refresh()  # for its clock
-            finally:
-                for number in begun:
-                    locks[number].release()
+        done = len(jobs) - len(waiting)
+        with Progress(total=len(jobs), initial=done, unit="run", leave=False, disable=not progress) as bar:
+            while waiting:
+                with contextlib.closing(workers.each(do, {number: jobs[number] for number in waiting}, WAIT)) as each:
+                    for _ in each:
+                        bar.update(done + len(ended) - bar.n)
+                        bar.refresh()  # for its clock
+                waiting = [number for number in waiting if number not in ended]
+                time.sleep(WAIT * bool(waiting))  # for another driver
         if failures:
             raise GpulabError(
                 f"{sum(map(len, failures.values()))} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in failures.items())
             )
-        return [done for done in run_ids if done]
+        return [run_id for run_id in run_ids if run_id]
 
     def _done(self, names: list[Identity]) -> str | None:
         """The id of a run in the store, which has a name for each machine that might have done it."""
-        if self.how.get("guard") or not self.how.get("resume", True):
+        if not self.how.get("resume", True):
             return None
         return next((identity.id for identity in names if stores.find(self.folder, identity)), None)
+
+
+def _ray_cluster(address: str | None) -> Workers:
+    from gpulab.training.cluster import RayCluster
+
+    return RayCluster(address)
 
 
 def identities_of(job: dict[str, Any], machines: list[Passport]) -> list[Identity]:
@@ -246,15 +229,18 @@ def identities_of(job: dict[str, Any], machines: list[Passport]) -> list[Identit
     return [spec.identity(here) for here in machines]
 
 
-def claimed(lock: SoftFileLease) -> bool:
-    """Whether a run is this driver's now, and no other's."""
-    with files.writing(lock.lock_file):
-        try:
-            lock.acquire()
-        except Timeout:
-            files.check_writable(lock.lock_file)  # a pipe would be waited for without an end
-            return False
-    return True
+@contextlib.contextmanager
+def claimed(lock: SoftFileLease) -> Iterator[bool]:
+    """Whether a run is for this driver to do, and for no other while the block lasts."""
+    with files.writing(lock.lock_file), contextlib.suppress(Timeout):
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    if not lock.is_locked:
+        files.check_writable(lock.lock_file)  # a pipe would be waited for without an end
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def seed_runs(

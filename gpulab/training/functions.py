@@ -13,7 +13,7 @@ import os
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from gpulab.settings import Setting
 from gpulab.sources import UnknownContentError, content_hash, file_of, texts_of
 from gpulab.store.runs import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
-from gpulab.training.protocol import LAST_FIFTH
 
 GIVEN = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
 FIRST = "final_loss"  # the name of a number without one
@@ -104,18 +103,13 @@ class TrainingFunction:
     def train(self, options: Mapping[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
         """Train, under a setting that is in force; returns what the record says of the end, and the history."""
         allocated, begin = _allocated(setting), time.perf_counter()
-        history: list[WindowNote] = []
-
-        def note(loss: float) -> None:
-            history.append(WindowNote(len(history), len(history) + 1, loss, time.perf_counter() - begin))
-
         given = {"seed": seed, "setting": setting}
-        metrics: dict[str, Any] | None
+        metrics: dict[str, Any] = {}
         with seeded(setting, seed):
             try:
-                metrics = _metrics(self.function(**{name: given[name] for name in self.takes}, **options), note)
+                metrics = _numbers(self.function(**{name: given[name] for name in self.takes}, **options))
             except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
-                metrics = None
+                pass  # diverged
             except GpulabError:
                 raise
             except (Exception, SystemExit) as error:
@@ -125,19 +119,18 @@ class TrainingFunction:
         if allocated is not None and _allocated(setting) == allocated:
             left = f"{self.name} left {setting.device} alone"
             warnings.warn(f"{left}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=2)
-        if not history:
-            note(math.nan if metrics is None else float(next(iter(metrics.values()))))
-        diverged = metrics is None or not all(map(math.isfinite, metrics.values()))
-        metrics = None if diverged else metrics
-        known = metrics or {}
-        if taken := ({*COLUMNS, "options", *self.options} - {FIRST, "heldout_loss", "loss"}) & known.keys():
+        if taken := ({*COLUMNS, "options", *self.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys():
             clash = f"a metric cannot be called {min(taken)!r}, a column of gpulab.runs or an option"
             raise GpulabError(f"{clash}; give it another name")
-        if "loss" in known:
-            known.setdefault(FIRST, known["loss"])
-        summary = {name: known.get(name) for name in (FIRST, "heldout_loss")}
-        summary["seconds"] = time.perf_counter() - begin
-        return {"status": "diverged" if diverged else "finished", "metrics": metrics, "summary": summary}, history
+        seconds, first = time.perf_counter() - begin, float(next(iter(metrics.values()), math.nan))
+        status = "finished" if metrics and all(map(math.isfinite, metrics.values())) else "diverged"
+        if status == "diverged":
+            metrics = {}
+        if "loss" in metrics:
+            metrics.setdefault(FIRST, metrics["loss"])
+        summary = {name: metrics.get(name) for name in (FIRST, "heldout_loss")} | {"seconds": seconds}
+        end = {"status": status, "metrics": metrics or None, "summary": summary}
+        return end, [WindowNote(0, 1, first, seconds)]
 
 
 def is_function(net: Any) -> bool:
@@ -169,22 +162,6 @@ def _allocated(setting: Setting) -> int | None:
     return torch.cuda.memory_stats(setting.device).get("allocation.all.allocated", 0)
 
 
-def _metrics(outcome: Any, note: Callable[[float], None]) -> dict[str, Any]:
-    """The numbers that a training returned; of those that it yielded, the mean of the last fifth. `note` hears each."""
-    if not isinstance(outcome, Iterator):
-        return _numbers(outcome)
-    steps = []
-    for step in map(_numbers, outcome):
-        note(float(step.get("loss", next(iter(step.values())))))
-        if not all(map(math.isfinite, step.values())):
-            return step
-        steps.append(step)
-    if not steps:
-        raise GpulabError("it yielded nothing; expected losses")
-    last = steps[-max(1, len(steps) // LAST_FIFTH) :]
-    return {name: math.fsum(step[name] for step in last) / len(last) for name in last[-1]}
-
-
 def _numbers(value: Any) -> dict[str, Any]:
     """{name: number} of a dict, or of a number alone."""
     named = value if isinstance(value, Mapping) else {FIRST: value}
@@ -194,7 +171,7 @@ def _numbers(value: Any) -> dict[str, Any]:
         values = {str(name): getattr(number, "detach", lambda n=number: n)() for name, number in named.items()}
         return {name: bool(v) if isinstance(v, bool | np.bool_) else float(v) for name, v in values.items()}
     except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with many numbers
-        raise GpulabError(f"it gave {value!r:.200}; expected a number, a dict of numbers, or to yield these") from None
+        raise GpulabError(f"it gave {value!r:.200}; expected a number, a dict of numbers") from None
 
 
 def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:

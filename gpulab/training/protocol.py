@@ -1,18 +1,13 @@
-"""What is decided before a run: the profile, which says how large it is, and where wanted a registration."""
+"""The profiles: how large a run is, on what it is trained, and how many seeds an experiment has."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from gpulab import files
 from gpulab.errors import UsageError
 
-LAID_DOWN = ("Question", "Endpoint", "Margin", "Seeds", "Stopping")  # the headings of a registration
 PROFILES = ("smoke", "quick", "paper")
 LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
 
@@ -96,23 +91,3 @@ def protocol(model: str, name: str) -> Protocol:
     if name not in PROTOCOLS[model]:
         raise UsageError(f"profile {name!r}: {model} has {', '.join(PROTOCOLS[model])}")
     return PROTOCOLS[model][name]
-
-
-def registration(file: str | Path | None) -> dict[str, str]:
-    """What a run's record keeps of the registration that it is made under, if any: its file's name, and SHA-256.
-
-    A registration is a Markdown file, such as `data/registered/NAME.md`, with the headings of `LAID_DOWN`. It is
-    written before the first run; whoever changes it later changes its digest, which the runs still have.
-
-    Raises:
-        UsageError: For a file that lacks one of the headings.
-        DataError: For a file that cannot be read.
-    """
-    if file is None:
-        return {}
-    content = files.read(file)
-    headings = re.findall(r"^## (.+?)\s*$", content.decode(errors="replace"), re.MULTILINE)
-    if missing := [heading for heading in LAID_DOWN if heading not in headings]:
-        needed = ", ".join(LAID_DOWN)
-        raise UsageError(f"registration {str(file)!r} has no heading '## {missing[0]}'; it needs {needed}")
-    return {"registered": f"{Path(file).stem} {hashlib.sha256(content).hexdigest()}"}

@@ -6,9 +6,9 @@ what came of it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpulab import files
 from gpulab.content import weights_digest
 from gpulab.data.base import Data, Window
 from gpulab.data.feed import Loader, ahead, has_its_device_alone
-from gpulab.diagnostics import guards
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
@@ -34,7 +34,7 @@ from gpulab.training import loop
 from gpulab.training.checkpoints import Checkpoints
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.loop import Plain, Training, WindowNote
-from gpulab.training.protocol import LAST_FIFTH, registration
+from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.spec import RunSpec
 
 try:
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 CHECKPOINT_SECONDS = 10.0
 HISTORY_TYPES = ("int64", "int64", "float64", "float32")  # of `WindowNote`
 Watch = Callable[[Trainable, int], None]  # called with the model and the number of updates
-Told = bool | Callable[[int, float], None]  # True for a bar, or what is called with (frames done, loss)
 
 
 @dataclass
@@ -91,8 +90,7 @@ class Run:
         """A data frame with a row for each window.
 
         Its columns are `window` (from 0), `step` (updates so far), `loss` (the mean squared error per frame, averaged
-        over the window) and `seconds` (since the beginning). For a training of your own there is a row for
-        each number that it yielded, or a single one.
+        over the window) and `seconds` (since the beginning). A training of your own has a single row.
         """
         import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
 
@@ -193,10 +191,8 @@ def train(
     resume: bool = True,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     keep_weights: bool = True,
-    guard: bool = False,
     watch: Watch | None = None,
-    progress: Told = True,
-    command: str | None = None,
+    progress: bool = True,
     registered: str | Path | None = None,
     **factors: Any,
 ) -> Run:
@@ -217,9 +213,9 @@ def train(
     - Every other parameter is an option and needs a default. Where the value of an option names a file, the file's
       content is part of what identifies the run. A change in any other file that the function opens is not noticed.
 
-    The function returns a number, or a dictionary of numbers by name, or yields these as it goes; then the mean of the
-    last fifth counts. A number without a name, or one named `loss`, is the run's `final_loss`. A number that is not
-    finite, an `ArithmeticError` or a `LinAlgError` ends the run as `diverged`.
+    The function returns a number, or a dictionary of numbers by name. A number without a name, or one named `loss`, is
+    the run's `final_loss`. A number that is not finite, an `ArithmeticError` or a `LinAlgError` makes the run one that
+    `diverged`.
 
     With a `store`, the finished run is kept there, and an interrupted one goes on from its last checkpoint. A run that
     the store has already is returned without training, unless `keep_weights` asks for weights that were not kept.
@@ -244,17 +240,12 @@ def train(
         resume: Whether to go on from a checkpoint, and to take a run that is there.
         checkpoint_seconds: The time between two checkpoints.
         keep_weights: Whether the store keeps the trained weights.
-        guard: Whether to train under `gpulab.guard`. The results are the same bits. A run that the store has already is
-            trained again, because it may have been made without a guard.
         watch: A function that is called with the model and the number of updates, before the first update and after
             each window. For gpulab's own loop in this process only.
-        progress: True for a progress bar, False for none; or a function that is called with the frames done so far and
-            the loss. Of a training of your own nobody knows how far it is.
-        command: A command line to be noted in the run's record. By default it is the one that makes this run, where
-            there is one.
-        registered: A Markdown file that was written before the first run, with the headings Question, Endpoint, Margin,
-            Seeds and Stopping. Its name and SHA-256 are noted in the record of a run that is made now, not of one that
-            the store has already.
+        progress: Whether to show a progress bar. Of a training of your own nobody knows how far it is.
+        registered: A file that was written before the first run and says what is asked, and how it will be answered,
+            such as those in `data/registered`. Its name and SHA-256 are noted in the record of a run that is made now,
+            not of one that the store has already.
         **factors: Options of your own training. Or, of gpulab's own loop, what a device may do in another way while
             what is to be learned stays the same:
 
@@ -273,7 +264,6 @@ def train(
         DataError: For a file of the data that is missing, damaged, or changed during the training.
         GpulabError: For a setting that cannot run here, or a store that cannot be written. Also where a function of
             your own raises, or gives something else than numbers.
-        OverwrittenError: With `guard`, where a tensor was overwritten between its saving and the backward pass.
 
     Examples:
         >>> import gpulab as gl
@@ -294,7 +284,9 @@ def train(
     if spec.function and watch:
         raise UsageError("watch goes with gpulab's own networks")
     folder = None if store is None else stores.store_folder(store)
-    notes = {"command": spec.command() if command is None else command, **registration(registered)}
+    notes = {"command": spec.command()}
+    if registered:
+        notes["registered"] = f"{Path(registered).stem} {hashlib.sha256(files.read(registered)).hexdigest()}"
     if folder:
         spec.check_known()
     with spec.in_force():
@@ -302,17 +294,16 @@ def train(
             spec.draw_weights()
         identity = spec.identity(passport())
         checkpoints = Checkpoints(folder, identity, checkpoint_seconds)
-        if folder and resume and not guard:
+        if folder and resume:
             existing = stores.find(folder, identity)
             if existing and (existing[2] is not None or spec.function or not keep_weights):
                 checkpoints.remove()  # one that was killed between keeping its run and this
                 return _stored_run(spec, folder / identity.id, *existing)
         record = stores.begun(identity, passport(), **notes)
-        with guards.guard() if guard else contextlib.nullcontext():
-            if spec.function:
-                end, history = spec.function(spec.setting, seed)
-            else:
-                end, history = train_network(spec, checkpoints, resume, watch, progress)
+        if spec.function:
+            end, history = spec.function(spec.setting, seed)
+        else:
+            end, history = train_network(spec, checkpoints, resume, watch, progress)
     run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)
     if folder:
         weights = run.model.state_dict() if keep_weights and run.model else None
@@ -322,7 +313,7 @@ def train(
 
 
 def train_network(
-    spec: RunSpec, checkpoints: Checkpoints, resume: bool, watch: Watch | None, progress: Told
+    spec: RunSpec, checkpoints: Checkpoints, resume: bool, watch: Watch | None, progress: bool
 ) -> tuple[dict[str, Any], list[WindowNote]]:
     """Train as specified, `spec.in_force`.
 
@@ -338,14 +329,11 @@ def train_network(
     resumed = {"resumed_at": len(training.history)} if resume and checkpoints.resume(training) else {}
     watch = watch or (lambda *_: None)
     count = spec.frames // spec.window
-    with Progress(total=count * spec.window, unit="frame", leave=False, disable=progress is not True) as bar:
+    with Progress(total=count * spec.window, unit="frame", leave=False, disable=not progress) as bar:
 
         def after_window() -> None:
-            done, loss = len(training.history) * spec.window, training.history[-1].loss
-            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
-            bar.update(done - bar.n)
-            if callable(progress):
-                progress(done, loss)
+            bar.set_postfix(loss=f"{training.history[-1].loss:.3g}", refresh=False)
+            bar.update(len(training.history) * spec.window - bar.n)
             watch(training.model, training.step)
             checkpoints.save_if_due(training)
 

@@ -88,8 +88,8 @@ def test_which_loaders_train_to_the_same_bits(kind, precision, same):
 @pytest.mark.parametrize("loader", LOADERS)
 def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied(loader):
     overwrites = loader in ("reused", "imitated")
-    with pytest.raises(gl.OverwrittenError) if overwrites else contextlib.nullcontext():
-        gl.train(small_net(), setting=SETTING, loader=loader, guard=True, **SMALL)
+    with pytest.raises(gl.OverwrittenError) if overwrites else contextlib.nullcontext(), gl.guard():
+        gl.train(small_net(), setting=SETTING, loader=loader, **SMALL)
 
 
 @pytest.fixture(scope="module")

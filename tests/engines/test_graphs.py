@@ -34,6 +34,7 @@ def test_prednet_learns_the_same(setting, loader):
 
 @needs_cuda
 def test_what_has_to_be_seen_is_not_captured():
-    assert not trained("prednet", frames=60, guard=True).record["captured"]
+    with gl.guard():
+        assert not trained("prednet", frames=60).record["captured"]
     assert not trained("prednet", frames=60, loader="reused").record["captured"]
     assert not trained("autoencoder", frames=60, loader="imitated").record["captured"]

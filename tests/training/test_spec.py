@@ -16,7 +16,7 @@ from gpulab.cli import app
 from gpulab.data.feed import LOADERS
 from gpulab.store import recorded
 from gpulab.store.factors import factors_of_record
-from gpulab.training.protocol import LAID_DOWN, protocol, registration
+from gpulab.training.protocol import protocol
 from gpulab.training.spec import CODE_VERSION, RunSpec
 
 
@@ -119,13 +119,12 @@ def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
 
 
 REGISTERED = Path(__file__).parents[2] / "data" / "registered"
-PLAN = "# A plan\n\n" + "".join(f"## {heading}\nWords.\n\n" for heading in LAID_DOWN)
 
 
 @pytest.fixture
 def plan(tmp_path):
     file = tmp_path / "a-plan.md"
-    file.write_text(PLAN, encoding="utf-8")
+    file.write_text("# A plan\n\nTen seeds.\n", encoding="utf-8")
     return file
 
 
@@ -146,16 +145,10 @@ def test_every_run_made_under_a_registration_keeps_its_digest_which_is_no_part_o
         assert registered.record[name] == again.record[name]
 
 
-def test_what_lays_nothing_down_is_refused_before_anything_is_trained(plan):
-    plan.write_text(PLAN.replace("## Margin\n", ""))
-    with pytest.raises(gl.UsageError, match="has no heading '## Margin'"):
-        gl.train("autoencoder", registered=plan)
-
-
 def test_recorded_runs_were_made_under_the_registrations_that_are_here():
     files = [*REGISTERED.glob("*.md")]
     assert files
     for file in files:
         runs = gl.runs(recorded.recorded_folder("studies") / f"{file.stem}.parquet")
         assert len(runs)
-        assert set(runs.registered) == {registration(file)["registered"]}, "changed since"
+        assert set(runs.registered) == {f"{file.stem} {hashlib.sha256(file.read_bytes()).hexdigest()}"}, "changed since"

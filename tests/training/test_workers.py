@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import signal
-import threading
 import time
 
 import psutil
@@ -30,19 +28,32 @@ def weights(net, seed, setting="cpu:threads=1"):
     return run.record["summary"]["weights"]
 
 
+def do_each(jobs, count=len(NETS)):
+    """The id of each run, or why it has none."""
+    ended = {}
+
+    def do(number):
+        try:
+            ended[number] = engine.do(jobs[number])
+        except gl.GpulabError as error:
+            ended[number] = str(error)
+
+    with workers.Workers(count) as engine:
+        for _ in engine.each(do, dict(enumerate(jobs)), 1.0):
+            pass
+    return [ended[number] for number in range(len(jobs))]
+
+
 @pytest.fixture
 def trained_together(monkeypatch):
     """What threads that share a device give; a CPU stands in for it where there is none."""
     monkeypatch.setattr(workers, "may_share", lambda _: True)
 
     def trained(store, setting="cpu:threads=1"):
-        news = []
-        with workers.Workers(len(NETS)) as engine:
-            assert all(engine.start(number, job) for number, job in enumerate(jobs(store, setting)))
-            while len(news) < len(NETS):
-                news += engine.news(1.0)
-        assert all(run_id and not why for _, run_id, why in news), news
-        return gl.runs(store).set_index(["experiment", "seed"]).weights
+        run_ids = do_each([*jobs(store, setting)])
+        frame = gl.runs(store)
+        assert set(run_ids) <= set(frame.id)
+        return frame.set_index(["experiment", "seed"]).weights
 
     return trained
 
@@ -65,55 +76,37 @@ def test_networks_on_streams_of_one_gpu_have_the_bits_that_they_have_alone(train
 
 def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(trained_together, tmp_path):
     with contextlib.suppress(KeyboardInterrupt), workers.Workers(len(NETS)) as engine:
-        for number, job in enumerate(jobs(tmp_path)):
-            engine.start(number, job)
-        raise KeyboardInterrupt
+        waiting = dict(enumerate(jobs(tmp_path)))
+        for _ in engine.each(lambda number: engine.do(waiting[number]), waiting, 0.1):
+            raise KeyboardInterrupt
     assert len(gl.runs(tmp_path)) < len(NETS)
     together = trained_together(tmp_path)
     assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
 
 
-def test_threads_wait_for_those_of_another_setting(monkeypatch, tmp_path):
+def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
     monkeypatch.setattr(workers, "may_share", lambda _: True)
-    going_on = threading.Event()
-    monkeypatch.setattr(workers, "do_run", lambda *_: going_on.wait() and "an id")
-    (first, *_), (other, *_) = jobs(tmp_path), jobs(tmp_path, "cpu:threads=2")
+    seen = []
+
+    def do(number):
+        time.sleep(0.1)
+        seen.append((number, torch.get_num_threads()))
+
     with workers.Workers(2) as engine:
-        assert engine.start(0, first)
-        assert not engine.start(1, other), "the flags of a setting hold for all threads"
-        going_on.set()
-        assert [*engine.news(5.0)] == [(0, "an id", "")]
-        assert engine.start(1, other)
-
-
-def ended(engine):
-    """What the next run that ends says."""
-    news = []
-    while not news:
-        news = [*engine.news(1.0)]
-    return news[0]
+        settings = ["cpu:threads=1", "cpu:threads=1", "cpu:threads=2"]
+        waiting = {number: JOB | {"net": "prednet", "setting": setting} for number, setting in enumerate(settings)}
+        list(engine.each(do, waiting, 1.0))
+    assert sorted(seen) == [(0, 1), (1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_run_that_cannot_be_begun_does_not_stop_the_next(share, monkeypatch, tmp_path):
-    monkeypatch.setattr(workers, "may_share", lambda _: share)
+    monkeypatch.setattr(workers, "may_share", lambda job: share and "77" not in job["setting"])
     (good, *_), (bad, *_) = jobs(tmp_path), jobs(tmp_path, "cuda:77")
-    with workers.Workers(2) as engine:
-        for number, job in enumerate([bad, bad, good]):
-            assert engine.start(number, job)
-            _, run_id, why = ended(engine)
-            assert ("cuda:77' cannot run here" in why, bool(run_id)) == ((job is bad), (job is good))
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
-def test_process_that_is_killed_while_idle_is_replaced():
-    job = {"net": lambda seed: seed, "setting": "cpu:threads=1", "seed": 0}
-    with workers.Workers(1) as engine:
-        engine.start(0, job)
-        assert ended(engine)[1]
-        os.kill(engine.idle[0].number, signal.SIGKILL)
-        engine.start(1, job)
-        assert ended(engine)[1]
+    one, two, three = do_each([bad, bad, good], 2)
+    assert "cuda:77' cannot run here" in one
+    assert one == two
+    assert three.startswith("prednet-smoke-cpu")
 
 
 def goes_on(seed):
@@ -125,18 +118,17 @@ def goes_on(seed):
 
 def test_process_that_does_not_hear_is_killed(monkeypatch):
     monkeypatch.setattr(workers, "DEAF", 1.0)
+    job = {"net": goes_on, "setting": "cpu:threads=1", "seed": 0}
     with contextlib.suppress(KeyboardInterrupt), workers.Workers(1) as engine:
-        engine.start(0, {"net": goes_on, "setting": "cpu:threads=1", "seed": 0})
-        (_, process), *_ = engine.tasks.values()
-        raise KeyboardInterrupt
-    assert not psutil.pid_exists(process.number)
+        for _ in engine.each(lambda _: engine.do(job), {0: job}, 8.0):
+            (process,) = engine.pools[0]._processes
+            raise KeyboardInterrupt
+    assert not psutil.pid_exists(process)
 
 
-def test_processes_of_one_setting_are_used_again():
-    with workers.Workers(1) as engine:
-        seen = []
-        for number, setting in enumerate(["cpu:threads=1", "cpu:threads=1", "cpu:threads=2"]):
-            engine.start(number, {"net": lambda seed: os.getpid(), "setting": setting, "seed": 0})
-            assert ended(engine)[1]
-            seen.append(engine.idle[0].number)
-    assert seen[0] == seen[1] != seen[2]
+def test_processes_of_one_setting_are_used_again(tmp_path):
+    settings = ["cpu:threads=1", "cpu:threads=1", "cpu:threads=2"]
+    job = {"net": lambda seed: {"process": os.getpid()}, "store": str(tmp_path)}
+    do_each([job | {"setting": setting, "seed": number} for number, setting in enumerate(settings)], 1)
+    first, second, third = gl.runs(tmp_path).sort_values("seed").process
+    assert first == second != third
