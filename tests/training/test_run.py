@@ -193,12 +193,12 @@ def test_too_high_a_learning_rate_diverges_though_only_the_held_out_loss_may_sho
 def interrupted(run, after, error=KeyboardInterrupt):
     """Run until so many frames are done, then press Ctrl-C."""
 
-    def progress(done, _):
-        if done >= after:
+    def watch(model, updates):
+        if updates * (20 if model.sequential else 1) >= after:
             raise error
 
     with pytest.raises(error):
-        run({"progress": progress})
+        run({"watch": watch})
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def interrupted(run, after, error=KeyboardInterrupt):
 def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(run, stops, tmp_path):
     whole = run()
     for after in stops:
-        interrupted(lambda progress: run(store=tmp_path, **progress), after)
+        interrupted(lambda watch: run(store=tmp_path, **watch), after)
         assert gl.runs(tmp_path).empty
         assert len(list((tmp_path / stores.WORK).glob("*.safetensors"))) == 1
     resumed = run(store=tmp_path)
@@ -229,14 +229,14 @@ def test_a_run_that_ends_without_a_word_goes_on_from_its_last_checkpoint_unless_
 ):
     """As one that is killed: it saves every so many seconds, and not at its end."""
     options = {"store": tmp_path, "checkpoint_seconds": 0}
-    interrupted(lambda progress: trained(**options, **progress), after=120, error=RuntimeError)
+    interrupted(lambda watch: trained(**options, **watch), after=120, error=RuntimeError)
     run = trained(**options, resume=resume)
     assert run.record.get("resumed_at") == resumed_at
     assert same(run, reference())
 
 
 def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
-    interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
+    interrupted(lambda watch: trained(store=tmp_path, **watch), after=80)
     (file,) = (tmp_path / stores.WORK).glob("*.safetensors")
     tensors, notes = stores.read_tensors(file)
     tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpulab.engines.hessian_forward.capture import Operation, as_list
-from gpulab.engines.hessian_forward.combinations import Coefficient, Combination, lift
+from gpulab.engines.hessian_forward.combinations import Coefficient, Combination
 from gpulab.engines.hessian_forward.convolutions import BiasGradient, Convolution, Geometry
 from gpulab.engines.hessian_forward.linear_maps import LinearMap, Step, without_the_unused
 from gpulab.errors import UnsupportedError
@@ -36,7 +36,6 @@ class Builder:
     def __init__(self, inputs: int) -> None:
         self.steps: list[Step] = []
         self.count, self.bytes = inputs, 0
-        self.shared: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def linearize(self, operation: Operation) -> list[int | None]:
         """Add what an operation does to tangents; the variables that are the tangents of its results."""
@@ -77,17 +76,12 @@ class Builder:
         tangents = [self.tangent(argument) for argument in arguments]
         return None if all(t is None for t in tangents) else self.steps_of(function, tangents, 1)[0]
 
-    def combine(self, *terms: tuple[Coefficient, Any]) -> int | None:
-        """The sum of coefficients times tangents of arguments, broadcast to the shape of the result."""
-        return self.weighted(*[(coefficient, self.tangent(argument)) for coefficient, argument in terms])
-
-    def weighted(self, *terms: tuple[Coefficient, int | None]) -> int | None:
-        """The sum of coefficients times variables, broadcast to the shape of the result."""
+    def combine(self, *terms: tuple[Coefficient, int | None]) -> int | None:
+        """The sum of coefficients times variables, broadcast to the shape of the result; None for constants."""
         present = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
         if not present:
             return None
-        coefficients = [c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in present]  # also masks
-        function = Combination(coefficients, self.results.shape)
+        function = Combination([coefficient for coefficient, _ in present], self.results.shape)
         return self.steps_of(function, [variable for _, variable in present], 1)[0]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
@@ -97,13 +91,6 @@ class Builder:
             return present[0] if present else None
         function = Combination([None] * len(present), self.results.shape if shape is None else shape, plain=True)
         return self.steps_of(function, present, 1)[0]
-
-    def by_result(self, function: Any, result: Tensor) -> Tensor:
-        """The derivative of a function in terms of its result: forward and backward pass share it."""
-        key = function, result.data_ptr(), result.shape, result.stride()
-        if key not in self.shared:
-            self.shared[key] = result, BY_RESULT[function](result)
-        return self.shared[key][1]
 
 
 class ByTorch:
@@ -139,9 +126,7 @@ class ByTorch:
         return torch.func.vmap(self._directional)(*tangents)
 
     def _directional(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own rules
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore"):  # of torch, about its own rules
             return torch.func.jvp(self._call, tuple(self.flat[index] for index in self.indices), tangents)[1]
 
     def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -165,16 +150,6 @@ def _floats(result: Any) -> bool:
 def reshaped(b: Builder, x: Tensor, *_: Any) -> Any:
     shape = b.results.shape
     return b.apply(lambda tangent: tangent.reshape(len(tangent), *shape), x)
-
-
-def expanded(b: Builder, x: Tensor, *_: Any, **__: Any) -> Any:
-    shape = b.results.shape
-    return b.apply(lambda tangent: lift(tangent, len(shape) + 1).expand(len(tangent), *shape), x)
-
-
-def permuted(b: Builder, x: Tensor, dims: Sequence[int]) -> Any:
-    order = (0, *[dim % x.ndim + 1 for dim in dims])
-    return b.apply(lambda tangent: tangent.permute(order), x)
 
 
 def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -209,57 +184,16 @@ def reduced(b: Builder, x: Tensor, dim: Any = None, keepdim: bool = False, **_: 
     return b.apply(lambda t: function(t, shifted, keepdim=keepdim), x) if shifted else b.tangent(x)
 
 
-def upsampled(b: Builder, x: Tensor, *arguments: Any) -> Any:
-    """Each member of a batch is treated alike, and the k tangents become a larger batch."""
-    function, shape, batch = b.function, b.results.shape, len(x)
-
-    def apply(tangent: Tensor) -> Tensor:
-        k, values = len(tangent), list(arguments)
-        if function is aten.upsample_nearest2d_backward.default:  # (g, output size, input size, …)
-            values[1] = [k * batch, *values[1][1:]]
-        return function(tangent.flatten(0, 1), *values).reshape(k, *shape)
-
-    return b.apply(apply, x)
-
-
 def added(b: Builder, x: Any, y: Any, *, alpha: float = 1) -> Any:
     scale = -alpha if "sub" in str(b.function) else alpha
     if b.tangent(x) is not None and b.tangent(y) is not None and x.shape == y.shape and scale == 1:
         return b.add(b.tangent(x), b.tangent(y))
-    return b.combine((None, x), (None if scale == 1 else scale, y))
-
-
-def looked_up(b: Builder, weight: Tensor, indices: Tensor, padding: int = -1, *_: Any) -> Any:
-    """Rows of an embedding; the one that stands for padding is a constant to torch."""
-    padded = (indices == padding)[..., None]
-    return b.apply(lambda t: t[:, indices].masked_fill_(padded, 0), weight)
+    return b.combine((None, b.tangent(x)), (None if scale == 1 else scale, b.tangent(y)))
 
 
 def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Any:
     scale = 2 / x.numel() if reduction == 1 else 2
-    return b.combine((scale * (x - y), g), (scale * g, x), (-scale * g, y))
-
-
-def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
-    """The places of the largest are constants."""
-    shape, largest = b.results[0].shape, b.results[1].flatten(-2)
-
-    def gather(tangent: Tensor) -> Tensor:
-        indices = largest.expand(len(tangent), *largest.shape)
-        return tangent.flatten(-2).gather(-1, indices).reshape(len(tangent), *shape)
-
-    return [b.apply(gather, x), None]
-
-
-def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
-    shape, largest = x.shape, arguments[-1].flatten(-2)
-
-    def scatter(tangent: Tensor) -> Tensor:
-        indices = largest.expand(len(tangent), *largest.shape)
-        zeros = tangent.new_zeros(*indices.shape[:-1], shape[-2] * shape[-1])
-        return zeros.scatter_add_(-1, indices, tangent.flatten(-2)).reshape(len(tangent), *shape)
-
-    return b.apply(scatter, g)
+    return b.combine((scale * (x - y), b.tangent(g)), (scale * g, b.tangent(x)), (-scale * g, b.tangent(y)))
 
 
 def matrix_product(b: Builder, x: Tensor, y: Tensor) -> Any:
@@ -270,7 +204,7 @@ def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales
     if scales:
         return NotImplemented
     by_x, by_y = b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y)
-    return b.weighted((None, by_x), (None, by_y), (None, b.tangent(c)))
+    return b.combine((None, by_x), (None, by_y), (None, b.tangent(c)))
 
 
 def convolution(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Any:
@@ -309,38 +243,18 @@ POINTWISE = (
     *(aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default),
     aten.index_fill.int_Tensor,
 )
-BY_RESULT: dict[Any, Callable[[Tensor], Tensor]] = {
-    aten.relu.default: lambda y: (y > 0).to(y.dtype),
-    aten.sigmoid.default: lambda y: y * (1 - y),
-    aten.tanh.default: lambda y: 1 - y * y,
-}
 RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
     **dict.fromkeys(VIEWS, reshaped),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCTIONS, reduced),
-    aten.expand.default: expanded,
-    aten.permute.default: permuted,
     aten.t.default: lambda b, x: b.apply(lambda tangent: tangent.transpose(1, -1), x),
     **dict.fromkeys((aten.cat.default, aten.stack.default), joined),
-    **dict.fromkeys((aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default), upsampled),
-    aten.embedding.default: looked_up,
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), added),
-    aten.copy.default: lambda b, x, y, *_: b.combine((None, y)) if x.dtype == y.dtype else NotImplemented,
-    aten.neg.default: lambda b, x: b.combine((-1, x)),
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), lambda b, x, y: b.combine((y, x), (x, y))),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), lambda b, x, y: b.combine((1 / y, x), (-b.results / y, y))),
-    **dict.fromkeys(BY_RESULT, lambda b, x: b.combine((b.by_result(b.function, b.results), x))),
-    aten.sigmoid_backward.default: lambda b, g, y: b.combine(
-        (b.by_result(aten.sigmoid.default, y), g), (g * (1 - 2 * y), y)
-    ),
-    aten.tanh_backward.default: lambda b, g, y: b.combine((b.by_result(aten.tanh.default, y), g), (g * (-2 * y), y)),
-    aten.threshold_backward.default: lambda b, g, y, threshold: (
-        b.combine((b.by_result(aten.relu.default, y), g)) if threshold == 0 else NotImplemented
-    ),
     aten.mse_loss_backward.default: squared_error_backward,
-    aten.max_pool2d_with_indices.default: max_pooled,
-    aten.max_pool2d_with_indices_backward.default: max_pool_backward,
+    aten.copy.default: lambda b, _, y, *__: (
+        b.combine((None, b.tangent(y))) if y.dtype == b.results.dtype else NotImplemented
+    ),
     **dict.fromkeys((aten.mm.default, aten.bmm.default), matrix_product),
     aten.addmm.default: matrix_product_and_sum,
     aten.convolution.default: convolution,
