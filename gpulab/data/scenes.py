@@ -24,7 +24,7 @@ Whole = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating]
 Frames = npt.NDArray[np.uint8]
 
-CHUNK_PIXELS = 100_000  # frames are rendered together until they hold about this many pixels
+CHUNK_PIXELS = 1_000_000  # frames are rendered together until they hold about this many pixels
 PI = 3.141592653589793
 
 
@@ -232,12 +232,12 @@ class _Chunk:
             return self.rendered
 
 
-_chunk = functools.lru_cache(maxsize=32)(_Chunk)  # some 10 MB, for several who want the same frames
+_chunk = functools.lru_cache(maxsize=4)(_Chunk)  # some 12 MB, for several who want the same frames
 
 
 @contextlib.contextmanager
 def remembered_chunks(count: int) -> Iterator[None]:
-    """Keep the last so many chunks, of 0.3 MB each, for trainings that share a film and are not equally far."""
+    """Keep the last so many chunks, of 3 MB each, for trainings that share a film and are not equally far."""
     global _chunk
     before, _chunk = _chunk, functools.lru_cache(maxsize=count)(_Chunk)
     try:

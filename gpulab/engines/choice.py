@@ -45,7 +45,7 @@ class Fastest:
             return engine
         # A graph is captured for a state of tensors; with None, a sequence begins.
         begins = self.training.model.sequential and state is None
-        ours = type(self.training.model) in MODELS.values() and is_plain(self.training.model)
+        ours = engine is self.written_out or (type(self.plain.model) in MODELS.values() and is_plain(self.plain.model))
         return self.captured.setdefault(engine, Captured(engine)) if ours and not begins else engine
 
     def uncaptured(self) -> Any:

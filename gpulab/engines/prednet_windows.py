@@ -76,8 +76,8 @@ class Windows:
         if type(model) is not PredNet or not is_plain(model):
             return False
         replaced = {type(part) for part in model.modules()} - {PredNet, ConvLSTM, nn.Conv2d, nn.ModuleList}
-        shared = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
-        return not replaced and not shared and model.conv_p[0].weight.device.type in ("cpu", "cuda")
+        every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+        return not replaced and len(set(every)) == len(every) and model.conv_p[0].weight.device.type in ("cpu", "cuda")
 
     @torch.no_grad()
     def __call__(

@@ -30,7 +30,7 @@ INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start 
 MOST_THREADS = 16  # trainings that share a GPU: more gain nothing, and torch has 32 streams
 DEAF = 10.0  # seconds after which a process that was asked to end is killed
 IDLE = 60.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
-WHOLE_FILM = 1000  # chunks of frames: 5,000 frames of 160×120, 288 MB
+WHOLE_FILM = 100  # chunks of frames: 5,000 frames of 160×120, 288 MB
 
 
 class Workers(contextlib.AbstractContextManager):
