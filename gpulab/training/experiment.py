@@ -248,27 +248,24 @@ def seed_runs(
     setting: Setting | str = "cpu",
     seeds: int | Iterable[int] = 10,
     *,
-    store: str | Path | None = None,
     progress: bool = True,
     **changes: Any,
 ) -> pd.DataFrame:
-    """Train a network of your own from several seeds under one setting.
+    """Train a network of your own from several seeds under one setting, in this process; nothing is kept.
 
-    Without a store they train in this process, nothing is kept, and the first seed that fails ends it. With one it is
-    an `Experiment` of one setting: runs that the store has already are not trained again.
+    The first seed that fails ends it. An `Experiment` keeps runs in a store, and goes on where it was interrupted.
 
     Args:
         train: A function `train(seed, setting)`, as `gpulab.train` describes it, or the text `"my_training.py:train"`.
         setting: The setting to train under.
         seeds: How many (from 0 on), or the seeds themselves.
-        store: A folder in which runs are kept. By default nothing is kept.
         progress: Whether to show a progress bar.
         **changes: Options of `train`, by name.
 
     Returns:
         A data frame with a row for each seed, as `gpulab.verdict` takes it. It has the columns
         `setting`, `seed`, `status` (`finished` or `diverged`), `final_loss` (NaN when diverged), and one for each other
-        number that the training gave. With a store it has the columns of `gpulab.runs`.
+        number that the training gave.
 
     Raises:
         UsageError: For arguments that make no sense.
@@ -289,8 +286,6 @@ def seed_runs(
     if not seeds:
         raise UsageError(f"seeds={asked!r}: at least one is needed")
     text, function = str(Setting.parse(setting)), TrainingFunction(train)
-    if store is not None:
-        return Experiment(train, [text], seeds, store=store, options=changes).run(progress)
     rows = []
     for seed in Progress(seeds, unit="run", disable=not progress):
         run = train_one(function, setting=text, seed=seed, model_options=changes, progress=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -110,9 +109,8 @@ class Workers(contextlib.AbstractContextManager):
         """Have what is under way save checkpoints and end; a process that does not hear is killed."""
         self.stopping.set()
         for pool in self.pools:
-            for number in list(pool._processes):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGTERM)
+            for process in list(pool._processes.values()):
+                process.terminate()  # SIGTERM
         deaf = wait(tasks, DEAF)[1]
         for pool in self.pools:
             pool.shutdown(kill_workers=bool(deaf))

@@ -466,7 +466,9 @@ def test_every_byte_of_a_tensor_counts_at_its_place(device, size):
 def test_training_under_guard():
     options = {"model_options": {"hidden": [16]}, "frames": 40, "profile": "smoke", "progress": False}
     options["setting"] = "cpu:threads=1"  # with many threads even the same training need not repeat itself
-    plain, guarded = (gl.train("autoencoder", guard=guard, **options) for guard in (False, True))
+    plain = gl.train("autoencoder", **options)
+    with guard():
+        guarded = gl.train("autoencoder", **options)
     assert plain.record["summary"]["weights"] == guarded.record["summary"]["weights"]
     assert plain.record["id"] == guarded.record["id"]
 

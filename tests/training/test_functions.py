@@ -184,9 +184,8 @@ def test_seeds_that_fail_are_named_with_the_line_and_the_others_are_kept(tmp_pat
 
 
 def test_a_file_that_begins_an_experiment_when_it_is_imported_is_refused(write):
-    write(
-        bare="import gpulab as gl\n\ndef train(seed):\n    return seed\n\ngl.seed_runs(train, seeds=1, store='runs')\n"
-    )
+    begins = "gl.Experiment(train, ['cpu'], 1, store='runs').run()"
+    write(bare=f"import gpulab as gl\n\ndef train(seed):\n    return seed\n\n{begins}\n")
     with pytest.raises(gl.UsageError, match="put it under __name__ == '__main__'"):
         gl.Experiment("bare.py:train", [ONE], 1, store="runs")
 
