@@ -467,7 +467,7 @@ def test_training_under_guard():
     options = {"model_options": {"hidden": [16]}, "frames": 40, "profile": "smoke", "progress": False}
     options["setting"] = "cpu:threads=1"  # with many threads even the same training need not repeat itself
     plain = gl.train("autoencoder", **options)
-    with guard():
+    with gl.guard():
         guarded = gl.train("autoencoder", **options)
     assert plain.record["summary"]["weights"] == guarded.record["summary"]["weights"]
     assert plain.record["id"] == guarded.record["id"]
