@@ -73,7 +73,7 @@ class Windows:
     @staticmethod
     def follows(model: nn.Module) -> bool:
         """Whether these are the formulas of a model, on a device tried; what derives from `PredNet` may have others."""
-        if type(model) is not PredNet or not is_plain(model):
+        if type(model) is not PredNet or model.truncation not in ("loss", "state") or not is_plain(model):
             return False
         replaced = {type(part) for part in model.modules()} - {PredNet, ConvLSTM, nn.Conv2d, nn.ModuleList}
         every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]

@@ -106,8 +106,12 @@ def factors_of_run(**factors: Any) -> dict[str, Any]:
     if unknown := sorted(factors.keys() - own):
         raise UsageError(f"no factor {unknown[0]!r}; there are {', '.join(own)}")
     for name, value in factors.items():
-        if (choices := own[name].choices) and value not in choices:
+        kind, choices = own[name].read, own[name].choices
+        if choices and value not in choices:
             raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
+        factors[name] = float(value) if (type(value), kind) == (int, float) else value  # 1 and 1.0 are one run
+        if value is not None and type(factors[name]) is not kind:
+            raise UsageError(f"{name} {value!r}: expected {kind.__name__}, not {type(value).__name__}")
     return {name: factors.get(name, option.usual) for name, option in own.items()}
 
 

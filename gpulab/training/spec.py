@@ -117,6 +117,7 @@ class RunSpec:
         usual = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
         length = {key: given.get(key, getattr(usual, key)) for key in ("frames", "window", "learning_rate")}
         _check_length(**length)
+        length["learning_rate"] = float(length["learning_rate"])  # 1 and 1.0 are one run
         factors = factors_of_run(**{key: value for key, value in given.items() if key not in ("data", *length)})
         model = _model(net, usual, model_options or {})
         _check_factors(model, factors)
@@ -212,7 +213,7 @@ def _check_length(frames: int, window: int, learning_rate: float) -> None:
         raise UsageError(f"window={window!r}: expected a whole number from 2")
     if not isinstance(frames, int) or frames < window:
         raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {window}")
-    if not 0 <= learning_rate < math.inf:
+    if type(learning_rate) not in (int, float) or not 0 <= learning_rate < math.inf:
         raise UsageError(f"learning_rate={learning_rate!r}: expected a number, 0 or above")
 
 

@@ -12,6 +12,7 @@ from gpulab.engines import prednet_windows
 from gpulab.engines.prednet_kernels import uses_tf32
 from gpulab.engines.prednet_windows import Windows
 from gpulab.models import PredNet
+from gpulab.models.prednet import TRUNCATIONS
 from gpulab.numerics.tf32 import switch_tf32, tf32_restored
 from gpulab.settings import Setting
 
@@ -64,7 +65,7 @@ def check(net, film):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("truncation", ["loss", "state"])
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_losses_gradients_and_state_are_autograds_window_after_window(batch, truncation, dtype, threads):
     with gl.setting(f"cpu:threads={threads}"):
@@ -98,7 +99,7 @@ def test_on_a_gpu_too(dtype):
         check(unlike_fresh(dtype, "cuda"), torch.rand(19, 1, 3, 16, 24, dtype=dtype, device="cuda"))
 
 
-@pytest.mark.parametrize("truncation", ["loss", "state"])
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, truncation):
     monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())

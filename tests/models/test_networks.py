@@ -5,6 +5,7 @@ import torch
 from networks_drawn import weights
 
 import gpulab as gl
+from gpulab.models.prednet import TRUNCATIONS
 
 SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 REFUSED = {
@@ -51,7 +52,7 @@ def test_frames_of_another_shape_are_refused_with_the_shape_expected(make, shape
 @pytest.mark.parametrize(
     ("network", "options"),
     [
-        (gl.models.PredNet, [{"channels": (3, 4), "size": (12, 16), "truncation": how} for how in ("loss", "state")]),
+        (gl.models.PredNet, [{"channels": (3, 4), "size": (12, 16), "truncation": how} for how in TRUNCATIONS]),
         (gl.models.Autoencoder, [{"hidden": (8,), "batch_size": size} for size in (1, 4)]),
     ],
 )
