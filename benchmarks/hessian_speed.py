@@ -281,7 +281,8 @@ def in_short(record: dict[str, Any], rows: list[dict[str, Any]]) -> list[list[st
             if of_all := [(*costs_of_one[what], name) for costs_of_one, name in costs_of_peers if what in costs_of_one]:
                 least, its_memory, name = min(of_all)
                 of = f"{own['size']}, {own['frames']} frames, {own['threads']} threads"
-                gradient = next(statistics.median(row["products"]) for row in rows if row["library"] == "a gradient")
+                made = (statistics.median(row["products"]) for row in rows if row["library"] == "a gradient")
+                gradient = next(made, np.nan)
                 count = PROBES * own["steps"] if what == "a density" else 100
                 cells = [record["machine"], of, what, f"{taken / count / gradient:.2f}"]
                 share = memory / its_memory if its_memory else np.nan

@@ -171,7 +171,7 @@ def _numbers(value: Any) -> dict[str, Any]:
         values = {str(name): getattr(number, "detach", lambda n=number: n)() for name, number in named.items()}
         return {name: bool(v) if isinstance(v, bool | np.bool_) else float(v) for name, v in values.items()}
     except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with many numbers
-        raise GpulabError(f"it gave {value!r:.200}; expected a number, a dict of numbers") from None
+        raise GpulabError(f"it gave {value!r:.200}; expected a number, or a dict of numbers by name") from None
 
 
 def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:

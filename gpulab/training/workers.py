@@ -66,7 +66,7 @@ class Workers(contextlib.AbstractContextManager):
                         yield
                 except BaseException:
                     threads.shutdown(wait=False, cancel_futures=True)
-                    self.stop(tasks)
+                    self.stop({task for task in tasks if not task.cancelled()})
                     raise
                 finally:
                     threads.shutdown()

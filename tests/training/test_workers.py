@@ -116,6 +116,16 @@ def goes_on(seed):
             time.sleep(600)
 
 
+def test_interruption_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path):
+    waited_for, usual = [], workers.Workers.stop
+    monkeypatch.setattr(workers.Workers, "stop", lambda self, tasks: waited_for.extend(tasks) or usual(self, tasks))
+    job = {"net": lambda seed: time.sleep(600), "setting": "cpu:threads=1", "seed": 0}
+    with contextlib.suppress(KeyboardInterrupt), workers.Workers(1) as engine:
+        for _ in engine.each(lambda _: engine.do(job), {0: job, 1: job}, 8.0):
+            raise KeyboardInterrupt
+    assert [task.cancelled() for task in waited_for] == [False]
+
+
 def test_process_that_does_not_hear_is_killed(monkeypatch):
     monkeypatch.setattr(workers, "DEAF", 1.0)
     job = {"net": goes_on, "setting": "cpu:threads=1", "seed": 0}
