@@ -1,7 +1,7 @@
 """JVP rules: what each operation of a captured gradient does to tangents, as steps of a linear map.
 
 A tangent has one more dimension than its tensor, in front. Operations without a rule here are differentiated by
-torch's forward mode: those that work element by element once, at the capture, and the others in every product.
+torch: those that work element by element once, at the capture, and the others by forward mode in every product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpulab.engines.hessian_forward.capture import Operation, as_list
-from gpulab.engines.hessian_forward.combinations import Coefficient, Combination
+from gpulab.engines.hessian_forward.combinations import Coefficient, Combination, lift
 from gpulab.engines.hessian_forward.convolutions import BiasGradient, Convolution, Geometry
 from gpulab.engines.hessian_forward.linear_maps import LinearMap, Step, without_the_unused
 from gpulab.errors import UnsupportedError
@@ -81,7 +81,8 @@ class Builder:
         present = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
         if not present:
             return None
-        function = Combination([coefficient for coefficient, _ in present], self.results.shape)
+        coefficients = [c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in present]  # also masks
+        function = Combination(coefficients, self.results.shape)
         return self.steps_of(function, [variable for _, variable in present], 1)[0]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
@@ -110,23 +111,31 @@ class ByTorch:
         """Itself, if torch can do it; or of an operation element by element, the sum of tangents times factors."""
         for index in self.indices:  # torch cannot write tangents where elements share memory
             self.flat[index] = self.flat[index].contiguous()
-        zeros = [torch.zeros_like(self.flat[index]) for index in self.indices]
         try:
-            if self.shape is None:
-                self(*[zero[None] for zero in zeros])
-                return self
-            # A factor is the tangent of the result for ones as that of an argument.
-            ones = [[*zeros[:i], torch.ones_like(zero), *zeros[i + 1 :]] for i, zero in enumerate(zeros)]
-            return Combination([self._directional(*tangents)[0] for tangents in ones], self.shape)
+            if self.shape is not None:
+                return Combination(self._factors(), self.shape)
+            self(*[torch.zeros_like(self.flat[index])[None] for index in self.indices])
+            return self
         except RuntimeError as error:
             raise UnsupportedError(f"{self.function}: {str(error).partition(chr(10))[0]}") from error
+
+    def _factors(self) -> list[Tensor]:
+        """What each argument's tangent is multiplied by.
+
+        No element depends on another, so that the gradient of the result's sum has every derivative in its place.
+        """
+        with torch.enable_grad():
+            arguments = [self.flat[index].expand(self.shape).clone().requires_grad_() for index in self.indices]
+            return list(torch.autograd.grad(self._call(*arguments)[0].sum(), arguments))
 
     def __call__(self, *tangents: Tensor) -> tuple[Tensor, ...]:
         """Tangents of the results, k at a time."""
         return torch.func.vmap(self._directional)(*tangents)
 
     def _directional(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        with warnings.catch_warnings(action="ignore"):  # of torch, about its own rules
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own rules
+            warnings.simplefilter("ignore", DeprecationWarning)
             return torch.func.jvp(self._call, tuple(self.flat[index] for index in self.indices), tangents)[1]
 
     def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -150,6 +159,11 @@ def _floats(result: Any) -> bool:
 def reshaped(b: Builder, x: Tensor, *_: Any) -> Any:
     shape = b.results.shape
     return b.apply(lambda tangent: tangent.reshape(len(tangent), *shape), x)
+
+
+def expanded(b: Builder, x: Tensor, *_: Any, **__: Any) -> Any:
+    shape = b.results.shape
+    return b.apply(lambda tangent: lift(tangent, len(shape) + 1).expand(len(tangent), *shape), x)
 
 
 def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -184,6 +198,19 @@ def reduced(b: Builder, x: Tensor, dim: Any = None, keepdim: bool = False, **_: 
     return b.apply(lambda t: function(t, shifted, keepdim=keepdim), x) if shifted else b.tangent(x)
 
 
+def upsampled(b: Builder, x: Tensor, *arguments: Any) -> Any:
+    """Each member of a batch is treated alike, and the k tangents become a larger batch."""
+    function, shape, batch = b.function, b.results.shape, len(x)
+
+    def apply(tangent: Tensor) -> Tensor:
+        k, values = len(tangent), list(arguments)
+        if function is aten.upsample_nearest2d_backward.default:  # (g, output size, input size, …)
+            values[1] = [k * batch, *values[1][1:]]
+        return function(tangent.flatten(0, 1), *values).reshape(k, *shape)
+
+    return b.apply(apply, x)
+
+
 def added(b: Builder, x: Any, y: Any, *, alpha: float = 1) -> Any:
     scale = -alpha if "sub" in str(b.function) else alpha
     if b.tangent(x) is not None and b.tangent(y) is not None and x.shape == y.shape and scale == 1:
@@ -191,9 +218,35 @@ def added(b: Builder, x: Any, y: Any, *, alpha: float = 1) -> Any:
     return b.combine((None, b.tangent(x)), (None if scale == 1 else scale, b.tangent(y)))
 
 
+def multiplied(b: Builder, x: Any, y: Any) -> Any:
+    return b.combine((y, b.tangent(x)), (x, b.tangent(y)))
+
+
 def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Any:
     scale = 2 / x.numel() if reduction == 1 else 2
     return b.combine((scale * (x - y), b.tangent(g)), (scale * g, b.tangent(x)), (-scale * g, b.tangent(y)))
+
+
+def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
+    """The places of the largest are constants."""
+    shape, largest = b.results[0].shape, b.results[1].flatten(-2)
+
+    def gather(tangent: Tensor) -> Tensor:
+        indices = largest.expand(len(tangent), *largest.shape)
+        return tangent.flatten(-2).gather(-1, indices).reshape(len(tangent), *shape)
+
+    return [b.apply(gather, x), None]
+
+
+def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
+    shape, largest = x.shape, arguments[-1].flatten(-2)
+
+    def scatter(tangent: Tensor) -> Tensor:
+        indices = largest.expand(len(tangent), *largest.shape)
+        zeros = tangent.new_zeros(*indices.shape[:-1], shape[-2] * shape[-1])
+        return zeros.scatter_add_(-1, indices, tangent.flatten(-2)).reshape(len(tangent), *shape)
+
+    return b.apply(scatter, g)
 
 
 def matrix_product(b: Builder, x: Tensor, y: Tensor) -> Any:
@@ -248,13 +301,19 @@ RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(VIEWS, reshaped),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCTIONS, reduced),
+    aten.expand.default: expanded,
     aten.t.default: lambda b, x: b.apply(lambda tangent: tangent.transpose(1, -1), x),
     **dict.fromkeys((aten.cat.default, aten.stack.default), joined),
+    **dict.fromkeys((aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default), upsampled),
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), added),
+    aten.neg.default: lambda b, x: b.combine((-1, b.tangent(x))),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiplied),
     aten.mse_loss_backward.default: squared_error_backward,
     aten.copy.default: lambda b, _, y, *__: (
         b.combine((None, b.tangent(y))) if y.dtype == b.results.dtype else NotImplemented
     ),
+    aten.max_pool2d_with_indices.default: max_pooled,
+    aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     **dict.fromkeys((aten.mm.default, aten.bmm.default), matrix_product),
     aten.addmm.default: matrix_product_and_sum,
     aten.convolution.default: convolution,
