@@ -2,7 +2,7 @@
 
 python benchmarks/plant_faults.py
 
-Prints a table; `tests/diagnostics/test_planted_faults.py` goes through a sixth of it. Each fault is planted under one
+Prints a table; `tests/audits/test_planted_faults.py` goes through a sixth of it. Each fault is planted under one
 of two settings that compute alike (or under both, in float32 alone), in networks that nobody wrote for this.
 """
 
@@ -522,7 +522,7 @@ def faults() -> list[Fault]:
 # --- the sweep --------------------------------------------------------------------------------------------
 
 
-def examined(fault: Fault, number: int = 0) -> gl.diagnostics.Audit:
+def examined(fault: Fault, number: int = 0) -> gl.audits.Audit:
     """The audit of a step with a fault; every second from B to A, every fourth of traces that were kept in files."""
     sides = (B, A) if number % 2 else (A, B)
     with fault.around():

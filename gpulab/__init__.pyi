@@ -1,8 +1,9 @@
 """The public names and where they come from: for editors, type checkers and `__init__.py`, which imports them late."""
 
+from gpulab import audits as audits
 from gpulab import data as data
 from gpulab import device as device
-from gpulab import diagnostics as diagnostics
+from gpulab import guards as guards
 from gpulab import models as models
 from gpulab import numerics as numerics
 from gpulab import plots as plots
@@ -10,17 +11,17 @@ from gpulab import saddles as saddles
 from gpulab import stats as stats
 from gpulab import store as store
 from gpulab import training as training
+from gpulab.audits.audits import audit as audit
+from gpulab.audits.steps import Step as Step
+from gpulab.audits.traces import record as record
 from gpulab.data.datasets import load as load
 from gpulab.device.rooflines import roofline as roofline
-from gpulab.diagnostics.audits import audit as audit
-from gpulab.diagnostics.guards import guard as guard
-from gpulab.diagnostics.steps import Step as Step
-from gpulab.diagnostics.traces import record as record
 from gpulab.errors import DataError as DataError
 from gpulab.errors import GpulabError as GpulabError
 from gpulab.errors import OverwrittenError as OverwrittenError
 from gpulab.errors import OverwrittenWarning as OverwrittenWarning
 from gpulab.errors import UsageError as UsageError
+from gpulab.guards.guards import guard as guard
 from gpulab.numerics.emulation import emulate as emulate
 from gpulab.numerics.tf32 import float32_products as float32_products
 from gpulab.passports import passport as passport

@@ -232,7 +232,7 @@ def record(
     output: Annotated[Path | None, option("trace file", "NAME-SETTING.trace")] = None,
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
-    from gpulab.diagnostics import steps, traces
+    from gpulab.audits import steps, traces
 
     file = output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
     files.check_writable(file)
@@ -253,7 +253,7 @@ def audit(
     """Compare two traces, or a step under two settings: what differs, how far, why. Exit status 1 if it is wrong."""
     for text in setting or ():
         prepared(text)
-    from gpulab.diagnostics import audits, steps
+    from gpulab.audits import audits, steps
     from gpulab.store.recorded import shipped
 
     if (b is None) == (len(setting or ()) != 2):
@@ -281,17 +281,17 @@ def guard_script(
     ] = None,
 ) -> None:
     """Run a script and tell which tensors were overwritten before they were used. Exit status 1 if one was."""
-    from gpulab.diagnostics import guarded_scripts, guards
     from gpulab.errors import OverwrittenError
+    from gpulab.guards import guards, scripts
 
     for given in {"--reads", "--stop", "--json"}.intersection(arguments or ()):
         say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
     file = json and json.absolute()  # the script may go to another folder
-    guarded_scripts.check_script(script)
+    scripts.check_script(script)
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
-            guarded_scripts.run_script(script, arguments or (), report)
+            scripts.run_script(script, arguments or (), report)
         except OverwrittenError:
             if not report.findings:  # another guard's
                 raise
@@ -301,7 +301,7 @@ def guard_script(
         finally:
             say(report, sys.stderr)
             if file:
-                files.write(file, "".join(f"{line}\n" for line in guarded_scripts.json_lines(report)).encode())
+                files.write(file, "".join(f"{line}\n" for line in scripts.json_lines(report)).encode())
     if report.findings:
         raise typer.Exit(1)
 

@@ -105,7 +105,7 @@ class OverwrittenError(GpulabError):
 
     Attributes:
         finding: Which tensor it was, where it was saved or made, and what has overwritten it, as a
-            `gpulab.diagnostics.Overwritten`.
+            `gpulab.guards.Overwritten`.
 
     Examples:
         >>> import torch

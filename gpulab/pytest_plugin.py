@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from gpulab.diagnostics.guards import Guard
+    from gpulab.guards.guards import Guard
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def gpulab_guard() -> Iterator[Guard]:
 
     `@pytest.mark.usefixtures("gpulab_guard")` does the same for a class or a module.
     """
-    from gpulab.diagnostics.guards import guard
+    from gpulab.guards.guards import guard
 
     with guard() as report:
         yield report
@@ -36,7 +36,7 @@ def gpulab_guard() -> Iterator[Guard]:
 @pytest.fixture
 def gpulab_guard_any() -> Iterator[Guard]:
     """The same under `gpulab.guard(reads="any")`: nothing may be read after it was overwritten, by any operation."""
-    from gpulab.diagnostics.guards import guard
+    from gpulab.guards.guards import guard
 
     with guard(reads="any") as report:
         yield report

@@ -13,7 +13,7 @@ FLOORS = [
     ["numerics", "stats", "sources"],
     ["settings"],
     ["store"],
-    ["models", "data", "device", "diagnostics"],
+    ["models", "data", "device", "guards", "audits"],
     ["engines"],
     ["training"],
     ["saddles"],

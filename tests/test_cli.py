@@ -242,7 +242,7 @@ def my_steps(tmp_path):
 def test_steps_are_recorded_and_compared(my_steps, answer, output):
     assert "kept in step-cpu.trace" in output("record", "my_steps.py:step")
     output("record", "my_steps:step", "--setting", "cpu:threads=1", "--output", "deep/b.trace")
-    assert gl.diagnostics.Trace.load("deep/b.trace").setting == "cpu:threads=1"
+    assert gl.audits.Trace.load("deep/b.trace").setting == "cpu:threads=1"
     text = output("audit", "step-cpu.trace", "deep/b.trace", "--html", "pages/report.html")
     assert "all is well: rounding alone" in text
     page = (my_steps / "pages" / "report.html").read_text(encoding="utf-8")

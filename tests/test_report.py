@@ -12,8 +12,8 @@ import torch
 import gpulab as gl
 from companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, write_report
 from gpulab import files, report
-from gpulab.diagnostics.steps import Step
-from gpulab.diagnostics.trace_files import Overwritten
+from gpulab.audits.steps import Step
+from gpulab.audits.trace_files import Overwritten
 
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 

@@ -12,11 +12,11 @@ import pandas as pd
 import torch
 from rich.filesize import decimal
 
+from gpulab.audits import count_sketch as sk
+from gpulab.audits.steps import PreparedStep, ready
+from gpulab.audits.tracer import EMPTY, OVERWRITES
+from gpulab.audits.twins import outcome
 from gpulab.device.rooflines import roofline, timed
-from gpulab.diagnostics import count_sketch as sk
-from gpulab.diagnostics.steps import PreparedStep, ready
-from gpulab.diagnostics.tracer import EMPTY, OVERWRITES
-from gpulab.diagnostics.twins import outcome
 from gpulab.errors import UsageError, check_count
 from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.passports import machine, passport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpulab.diagnostics.audits import Audit
+from gpulab.audits.audits import Audit
 from gpulab.plots import style
 from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture, draw

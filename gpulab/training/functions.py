@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gpulab import content
-from gpulab.diagnostics.steps import find_function, seeded
+from gpulab.audits.steps import find_function, seeded
 from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
 from gpulab.settings import Setting
 from gpulab.sources import UnknownContentError, content_hash, file_of, texts_of

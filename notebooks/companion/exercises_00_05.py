@@ -24,8 +24,8 @@ from companion.answers import (
 )
 from companion.findings import setting_in_text
 from companion.learning import missing_colour_losses, repeat_losses
+from gpulab.audits.audits import Audit
 from gpulab.device.rooflines import UNDER_THE_ROOF, recorded_rooflines
-from gpulab.diagnostics.audits import Audit
 from gpulab.models import Autoencoder
 from gpulab.numerics.formats import ulp_distance
 from gpulab.stats.tests import sign_flip_p

@@ -11,7 +11,7 @@ from companion.answers import choice, exercise, fields, near, need, number, pair
 from companion.scale_out import batch_gains
 from companion.speed import cost_table, on_gpu, recorded_speed
 from gpulab.device.placements import Placement
-from gpulab.diagnostics import Guard
+from gpulab.guards import Guard
 from gpulab.plots.names import setting_words
 from gpulab.settings import Setting
 from gpulab.stats.power import parse_margin, seeds_needed

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from companion.findings import in_words
 from companion.widgets import Explorer
+from gpulab.audits.audits import audit
+from gpulab.audits.comparison import check_same_step
+from gpulab.audits.traces import Trace
 from gpulab.content import weights_digest
-from gpulab.diagnostics.audits import audit
-from gpulab.diagnostics.comparison import check_same_step
-from gpulab.diagnostics.traces import Trace
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.files import MOST_UPLOADED
 from gpulab.plots import style

@@ -27,7 +27,7 @@ from torch import Tensor
 import gpulab as gl
 from companion.findings import SAME, SIZES, CheckedSentences, Part, by_decision, finding, listed, span
 from companion.in_workers import first_step
-from gpulab.diagnostics.gpu_draws import THREADS
+from gpulab.audits.gpu_draws import THREADS
 from gpulab.models.base import Trainable
 from gpulab.numerics.formats import ulp_distance
 from gpulab.passports import machine as machine_of
@@ -201,7 +201,7 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
 def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
     """The numbers of `torch.manual_seed(seed); torch.rand(shape, device="cuda")` on a GPU, computed on a CPU.
 
-    `card` is one of the models of GPU in `gpulab.diagnostics.gpu_draws.THREADS`. This follows torch's kernel thread by
+    `card` is one of the models of GPU in `gpulab.audits.gpu_draws.THREADS`. This follows torch's kernel thread by
     thread (ATen/native/cuda/DistributionTemplates.h, torch 2.15), of at most 2^29 numbers. A thread draws four numbers
     at a time, and cuRAND makes a float32 in (0, 1] of 32 random bits.
 

@@ -15,7 +15,7 @@ import torch
 import gpulab as gl
 from companion.findings import CheckedSentences, Part, finding, listed, setting_in_text
 from companion.first_windows import FirstWindow
-from gpulab.diagnostics.audits import Audit
+from gpulab.audits.audits import Audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots import style
 from gpulab.plots.style import FAINT, INK, Look

@@ -12,7 +12,7 @@ import companion
 import gpulab as gl
 from companion import explorers
 from companion.widgets import bits_figure, format_bits
-from gpulab.diagnostics import trace_files
+from gpulab.audits import trace_files
 from gpulab.files import MOST_UPLOADED
 from gpulab.store.recorded import recorded_folder
 

@@ -12,7 +12,7 @@ import gpulab as gl
 from companion import floating_point as module
 from companion.benchmarks import benchmark
 from companion.floating_point import OTHER_SEED, Factor, cuda_uniform, factors, measure, philox
-from gpulab.diagnostics.gpu_draws import THREADS, card_name
+from gpulab.audits.gpu_draws import THREADS, card_name
 from gpulab.store import runs as stores
 
 record_factors = benchmark("record").record_factors

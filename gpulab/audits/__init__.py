@@ -1,0 +1,7 @@
+"""The audit: one training step under two settings, compared operation by operation, and explained."""
+
+from gpulab.audits.audits import Audit, audit
+from gpulab.audits.steps import Step
+from gpulab.audits.traces import Trace, record
+
+__all__ = ["Audit", "Step", "Trace", "audit", "record"]

@@ -1,0 +1,168 @@
+"""What stands for a tensor in a trace: a name, which is a hash of its content, and a sketch of at most 64 numbers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.guards.fingerprints import component_tensors, content
+
+SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
+IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
+LARGEST = 2.0**127  # whose sums and squares are finite
+WITH_FLOAT64 = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
+SIMPLE = (int, float, str, type(None))
+BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory for their signs
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """The tensors with content among nested values, in order; of a sparse one its parts."""
+    return [component for value in leaves(values) for component in component_tensors(value) if component.numel()]
+
+
+def leaves(values: Any) -> list[Tensor]:
+    """The tensors nested in lists, tuples and dicts, in order; quicker than torch's trees, which know more kinds."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [t for value in values if not isinstance(value, SIMPLE) for t in leaves(value)]
+
+
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Nested values with each that is no list, tuple or dict changed."""
+    if isinstance(values, list | tuple):
+        return type(values)([mapped(change, value) for value in values])
+    if isinstance(values, dict):
+        return {key: mapped(change, value) for key, value in values.items()}
+    return values if isinstance(values, SIMPLE) else change(values)
+
+
+def rounds(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers that rounding can touch."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def name(tensor: Tensor) -> str:
+    """A name for content, type and shape: the same on every device."""
+    text = f"{tensor.dtype}{tuple(tensor.shape)}{content(tensor)}"
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def where_float64_is(tensor: Tensor) -> Tensor:
+    """The tensor where it can be computed with in float64: on the CPU for Apple's and some of Intel's GPUs."""
+    return tensor if tensor.device.type in WITH_FLOAT64 else tensor.cpu()
+
+
+def sketch(tensor: Tensor) -> np.ndarray:
+    """A small tensor as it is, a large one as `SKETCH` sums of its numbers under signs from a hash.
+
+    The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two tensors
+    can be told from their sketches; float64. The signs depend on the place alone, on every machine. Infinity
+    counts as `LARGEST`, and NaN as nothing.
+    """
+    tensor = where_float64_is(tensor.detach())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    numbers = tensor.reshape(-1)
+    if numbers.numel() <= IN_FULL:
+        return numbers.to("cpu", torch.float64, copy=True).numpy()
+    if numbers.numel() <= BLOCK:
+        sums = _sums(numbers, 0)
+    else:
+        sums = np.sum([_sums(block, block_index) for block_index, block in enumerate(numbers.split(BLOCK))], axis=0)
+    if not np.isfinite(sums).all():
+        within = numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST)
+        sums = np.sum([_sums(block, block_index) for block_index, block in enumerate(within.split(BLOCK))], axis=0)
+    return sums
+
+
+def _sums(numbers: Tensor, block_index: int) -> np.ndarray:
+    """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
+    count = numbers.numel()
+    width = SKETCH * SKETCH * math.ceil(count / SKETCH**2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if numbers.device.type == "cpu":
+            signed = np.zeros(width) if width > count else np.empty(width)
+            if numbers.dtype == torch.bfloat16:  # which NumPy lacks
+                numbers = numbers.float()
+            np.multiply(numbers.numpy(), _signs("cpu").numpy()[:count], out=signed[:count])
+            folded = signed.reshape(SKETCH, -1, SKETCH).sum(1)
+        else:
+            signed_tensor = numbers.new_zeros(width, dtype=torch.float64)
+            torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed_tensor[:count])
+            folded = signed_tensor.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
+        shifted = folded.ravel()[_shifts(block_index % SKETCH)].sum(0)
+    return -shifted if block_index % 2 else shifted
+
+
+@functools.cache
+def _shifts(by: int) -> np.ndarray:
+    rows = np.arange(SKETCH)[:, None]
+    return rows * SKETCH + (np.arange(SKETCH) - rows - by) % SKETCH
+
+
+def _hashes() -> np.ndarray:
+    """A number of 64 bits for each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = (np.arange(BLOCK, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@functools.cache
+def _signs(device: str) -> Tensor:
+    return torch.from_numpy(np.where(_hashes() >> np.uint64(63), -1.0, 1.0)).to(device)
+
+
+@functools.cache
+def _factors(device: str, by: float) -> Tensor:
+    return 1 + by * _signs(device)
+
+
+@functools.cache
+def _moves(device: str) -> Tensor:
+    size = (_hashes() & np.uint64(0xFFFFFFFF)) / 2.0**32
+    return _signs(device) * torch.from_numpy(0.5 + size).to(device)
+
+
+def moves(like: Tensor, draw: int) -> Tensor:
+    """Numbers between 1/2 and 3/2 with signs, which look random, for each of a tensor: float64.
+
+    No two of the same size, so that the moves of a few numbers do not cancel in their sum.
+    """
+    return _stretch(_moves(str(like.device)), like, draw)
+
+
+def factors(like: Tensor, draw: int, by: float) -> Tensor:
+    """1 plus or minus `by`, at random by the looks, for each number of a tensor, others for each `draw`: float64."""
+    return _stretch(_factors(str(like.device), by), like, draw)
+
+
+def _stretch(table: Tensor, like: Tensor, draw: int) -> Tensor:
+    count = like.numel()
+    start = draw * 7919 % (BLOCK - min(count, BLOCK) + 1)
+    stretch = table[start : start + count]
+    if count > BLOCK:
+        stretch = stretch.repeat(math.ceil(count / BLOCK))[:count]
+    return stretch.view(like.shape)
+
+
+def distance(x: np.ndarray, reference: np.ndarray) -> float:
+    """The distance of two sketched values relative to the second; NaN for other sizes, and where one is NaN."""
+    if x.shape != reference.shape:
+        return math.nan
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
+        size = float(np.linalg.norm(reference))
+        apart = float(np.linalg.norm(np.where(x == reference, 0.0, x - reference)))  # infinity may be on both sides
+    return apart / size if size else (math.inf if apart else 0.0)

@@ -1,0 +1,196 @@
+"""What an audit may find: the kinds of findings, what each says, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gpulab.audits.rounding import FLUSHED
+from gpulab.audits.tolerances import SHORT
+from gpulab.audits.tracer import RESULT, Operation
+from gpulab.audits.traces import Trace
+from gpulab.settings import Setting
+
+# Worst first, where findings explain as much of the difference.
+KINDS = (
+    "mismatch",
+    "overwritten",
+    "cause not found",
+    "nondeterminism",
+    "different random numbers",
+    "another valid answer",
+    "reduced precision",
+    "rounding",
+)
+ANOTHER_FUNCTION = "it computes another function there"
+ADVICE = {
+    "mismatch": "look for a bug here: compare this operation's arguments and kernel under both settings",
+    "nondeterminism": (
+        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); else compare settings "
+        "only by verdicts over many seeds"
+    ),
+    "different random numbers": (
+        "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
+    ),
+    "another valid answer": (
+        "if the loss depends on signs, on the basis of equal values, or on which of equal numbers comes first, compute "
+        "it from what does not, such as the product of a vector with itself; else nothing"
+    ),
+    "rounding": "nothing",
+    "cause not found": (
+        "look at the lines between these two: what they do outside of torch's operations (NumPy, hooks, other "
+        "libraries, control flow) is not seen"
+    ),
+    # of findings that know more than their kind
+    "anew": (
+        "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
+        "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
+        "with the same weights and the same optimizer"
+    ),
+    "other arguments": "see why {place} calls it with other arguments under {setting}: " + ANOTHER_FUNCTION,
+    "other function": "see what {place} does under {setting}: " + ANOTHER_FUNCTION,
+    "other kernel": "compare the kernels registered for both settings: " + ANOTHER_FUNCTION,
+    "other wiring": "see why {place} uses another value under {setting}: " + ANOTHER_FUNCTION,
+    "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
+}
+DETAILS = {
+    "anew": "was given other values when the step was done again, which no operation of the step had made",
+    "restless": "gave other bits when the step was done again",
+    "spread": "gave other bits when the step was done again, {spread:.1e} (relative) apart",
+    "short type": "computed in {dtype}",
+    "rounded before": "its factors were rounded to {format} before",
+    "rounded by kernel": "its factors are rounded to {format} by the kernel; error {error:.1e}",
+    "flushed": "took numbers below 1.2e-38 for zero; error {error:.1e}",
+    "as by TF32": "what it makes is {gap:.1e} (relative) from what there is under {there}, as by TF32",
+    "results as by TF32": "from the same inputs, its results are {gap:.1e} apart, as TF32 makes them",
+    "other results": "from the same inputs, its results are {gap:.1e} apart",
+    "wrong": "its error against float64 is {error:.1e}, {times}",
+    "other draw": "drew other numbers than under {there}",
+    "other arguments": "called with {arguments}; under {there} with {others}{line}",
+    "other data": "was given other data or weights than under {there}: {gap:.1e} apart",
+    "other wiring": ("is given what {maker} makes; under {there} what {other_maker} makes, {gap:.1e} (relative) apart"),
+    "other function": (
+        "what it makes is {gap:.1e} (relative) from what {other_maker} makes in its place under {there}, though each "
+        "computes rightly what it is asked to; first used by {user}"
+    ),
+    "other kernel": (
+        "of the same inputs it makes what is {gap:.1e} (relative) from its result under {there}; roundings lead to "
+        "{tolerance:.1e}"
+    ),
+    "not unique": "each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer",
+    "missing": "under {there} there is none",
+    "no cause": (
+        "{result}{more} is {gap:.1e} (relative) from what it is under {there}; roundings lead to {tolerance:.1e}; it "
+        "begins between {begin}"
+    ),
+    "rounding": "{count} operations within what rounding explains; this one comes nearest, {ratio:.2f} of it",
+    "no twin": "no operation has a twin in float64",
+    "overwritten": "what it needed had been overwritten since it was saved: {why}",
+    "becomes NaN": "; what follows from it becomes NaN in {name} ({phase}), at {line}",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
+
+    `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in units of what
+    rounding explains (NaN where it has no twin in float64), `detail` what was seen. `size` is how far the operation's
+    result is off for this reason, relative to it (NaN where that is not known), and `share` how much of the
+    difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
+    computed with wrong memory, or is missing, is not `bounded`: it could explain everything. `explained_by` is the
+    finding of which this one is a part or a consequence, or None.
+
+    `op` is the operation in its trace; `side_by_side` says whether it was found by comparing the two settings, each
+    of which computes rightly what it is asked to; `instead` are two values, one of each setting, that should be one.
+    """
+
+    kind: str
+    setting: str
+    operation: str
+    phase: str
+    module: str
+    line: str
+    ratio: float
+    detail: str
+    advice: str
+    size: float = math.nan
+    share: float = math.nan
+    bounded: bool = True
+    explained_by: Finding | None = field(default=None, repr=False, compare=False)
+    op: Operation | None = field(default=None, repr=False, compare=False)
+    side_by_side: bool = field(default=False, repr=False, compare=False)
+    instead: tuple[str, str] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def under_both(self) -> bool:
+        """Whether both settings show it."""
+        return " and " in self.setting
+
+    @property
+    def place(self) -> str:
+        """The line; the module or the operation where there is none."""
+        return self.line or self.module or self.operation
+
+    def __str__(self) -> str:
+        at = f"\n      at {self.line}" if self.line else ""
+        return (
+            f"{self.kind}: {self.operation} ({self.phase}){in_module(self.module)}, under {self.setting}{at}"
+            f"\n      {self.detail}{self._effect()}\n      do: {self.advice}"
+        )
+
+    def _effect(self) -> str:
+        if not self.bounded:
+            return "\n      its effect has no bound: it could explain all of the difference in the results"
+        if math.isnan(self.share) or self.kind == "rounding":
+            return ""
+        share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
+        return f"\n      {share} of the difference in the results goes back to it"
+
+
+def in_module(module: str) -> str:
+    """Where an operation belongs, as an end of a sentence."""
+    return f" in {module}" if module else ""
+
+
+def named(op: Operation) -> str:
+    """An operation with its phase and module."""
+    return f"{op.name} ({op.phase}){in_module(op.module)}"
+
+
+def described(op: Operation) -> str:
+    """An operation or a result in words, with its line."""
+    if op.phase == RESULT:
+        return f"{op.name} of {op.module}" if op.module else f"the {op.name}"
+    return named(op) + (f" at {op.line}" if op.line else "")
+
+
+def place_of(op: Operation) -> str:
+    """Where the user finds an operation: its module, or its line."""
+    return op.module or op.line or "the step"
+
+
+def advice_on_precision(op: Operation, trace: Trace) -> str:
+    """Which switch lets an operation keep all digits, by what had rounded them."""
+    advice = _switch(op, trace)
+    if op.name == "_euclidean_dist":
+        advice += '; compute_mode="donot_use_mm_for_euclid_dist" in torch.cdist needs no product, which cancels'
+    return advice
+
+
+def _switch(op: Operation, trace: Trace) -> str:
+    setting = Setting.parse(trace.setting)
+    convolution = op.name.startswith("convolution")
+    if op.format == FLUSHED:
+        return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
+    if op.dtype in SHORT:
+        return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
+    if op.rounded_before:
+        return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
+    if setting.emulated:
+        return f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
+    if setting.kind == "cuda":
+        backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
+        return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
+    product_type = "conv" if convolution else "matmul"
+    return f'torch.backends.mkldnn.{product_type}.fp32_precision = "ieee" computes it in float32'

@@ -1,0 +1,335 @@
+"""An operation's forward error: its result beside the same operation in float64, and how far rounding may lead.
+
+The inputs of both are the very ones that the operation got, so that what went wrong earlier is not held against it.
+A bound allows sums in any order and every algorithm that libraries document for the operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpulab.audits.count_sketch import factors, leaves, mapped, rounds
+from gpulab.audits.definitions import DEFINITIONS, against_definition
+from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
+from gpulab.numerics.arithmetic import rounded_factor
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
+from gpulab.numerics.formats import round_to, rounded_format
+
+SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
+EXPLAINED = 0.5  # the share of an error that a number format must account for to be named as its cause
+FEW, FEW_EXPLAINED = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
+FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38, are taken for zero
+
+# The operands that are multiplied with each other, by position. What else there is (a bias) is added.
+PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
+PRODUCTS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
+PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2), "_euclidean_dist": (0, 1)}
+ATTENTION: dict[str, tuple[int, ...]] = {
+    f"_scaled_dot_product_{kernel}": (0, 1, 2)
+    for kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
+FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
+NOT_UNIQUE = set(DEFINITIONS)
+# Many products one after the other, whose rounding no perturbation of the inputs shows.
+RECURRENT = {
+    f"{kernel}{suffix}" for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn") for suffix in ("", "_backward")
+}
+# Sums that a GPU's atomics, and a CPU, add up one number after the other. Equal numbers then round alike, and not at
+# random: n of them may be off by n roundings.
+SUMS_BY_INDEX = {"embedding_dense_backward", "index_add", "index_put", "_index_put_impl", "scatter_add"}
+# The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
+ROUNDINGS = (
+    ("tf32", "nearest", None),
+    ("tf32", "away", None),  # where most of what lies halfway goes one way, which is where sums feel it
+    ("tf32", "truncate", None),
+    ("bfloat16", "nearest", None),
+    ("float16", "nearest", None),
+    ("bfloat16", "nearest", "bfloat16"),
+    ("float16", "nearest", "float16"),
+    ("float8_e4m3fn", "nearest", None),
+    ("float8_e5m2", "nearest", None),
+)
+
+
+@dataclass(frozen=True)
+class ForwardError:
+    """One operation's error against float64, relative to the norm of the exact result.
+
+    `bound` is the error that rounding explains, in the same unit. `format` is the short number format
+    that a product was computed in: by the error, when its kernel rounded the factors, or by the factors,
+    when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal numbers were taken for zero.
+    None where there is nothing to say: no twin in float64, no product.
+    """
+
+    error: float | None = None
+    bound: float | None = None
+    format: str | None = None
+    rounded_before: bool = False
+
+
+def forward_error(
+    operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+) -> ForwardError:
+    """Compare what an operation returned with the same operation in float64, on the same device.
+
+    Args:
+        operation: an overload of `torch.ops.aten`, or a custom one.
+        name: its bare name, such as `convolution`.
+        args: positional arguments of the call, before it changed any of them.
+        kwargs: named arguments of the call.
+        out: what it returned; or wrote, where it returns nothing.
+    """
+    unknown = ForwardError()
+    if name in RECURRENT or gave_up(operation, out):
+        return unknown  # what a factorisation leaves when it fails is each library's own
+    if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
+        out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
+    results = rounded_results(out)
+    if name in ATTENTION:
+        operation, results = _attention(operation), results[:1]
+    if name == "_ctc_loss":  # whose second result is memory that is written in part only
+        results = results[:1]
+    if name == "_euclidean_dist":
+        operation, args = _distances, _lengthened(*args)
+    twin = Twin(operation, args, kwargs, len(results))
+    try:
+        if name in DEFINITIONS:
+            answer = against_definition(operation, name, twin.args, twin.kwargs, mapped(in_float64, out))
+            if answer is not None:
+                error, roundings = answer
+                unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
+                return ForwardError(error, None if roundings is None else SAFETY * roundings * unit)
+        exact = twin()
+        if not exact or [e.shape for e in exact] != [r.shape for r in results]:
+            return unknown
+        sizes = list(map(norm, exact))
+        if not all(map(math.isfinite, sizes)):
+            return unknown
+        unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
+        if not any(map(distance, results, exact)):  # such as copies: the rest would say nothing
+            return ForwardError(0.0, unit)
+        terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
+        reaches = [SAFETY * math.sqrt(n) for n in terms]
+        if name in PRODUCTS:
+            bounds = _bounds_of_products(name, twin, exact, reaches, unit)
+        else:
+            moves, cancelled = _moves(name, twin, exact, unit), _one_pass(name, twin, exact, reaches, unit)
+            bounds = [reach * move + loss for reach, move, loss in zip(reaches, moves, cancelled, strict=True)]
+            if name in SUMS_BY_INDEX:
+                bounds[0] += terms[0] * unit * sizes[0]
+    except RuntimeError:  # a kernel of one device alone, or none for float64
+        return unknown
+    # Numbers too small for the format are lost: below the smallest subnormal one; and where a unit takes those for
+    # zero, all below the smallest normal one.
+    formats = [torch.finfo(result.dtype) for result in results]
+    lost = [
+        reach * math.sqrt(e.numel()) * f.smallest_normal for reach, e, f in zip(reaches, exact, formats, strict=True)
+    ]
+    bounds = [bound + loss * f.eps for bound, loss, f in zip(bounds, lost, formats, strict=True)]
+    exact = [torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)]  # overflow
+    errors = [(distance(r, e), bound) for r, e, bound in zip(results, exact, bounds, strict=True)]
+    worst = max(range(len(errors)), key=lambda index: _ratio(*errors[index]))
+    error, bound = errors[worst]
+    if math.isnan(bound):  # next to inputs for which there is no result
+        return unknown
+    by_kernel = before = None
+    factors = [args[index] for index in FACTORS.get(name, ())]
+    if error > bound and _is_flushed(twin, results[worst], worst, bound + lost[worst]):
+        by_kernel = FLUSHED
+    elif factors and all(factor.dtype == torch.float32 for factor in factors):
+        # Where a format shorter than float32 was used, the error is at least half of one rounding; and where all
+        # products have one sign, which the sum of n of them hides best, 2^-12 / sqrt(n) of the result.
+        half = 0.5 * bound / reaches[worst] if name in PRODUCTS else bound
+        shortest = 2.0**-15 / math.sqrt(terms[worst] if name in PRODUCTS else 1) * sizes[worst]
+        if not error <= max(half, shortest):
+            # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
+            worst_error = math.inf if math.isnan(error) else error
+            by_kernel = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
+        before = next(filter(None, map(rounded_format, factors)), None)
+    size = norm(exact[worst]) or 1.0
+    return ForwardError(error / size, bound / size, by_kernel or before, by_kernel is None and before is not None)
+
+
+def _ratio(error: float, bound: float) -> float:
+    if math.isnan(error):
+        return math.inf
+    return error / bound if bound else (math.inf if error else 0.0)
+
+
+# --- how far rounding may lead --------------------------------------------------------------------------------
+
+
+def _terms(name: str, args: Sequence[Any]) -> list[float]:
+    """How many products are summed in each element of each result."""
+    if name == "convolution":
+        weight, transposed, groups = args[1], args[6], args[8]
+        return [weight.numel() / (weight.shape[1] * groups if transposed else weight.shape[0])]
+    if name == "convolution_backward":
+        gradient, weight, transposed, groups, needed = args[0], args[2], args[7], args[9], args[10]
+        positions = gradient.numel() / gradient.shape[1]
+        inputs = weight.numel() / (weight.shape[0] if transposed else weight.shape[1] * groups)
+        return [n for n, is_needed in zip((inputs, positions, positions), needed, strict=True) if is_needed]
+    first = args[PRODUCTS[name][0]]
+    return [first.shape[-1] * (len(first) if name == "addbmm" else 1)]  # which sums over the batch as well
+
+
+def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
+    """How many numbers may be summed for each number of each result, of operations that are no products.
+
+    As many as the inputs have for one of the result; and where shapes do not show it, as the arguments say.
+    """
+    numbers, arguments = twin.numbers, twin.named
+    if name in ("prod", "cumprod"):  # which round once for each factor, as the factors are moved
+        return [1.0] * len(exact)
+    most, longest = max((t.numel() for t in numbers), default=1), 1.0
+    dims = arguments.get("dim")
+    for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
+        longest *= max((t.shape[dim] for t in numbers if -t.dim() <= dim < t.dim()), default=1)
+    if name in SUMS_BY_INDEX:
+        longest = min(longest, _repeats(arguments)) if "dim" in arguments else _repeats(arguments)
+    elif "norm" in name:  # whose means, one for each group, are among the arguments or the results
+        longest = most / min(t.numel() for t in (*numbers, *exact) if t.numel())
+    elif "ctc_loss" in name:
+        longest = arguments["log_probs"].shape[0]
+    elif "linalg" in name or "cdist" in name or "solve" in name:
+        longest = max(size for t in numbers for size in t.shape[-2:])
+    elif "upsample" in name and "nearest" not in name:  # the place between two pixels is rounded too
+        longest = max(size for t in (*numbers, *exact) for size in t.shape[2:]) ** 2
+        return [longest * max(1.0, most / e.numel()) for e in exact]
+    return [max(1.0, longest, most / e.numel()) for e in exact]
+
+
+def _repeats(arguments: dict[str, Any]) -> int:
+    """How often a place is named that is named most often; a mask names none twice."""
+    indices = leaves(arguments.get("indices", arguments.get("index")))
+    return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
+
+
+def _bounds_of_products(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], unit: float) -> list[float]:
+    """sqrt(n) u |A| |B|, by Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)), which holds for any order of summation.
+
+    Of norms, it also leaves room for convolutions by Winograd's algorithm (Barabasz et al. 2020, ACM TOMS 46(4)) and by
+    Fourier's transform, and for complex products by three real ones (Higham 1992, SIAM J. Matrix Anal. Appl. 13(3)).
+    A distance is the root of a product, which the rounding of the squares moves by itself where they cancel.
+    """
+    products = twin(torch.abs)
+    if name == "_euclidean_dist":
+        return [_move_of_root(exact[0], reaches[0] * unit * products[0].square())]
+    return [reach * unit * norm(p) for reach, p in zip(reaches, products, strict=True)]
+
+
+def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> list[float]:
+    """How far the result moves when every input is off by one rounding, and one more for the result. Norms.
+
+    The roundings have random signs, in two draws, so that one lucky sign does not hide a movement; and then one sign,
+    which sums the absolute values of what is summed: the roundings of a sum, whose terms may come in any order, can be
+    as large. No number grows above 1, for some kernels stop at a probability that does.
+    """
+    draws = itertools.count()
+
+    def shrunk(x: Tensor) -> Tensor:
+        return x * (factors(x, next(draws), unit) - unit)
+
+    def lowered(x: Tensor) -> Tensor:
+        return x * (1 - unit * torch.sgn(x).conj())
+
+    sums = torch.Tag.pointwise not in getattr(twin.operation, "tags", ())
+    moved = [twin(change) for change in ([shrunk, shrunk, lowered] if sums else [shrunk, shrunk])]
+    moves = [math.hypot(*(norm(m - e) for m in of_one)) for e, *of_one in zip(exact, *moved, strict=True)]
+    sizes = list(map(norm, exact))
+    if name in ATTENTION:
+        # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA guide).
+        sizes = [4 * norm(t) for t in twin(torch.abs, (2,))]
+    return [move + unit * size for move, size in zip(moves, sizes, strict=True)]
+
+
+def _one_pass(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], unit: float) -> list[float]:
+    """What is lost where the variance is the mean of squares minus the square of the mean, which cancels.
+
+    oneDNN documents that for its batch normalisation, and compilers make it of others (Chan, Golub, LeVeque 1983,
+    American Statistician 37(3)). In units of the roundings of a sum.
+    """
+    lost = [0.0] * len(exact)
+    if name in ("var", "var_mean", "std", "std_mean"):
+        x, arguments = twin.args[0], twin.named
+        squares = x.abs().square().mean(arguments["dim"] or list(range(x.dim())), keepdim=arguments["keepdim"])
+        by = reaches[0] * unit * squares
+        lost[0] = norm(by) if name.startswith("var") else _move_of_root(exact[0], by)
+    elif "norm" in name and "backward" not in name and len(exact) > 2:  # result, means and reciprocal deviations
+        x, result, _, reciprocal = twin.args[0], *exact[:3]
+        if "batch" in name:
+            x, result = x.transpose(0, 1), result.transpose(0, 1)
+        x, result = (t.reshape(reciprocal.numel(), -1) for t in (x, result))
+        steepness = x.square().mean(1).sqrt() * reciprocal.flatten()  # the numbers' size in units of their deviation
+        by = steepness + steepness.square() / 2
+        lost[0] = reaches[0] * unit * norm(by * torch.linalg.vector_norm(result, dim=1))
+        lost[2] = reaches[2] * unit * norm(by * reciprocal.flatten())
+    return lost
+
+
+def _move_of_root(root: Tensor, by: Tensor) -> float:
+    """How far the square root moves when the number moves by so much."""
+    return norm((root.square() + by).sqrt() - root)
+
+
+# --- which number format --------------------------------------------------------------------------------------
+
+
+def _is_flushed(twin: Twin, result: Tensor, output_index: int, bound: float) -> bool:
+    """Whether taking subnormal numbers for zero explains a result; the bound allows those that it may lose."""
+    smallest = torch.finfo(result.dtype).smallest_normal
+    return (
+        result.dtype != torch.float16
+        and distance(result, twin(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]) <= bound
+    )
+
+
+def _explaining_format(
+    factor_positions: Sequence[int], twin: Twin, result: Tensor, error: float, output_index: int
+) -> str | None:
+    """The format whose rounding of the factors explains the error best, if any explains half of it."""
+    best, least = None, 1 - (EXPLAINED if result.numel() > FEW else FEW_EXPLAINED)
+    for format_, mode, of_result in ROUNDINGS:
+
+        def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
+            return rounded_factor(x.float(), format_, mode).double()
+
+        candidate = twin(rounded, factor_positions)[output_index]
+        if of_result is not None:  # it overflows where the format ends
+            candidate = round_to(candidate.float(), of_result).double()
+        remaining = (distance(result, candidate) / error) ** 2
+        if remaining < (least if best is None else least / 2):  # TF32 and float16 often round alike
+            best, least = format_, remaining
+    return best
+
+
+def _attention(operation: Any) -> Callable[..., Tensor]:
+    """Scaled dot-product attention as written down, for kernels that exist on one device or for float32 alone."""
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = named_arguments(operation, args, kwargs)
+        mask, causal = arguments.get("attn_mask", arguments.get("attn_bias")), arguments.get("is_causal", False)
+        query, key, value = args[:3]
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=arguments.get("scale")
+        )
+
+    return attend
+
+
+def _lengthened(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of the product that makes squared distances: |x|² − 2 x·y + |y|²."""
+    x_squared, y_squared = (t.square().sum(-1, keepdim=True) for t in (x, y))
+    left = torch.cat([-2 * x, x_squared, torch.ones_like(x_squared)], -1)
+    return left, torch.cat([y, torch.ones_like(y_squared), y_squared], -1)
+
+
+def _distances(left: Tensor, right: Tensor) -> Tensor:
+    return (left @ right.mT).clamp_min(0).sqrt()

@@ -1,0 +1,399 @@
+"""One execution of a training step, watched below autograd: every operation, and what the step is for."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils._pytree import tree_flatten_with_path
+
+from gpulab.audits import count_sketch as sk
+from gpulab.audits import trace_files
+from gpulab.audits.rounding import NOT_UNIQUE, forward_error
+from gpulab.audits.twins import outcome, writes
+from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode
+
+OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
+# What computes nothing: changes of shape, and memory that has not been written yet.
+SILENT = {"detach", "alias", "set", "lift_fresh"}
+EMPTY = ("empty", "new_empty")
+# What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
+# which nobody has set where nothing is dropped, or memory that nobody has written.
+NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+# Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
+WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
+
+
+@dataclass
+class Operation:
+    """What one operation did.
+
+    `name` is torch's, without device or overload; `module` the path of the module that called it
+    (for the backward pass: that called what is differentiated); `line` the line of the user's code;
+    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
+    are those of the call by the names of torch's schema, as JSON has them (a tensor is "Tensor"), and
+    `defaults` stand for the others. `error` is its own error against float64 from the same inputs,
+    `bound` what rounding explains, both relative to the exact result; `format` the short number format
+    that a product was computed in. `steady` says whether the operation gave the same bits when it was
+    called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
+    says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
+    relative to the first, where they were not the same. `anew` says that it was given values that no operation
+    made and that were others when the step was done again. `carried` holds for each output how far all roundings
+    of the step up to there lead: the norm of the change when every operation of the step in float64 was moved at
+    random by as much.
+
+    In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
+    """
+
+    name: str
+    phase: str
+    module: str
+    line: str
+    inputs: list[str]
+    outputs: list[str]
+    shape: list[int]
+    dtype: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    random: bool = False
+    repeats: bool | None = None
+    steady: bool = True
+    error: float | None = None
+    bound: float | None = None
+    format: str | None = None
+    rounded_before: bool = False
+    nans: bool = False
+    anew: bool = False
+    spread: float | None = None
+    carried: list[float] | None = None
+
+    @property
+    def values(self) -> list[str]:
+        """The names of all values that it met."""
+        return [*self.inputs, *self.outputs, *self.changed]
+
+    @property
+    def ratio(self) -> float | None:
+        """The error in units of what rounding explains."""
+        if self.error is None or self.bound is None:
+            return None
+        return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
+
+
+class Call(NamedTuple):
+    """A call of an operation: its place in the step, its `arguments` (placed and named) before it wrote to any."""
+
+    position: int
+    name: str
+    operation: Any
+    arguments: tuple[Sequence[Any], dict[str, Any]]
+    results: list[Tensor]
+
+
+class Tracer(UncompiledDispatchMode):
+    """Notes every operation below autograd, forward and backward, and then the step's results.
+
+    Args:
+        sketches: of all values, by name; what is new is added.
+        tell: is called after each operation.
+        measured: whether each operation's error and steadiness are measured.
+        results_only: whether nothing but the step's results is noted.
+        change: is called with each `Call` before its results are noted, and may write to them; then inputs are
+            not noted, and every value has a name of its own.
+    """
+
+    def __init__(
+        self,
+        sketches: dict[str, np.ndarray],
+        tell: Callable[[], Any] = lambda: None,
+        measured: bool = False,
+        results_only: bool = False,
+        change: Callable[[Call], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.sketches, self.tell, self.measured = sketches, tell, measured
+        self.results_only, self.change = results_only, change
+        self.operations: list[Operation] = []
+        self.path: list[str] = []
+        self.names: dict[int, str] = {}
+        self.callers = Callers()
+        self.roots: dict[int, tuple[nn.Module, dict[str, list[str]]]] = {}  # modules called first, and their buffers
+        self.leaves: dict[int, Tensor] = {}  # what a gradient is accumulated for
+        # Their content at first; `Module.to` leaves a leaf of another type or device, which is no update of it.
+        self.leaf_contents: dict[tuple[int, torch.dtype, torch.device], list[str]] = {}
+        self.gradients: dict[int, list[str]] = {}
+        self.handles: list[Any] = []
+        self.unwritten: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # memory, and the version that it had
+        self.paused = False
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note what it did."""
+        kwargs = kwargs or {}
+        name = operation._schema.name.partition("::")[2].rstrip("_")
+        if self.paused or name in SILENT or _called_by_the_guard():
+            return operation(*args, **kwargs)
+        if name.startswith(EMPTY):
+            out = operation(*args, **kwargs)
+            if isinstance(out, Tensor):
+                self.unwritten[id(out)] = weakref.ref(out), out._version
+            return out
+        if self.results_only:
+            self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
+            return operation(*args, **kwargs)
+        changes = writes(operation)
+        written_to = changes or name in WRITES_UNSAID
+        before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
+        arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
+        random = _is_random(operation, arguments | defaults)
+        blind = changes and (random or name in OVERWRITES)
+        now, then = (
+            _without_notes(operation._schema.arguments, *call_arguments) for call_arguments in ((args, kwargs), before)
+        )
+        inputs = [] if self.change else self._values(self._written(now, then, blind))
+        self._find_leaves(args[1:] if blind else args)
+        out = self._run(operation, args, kwargs)
+        raw_results = outcome(operation, args, out)
+        results = _results(operation, raw_results)
+        if not results:
+            return out
+        rounded = [t for t in results if sk.rounds(t)]
+        if self.change:
+            self.change(Call(len(self.operations), name, operation, before, results))
+        phase, module, line = self.callers.of_this(self.path[-1] if self.path else "")
+        op = Operation(
+            name=name,
+            phase=phase,
+            module=module,
+            line=line,
+            inputs=inputs,
+            outputs=self._values(results),
+            shape=list(results[0].shape),
+            dtype=str(results[0].dtype).removeprefix("torch."),
+            arguments=arguments,
+            defaults=defaults,
+            changed=self._changed(before, (args, kwargs), blind) if changes and not self.change else [],
+            random=random,
+            # The sum is quicker, and NaN if any number is.
+            nans=self.measured and any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in rounded),
+        )
+        if self.measured and not random and not operation.is_view and (rounded or name in NOT_UNIQUE):
+            error = forward_error(operation, name, before[0], before[1], raw_results)
+            op.error, op.bound, op.format, op.rounded_before = astuple(error)
+            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
+            again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
+            op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
+            if not op.steady:
+                op.spread = _spread(again, results)
+        self.operations.append(op)
+        self.tell()
+        return out
+
+    def _run(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The operation; one that has no kernel for float64, as mixtures of experts use, in float32 or bfloat16."""
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError:
+            leaves = sk.leaves((args, kwargs))
+            if not any(t.dtype == torch.float64 for t in leaves) or writes(operation):
+                raise
+            for dtype in (torch.float32, torch.bfloat16):
+                shorter_args, shorter_kwargs = sk.mapped(_as_type(torch.float64, dtype), (args, kwargs))
+                with contextlib.suppress(RuntimeError):
+                    return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
+            raise
+
+    def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
+        """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
+        written = []
+        for index, (now, then) in enumerate(zip(sk.leaves(arguments), sk.leaves(before), strict=True)):
+            memory, version = self.unwritten.get(id(now), (lambda: None, 0))
+            if not (blind and index == 0) and (memory() is not now or version != now._version):
+                written.append(then)
+        return written
+
+    def _values(self, values: Any) -> list[str]:
+        return [self._value(t) for t in _numeric_tensors(values)]
+
+    def _value(self, tensor: Tensor) -> str:
+        """The name of a tensor's content; its sketch is kept."""
+        name = f"changed {len(self.sketches)}" if self.change else sk.name(tensor)
+        if name not in self.sketches:
+            self.sketches[name] = sk.sketch(tensor)
+        return name
+
+    def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
+        """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
+        leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
+        before_and_after = [(then, now) for then, now in leaves if now.numel() and not now.is_sparse]
+        changed = [now for then, now in before_and_after if then.shape != now.shape or not _same_bits(then, now)]
+        bases = [now._base for now in changed if now._base is not None]  # which has changed with its part
+        return [self._value(t) for t in ([] if blind else changed) + bases]
+
+    @contextlib.contextmanager
+    def modules(self) -> Iterator[None]:
+        """Follow which module is at work."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
+            if not self.path:
+                self.names = {
+                    id(submodule): name or type(module).__name__ for name, submodule in module.named_modules()
+                }
+                if id(module) not in self.roots:
+                    self.roots[id(module)] = module, self._buffers(module)
+            self.path.append(self.names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
+            if self.path:
+                self.path.pop()
+
+        self.handles += (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+
+    # --- what the step is for ------------------------------------------------------------------------------
+
+    def _find_leaves(self, args: Any) -> None:
+        for t in sk.leaves(args):
+            if not t.requires_grad or t._is_view() or not t.is_leaf:
+                continue
+            if id(t) not in self.leaves and not t.is_inference():
+                self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
+            self.leaves[id(t)] = t
+            if _as_it_is(t) not in self.leaf_contents:
+                self.leaf_contents[_as_it_is(t)] = self._quietly(t)
+
+    def _keep_gradient(self, leaf: Tensor) -> None:
+        self.gradients[id(leaf)] = self._quietly(leaf.grad)
+
+    def _quietly(self, tensor: Tensor | None) -> list[str]:
+        """The names of a tensor's values, on the quiet: what computes them is none of the step's operations."""
+        before, self.paused = self.paused, True
+        try:
+            return [] if tensor is None else [self._value(t) for t in sk.tensors(tensor.detach())]
+        finally:
+            self.paused = before
+
+    def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
+        return {name: self._quietly(buffer) for name, buffer in module.named_buffers()}
+
+    def note_results(self, returned: Any) -> None:
+        """Note as last operations what the step returned, each gradient, and every parameter and buffer it changed."""
+        names: dict[int, str] = {}
+        for module, _ in self.roots.values():
+            names |= {
+                id(parameter): name for name, parameter in module.named_parameters() if id(parameter) not in names
+            }
+        entries: list[tuple[str, str, list[str]]] = []
+        returned_leaves, _ = tree_flatten_with_path(returned)
+        for path, value in returned_leaves:
+            if isinstance(value, Tensor | float):
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                label = "loss" if len(returned_leaves) == 1 else f"result {torch.utils._pytree.keystr(path)}"
+                entries.append((label, "", self._quietly(tensor)))
+        for number, leaf in enumerate(self.leaves.values(), 1):
+            names.setdefault(id(leaf), f"tensor {number} of shape {tuple(leaf.shape)}")
+        entries += [("gradient", names[leaf], values) for leaf, values in self.gradients.items()]
+        for leaf in self.leaves.values():
+            values = self._quietly(leaf)
+            if values != self.leaf_contents.get(_as_it_is(leaf), values):
+                entries.append(("updated", names[id(leaf)], values))
+        for module, before in self.roots.values():
+            now = self._buffers(module).items()
+            entries += [("updated", name, values) for name, values in now if values != before.get(name)]
+        for label, name, values in sorted(entries):
+            if values:
+                shape, dtype = list(self.sketches[values[-1]].shape), "float64"
+                self.operations.append(Operation(label, RESULT, name, "", values, values, shape, dtype))
+
+
+def _numeric_tensors(values: Any) -> list[Tensor]:
+    """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
+    tensors = sk.tensors(values)
+    return [t for t in tensors if t.dtype != torch.uint8] if any(map(sk.rounds, tensors)) else tensors
+
+
+def _results(operation: Any, raw_results: Any) -> list[Tensor]:
+    """What an operation made of tensors, without its notes."""
+    if isinstance(raw_results, tuple) and len(raw_results) == len(operation._schema.returns):
+        raw_results, _ = _without_notes(operation._schema.returns, raw_results, {})
+    return _numeric_tensors(raw_results)
+
+
+def _without_notes(
+    names: Sequence[Any], values: Sequence[Any], named: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Values of a schema's arguments or returns, and those given by name, with None for what is a kernel's note."""
+    placed = [None if entry.name in NOTES else value for entry, value in zip(names, values, strict=False)]
+    return placed, {name: None if name in NOTES else value for name, value in named.items()}
+
+
+def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:
+    return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
+
+
+def _as_it_is(leaf: Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return id(leaf), leaf.dtype, leaf.device
+
+
+def _spread(again: list[Tensor], results: list[Tensor]) -> float:
+    """How far the results of an operation that was called again are from the first ones, relative to these."""
+    distances = [
+        sk.distance(sk.sketch(repeated), sk.sketch(original))
+        for repeated, original in zip(again, results, strict=False)
+        if sk.rounds(original)
+    ]
+    return max(distances, default=math.inf)
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    integer_type = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)
+    return torch.equal(*(t.detach().contiguous().view(-1).view(integer_type) for t in (x, y)))
+
+
+def _copy(value: Any) -> Any:
+    """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.layout != torch.strided or value.is_conj() or value.is_neg() or not value.numel():
+        return value.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
+
+
+def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout"))
+
+
+def _called_by_the_guard() -> bool:
+    frame = sys._getframe(1).f_back  # none on a thread of autograd's, where a GPU's backward pass runs
+    for _ in range(16):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith("guards.py"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,352 @@
+"""One training step, operation by operation: what each computed, how exactly, and for whom.
+
+A trace is a file of its own: two laboratories record the same step, each on its card, and compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpulab.audits import count_sketch as sk
+from gpulab.audits import trace_files
+from gpulab.audits.rounding import ATTENTION, FACTORS, SAFETY
+from gpulab.audits.steps import ready, seeded
+from gpulab.audits.tracer import RESULT, Call, Operation, Tracer
+from gpulab.errors import DataError, OverwrittenWarning, UsageError
+from gpulab.guards.guards import guard
+from gpulab.passports import passport
+from gpulab.settings import Setting, arithmetic
+
+SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
+DRAWS = 2  # how often the roundings are drawn: one lucky draw may cancel
+ROUNDOFF = 2.0**-24
+UNKNOWN = 2.0**-17  # the error that is granted to a float32 kernel without a twin in float64
+IN_TF32 = 2.0**-10  # and to one that may multiply in TF32
+# Kernels of different devices that compute the same thing.
+TWINS = {"_unsafe_view": "view"}
+for _suffix in ("", "_backward"):
+    TWINS |= {f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}" for library in ("cudnn", "miopen")}
+    TWINS |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
+
+
+@dataclass
+class Trace:
+    """One step under one setting: every operation of torch that it ran, and a sketch of each value.
+
+    Attributes:
+        setting: What the step was done under.
+        operations: The operations, in the order in which they ran.
+        reference: Those of the same step in float64.
+        sketches: The values of both, by name, each as a float64 array of at most 64 numbers.
+        overwritten: What the guard found.
+        passport: The machine.
+        arithmetic: The flags in force, such as TF32.
+        label: What reports call the trace, instead of its setting.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> trace = gl.record(gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", progress=False)
+        >>> "addmm" in [operation.name for operation in trace.operations], trace.overwritten
+        (True, [])
+    """
+
+    setting: str
+    operations: list[Operation]
+    reference: list[Operation]
+    sketches: dict[str, np.ndarray]
+    overwritten: list[dict[str, str]] = field(default_factory=list)
+    passport: dict[str, Any] = field(default_factory=dict)
+    arithmetic: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """What the trace is called in reports: its label, or the setting."""
+        return self.label or self.setting
+
+    def __repr__(self) -> str:
+        count = sum(op.phase != RESULT for op in self.operations)
+        return f"trace of {count} operations under {self.setting}"
+
+    def save(self, file: str | Path) -> Path:
+        """Write the trace to one file (Parquet, compressed), whole or not at all."""
+        names = ("setting", "label", "overwritten", "passport", "arithmetic")
+        rows = [vars(op) | {"reference": False} for op in self.operations]
+        rows += [vars(op) | {"reference": True} for op in self.reference]
+        trace_files.write(file, {name: getattr(self, name) for name in names}, rows, self.sketches)
+        return Path(file)
+
+    @classmethod
+    def load(cls, file: str | Path, content: bytes | None = None, most: int | None = None) -> Trace:
+        """Read a trace.
+
+        Args:
+            file: What to read; or what errors call it, where there is a content.
+            content: Of a file that is not on this disk, such as one that was uploaded.
+            most: Numbers that a column of it may have, where that is less than of any trace.
+
+        Raises:
+            DataError: naming the file, for one that is missing, cut short, damaged or foreign.
+        """
+        notes, rows, sketches = trace_files.read(file, content, most)
+        by_reference: dict[bool, list[Operation]] = {False: [], True: []}
+        for row in rows:
+            by_reference[row.pop("reference")].append(Operation(**row))
+        try:
+            trace = cls(operations=by_reference[False], reference=by_reference[True], sketches=sketches, **notes)
+            trace._check()
+        except (ValueError, TypeError, AttributeError, UsageError) as error:
+            raise DataError(f"{file}: a damaged trace: {error!r}") from None
+        return trace
+
+    def _check(self) -> None:
+        """Raise `TypeError` or `ValueError`, naming it, for what `record` never writes and the file's types allow."""
+        Setting.parse(self.setting)
+        for op in (*self.operations, *self.reference):
+            if not op.outputs:
+                raise ValueError(f"no outputs of {op.name!r}")
+            if not isinstance(op.arguments, dict) or not isinstance(op.defaults, dict):
+                raise TypeError(f"arguments of {op.name!r}: {op.arguments!r}, {op.defaults!r}")
+
+
+def record(
+    step: Callable[..., Any],
+    setting: Setting | str = "cpu",
+    file: str | Path | None = None,
+    *,
+    reference: Trace | None = None,
+    on: str = "cpu",
+    progress: bool = True,
+) -> Trace:
+    """Do a step under a setting and note what every operation computed.
+
+    The step is done five times from the same random numbers (torch's, NumPy's and Python's are seeded): twice under
+    the setting, to see whether it repeats itself, once in float64, and twice in float64 with every operation's
+    result moved at random by what rounding may do to it under the setting, to see how far that leads (Monte Carlo
+    arithmetic).
+
+    Args:
+        step: a `Step`, or a function that does one training step, backward pass included. It is called
+            with the `Setting`, whose `.device` and `.dtype` it puts its tensors on, or, if it takes no
+            argument, with these as torch's defaults.
+        setting: what it is done under.
+        file: where the trace is kept, if anywhere.
+        reference: another trace of the step, whose execution in float64 serves again.
+        on: the device of the execution in float64; traces for other machines need the CPU's.
+        progress: whether to show a bar.
+
+    Returns:
+        A `Trace`; two of them, from two machines, are compared by `audit`.
+
+    Raises:
+        UsageError: for a step that is none, or does nothing on floating-point numbers.
+        GpulabError: for a setting that cannot run here.
+
+    References:
+        D. S. Parker 1997, Monte Carlo arithmetic: exploiting randomness in floating-point arithmetic, UCLA CSD-970002.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
+        trace of 2 operations under cpu:threads=1
+    """
+    from gpulab.progress import Progress
+
+    parsed = Setting.parse(setting)
+    if not callable(step):
+        raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
+    parsed.check()
+    exact_setting = Setting.parse(f"{on}:precision=float64")
+    sketches = dict(reference.sketches) if reference else {}
+    with Progress(unit="operation", leave=False, disable=not progress) as bar:
+        first = perform(step, parsed, sketches, bar.update, results_only=True)
+        trace = perform(step, parsed, sketches, bar.update, measured=True)
+        bar.total = len(trace.operations) * (1 if reference else 2 + DRAWS)
+        results = [op for op in trace.operations if op.phase == RESULT]
+        if not results or [op.outputs for op in results] != [op.outputs for op in first.operations]:
+            first = perform(step, parsed, sketches, bar.update)  # every operation, to see which does not repeat itself
+        exact = reference.reference if reference else perform(step, exact_setting, sketches, bar.update).operations
+        amounts = _roundings(trace, exact)
+        trace.reference = exact
+        if reference is None or not _alike(amounts, _roundings(reference, exact)):
+            bar.total = bar.n + DRAWS * len(exact)
+            shaken = [
+                perform(step, exact_setting, sketches, bar.update, change=_shaken(amounts, draw)).operations
+                for draw in range(DRAWS)
+            ]
+            carried = _carried(exact, shaken, sketches)
+        else:
+            carried = {
+                id(twin): op.carried for op, twin in aligned(reference.operations, exact) if op and twin and op.carried
+            }
+    for op, twin in aligned(trace.operations, exact):
+        if op is not None and twin is not None:
+            op.carried = carried.get(id(twin))
+    _compare_executions(first, trace)
+    trace.passport = dict(passport())
+    trace.sketches = {value: sketches[value] for op in (*trace.operations, *exact) for value in op.values}
+    if file is not None:
+        trace.save(file)
+    return trace
+
+
+def perform(
+    step: Callable[..., Any],
+    setting: Setting,
+    sketches: dict[str, np.ndarray],
+    tell: Callable[[], Any] = lambda: None,
+    *,
+    measured: bool = False,
+    results_only: bool = False,
+    change: Callable[[Call], None] | None = None,
+) -> Trace:
+    """Do the step once under a setting, watched; the arguments are those of `Tracer`."""
+    watcher = Tracer(sketches, tell, measured, results_only, change)
+    with (
+        seeded(setting, SEED),
+        setting.apply(),
+        ready(step, setting) as run,
+        watcher.modules(),
+        warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
+        guard(on="warn") if measured else contextlib.nullcontext() as report,
+        watcher,
+    ):
+        returned = run()
+        flags = arithmetic()
+        watcher.note_results(returned)
+    if measured and not any(
+        getattr(torch, op.dtype).is_floating_point for op in watcher.operations if op.phase != RESULT
+    ):
+        raise UsageError("the step ran no operation of torch on floating-point numbers: there is nothing to compare")
+    overwritten = [
+        {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
+        for f in (report.findings if report else [])
+    ]
+    return Trace(str(setting), watcher.operations, [], sketches, overwritten, arithmetic=flags)
+
+
+def _compare_executions(first: Trace, trace: Trace) -> None:
+    """Note which operations did not do again what they had done, of the same inputs, and which had other inputs."""
+    if all(op.phase == RESULT for op in first.operations):  # which are the same
+        for one in trace.operations:
+            one.repeats = None if one.random or one.phase == RESULT else one.steady
+        return
+    values_made_before, values_made = _values_made(first), _values_made(trace)
+    for op, before in aligned(trace.operations, first.operations):
+        if op is None or op.random or op.phase == RESULT:
+            continue
+        if before is not None and before.inputs != op.inputs:
+            pairs = zip(before.inputs, op.inputs, strict=False)
+            op.anew = any(x != y and x not in values_made_before and y not in values_made for x, y in pairs)
+        same = before is not None and (before.inputs != op.inputs or before.outputs == op.outputs)
+        op.repeats = op.steady and same and not op.anew
+        if before is not None and before.inputs == op.inputs and before.outputs != op.outputs:
+            outputs = zip(before.outputs, op.outputs, strict=False)
+            distances = [sk.distance(trace.sketches[x], trace.sketches[y]) for x, y in outputs]
+            op.spread = max([op.spread or 0.0, *distances])
+
+
+def _values_made(trace: Trace) -> set[str]:
+    """The values that operations of an execution made; not those that one passed on, as a copy does."""
+    return {value for op in trace.operations for value in (*op.outputs, *op.changed) if value not in op.inputs}
+
+
+def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
+    """How far rounding may have led each operation of the trace, by the place of its twin in float64."""
+    may_use_tf32 = Setting.parse(trace.setting).kind == "cuda" and "tf32" in trace.arithmetic.values()
+    unknown = IN_TF32 if may_use_tf32 else UNKNOWN
+    of_twin = {id(twin): op for op, twin in aligned(trace.operations, exact) if op and twin}
+    amounts = []
+    for twin in exact:
+        op = of_twin.get(id(twin))
+        if op is None or op.bound is None:
+            amount = unknown
+            if op is not None and hasattr(torch, op.dtype) and (dtype := getattr(torch, op.dtype)).is_floating_point:
+                amount = max(amount, 64 * torch.finfo(dtype).eps) if dtype != torch.float64 else 0.0
+        elif op.format and not op.rounded_before:
+            amount = max(op.bound, SAFETY * (op.error or 0.0))
+        else:
+            amount = op.bound if op.error else 0.0  # what computes exactly has nothing to round
+        amounts.append(min(amount, 1.0) if np.isfinite(amount) else 0.0)
+    return amounts
+
+
+def _apart(x: np.ndarray, y: np.ndarray) -> float:
+    """The norm of a difference, without what is not a finite number in either."""
+    if x.shape != y.shape:
+        return math.inf
+    finite = np.isfinite(x) & np.isfinite(y)
+    return float(np.linalg.norm(x[finite] - y[finite]))
+
+
+def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
+    """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all."""
+
+    def shake(call: Call) -> None:
+        amount = amounts[call.position] if call.position < len(amounts) else 0.0
+        if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
+            return
+        for t in filter(sk.rounds, call.results):  # by .data, which autograd does not count
+            moves = sk.moves(t, 131 * call.position + draw)
+            size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if call.name in FACTORS else math.nan
+            if math.isfinite(size):
+                t.data.add_(moves, alpha=amount * size)
+            else:
+                t.data.mul_(1 + amount * moves)
+
+    return shake
+
+
+def _alike(amounts: list[float], other_amounts: list[float]) -> bool:
+    """Whether roundings of some sizes lead about as far as, or less far than, those of others."""
+    pairs = list(zip(amounts, other_amounts, strict=True))
+    return math.hypot(*amounts) <= 2 * math.hypot(*other_amounts) and all(x <= 8 * max(y, UNKNOWN) for x, y in pairs)
+
+
+def _carried(
+    exact: list[Operation], shaken: list[list[Operation]], sketches: dict[str, np.ndarray]
+) -> dict[int, list[float]]:
+    """How far each output of the step in float64 was moved when all its operations were shaken."""
+    carried: dict[int, list[float]] = {}
+    for operations in shaken:
+        for op, moved in aligned(exact, operations):
+            if op is None or moved is None or len(op.outputs) != len(moved.outputs):
+                continue
+            apart = [_apart(sketches[x], sketches[y]) for x, y in zip(op.outputs, moved.outputs, strict=True)]
+            carried[id(op)] = list(map(max, carried.get(id(op), apart), apart))
+    return carried
+
+
+def aligned(first: list[Operation], second: list[Operation]) -> list[tuple[Operation | None, Operation | None]]:
+    """Operations that stand for each other, in order, and None beside one that only one of the two ran.
+
+    Phase, module and name must agree, kernels of `TWINS` being one.
+    """
+
+    def keys(operations: list[Operation]) -> list[tuple[str, str, str]]:
+        return [(op.phase, op.module, TWINS.get(op.name, op.name)) for op in operations]
+
+    keys_of_both = keys(first), keys(second)
+    if keys_of_both[0] == keys_of_both[1]:
+        return list(zip(first, second, strict=True))
+    pairs: list[tuple[Operation | None, Operation | None]] = []
+    matcher = difflib.SequenceMatcher(None, *keys_of_both, autojunk=False)
+    for tag, a, a_end, b, b_end in matcher.get_opcodes():
+        if tag == "equal":
+            pairs += zip(first[a:a_end], second[b:b_end], strict=True)
+        else:
+            pairs += [(op, None) for op in first[a:a_end]]
+            pairs += [(None, op) for op in second[b:b_end]]
+    return pairs

@@ -1,0 +1,158 @@
+"""Copies between the host and a GPU that torch was asked for and that nobody has waited for yet.
+
+With `non_blocking=True` and pinned memory a copy is only queued when the call returns. Until it is done its source may
+not be written, and its destination may not be read; torch checks neither. Whether it was done in time is luck, so that
+is not asked: a finding is a write or a read in a program that did not *wait* first, by a synchronisation of a device,
+a stream or an event, by `query()`, or by an operation that waits, such as `.item()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.cuda import _gpu_trace
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gpulab.guards.findings import Overwritten
+from gpulab.guards.fingerprints import memory_digest
+from gpulab.guards.memory import Span, is_plain, line_of, overlap, span_of, user_frame
+
+
+@dataclass
+class _Copy:
+    """A copy that was asked for: the host's side of it, and whether somebody has waited since."""
+
+    finding: Overwritten  # what it is, if it is used too early
+    storage: StorageWeakRef
+    span: Span
+    content: int  # a number that stands for what was in the memory
+    event: torch.cuda.Event  # behind the copy
+    waited: bool = False
+
+    def over(self) -> bool:
+        """Whether nothing can go wrong any more: it was waited for and is done, or its memory is gone."""
+        return self.storage.expired() or (self.waited and torch._C._CudaEventBase.query(self.event))
+
+    def overwritten(self) -> bool:
+        """Whether the source holds something else than when the copy was asked for."""
+        return self.finding.cause == "leaving" and _digest(self.span) != self.content
+
+
+class CopiesUnderWay:
+    """What is being copied, as far as operations that are given to `note` have asked for it.
+
+    `tell` hears of every finding. What a wait finds is told by the next `check` or `settle`: torch lets nothing be
+    raised while it waits.
+    """
+
+    def __init__(self, tell: Callable[[Overwritten], None]) -> None:
+        self.tell = tell
+        self.copies: list[_Copy] = []
+        self.untold: list[Overwritten] = []
+        self.lock = threading.RLock()
+
+    def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Look at an operation that was just run: is it a copy that goes on after it?"""
+        if operation is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
+            target, source = result, args[0]
+        elif operation is torch.ops.aten.copy_.default and (kwargs.get("non_blocking") or args[2:] == (True,)):
+            target, source = args[:2]
+        else:
+            return
+        cause, host, device = ("leaving", source, target) if target.is_cuda else ("arriving", target, source)
+        if host.device.type != "cpu" or not device.is_cuda or not is_plain(host) or not host.is_pinned():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        _hear_of_waits()
+        _going_on.add(self)
+        span, event = span_of(host), torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device.device))
+        content = _digest(span) if cause == "leaving" else 0
+        name = operation.overloadpacket.__name__
+        finding = Overwritten.of(cause, name, host, {"copied by": line_of(user_frame(sys._getframe(1)))})
+        copy = _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
+        with self.lock:
+            same_memory = [earlier_copy for earlier_copy in self.copies if overlap(earlier_copy.span, span)]
+            self.compare(name, same_memory)
+            self.copies = [earlier_copy for earlier_copy in self.copies if not earlier_copy.over()]
+            self.copies.append(copy)
+
+    def check(self, tensors: list[Tensor], name: str) -> None:
+        """Tell of tensors of the host that are about to be read and have not arrived, and of what waits have found."""
+        if not self.copies and not self.untold:
+            return
+        with self.lock:
+            if any(copy.finding.cause == "arriving" for copy in self.copies):
+                self.copies = [copy for copy in self.copies if not copy.over()]
+                arriving = [copy for copy in self.copies if copy.finding.cause == "arriving"]
+                spans = [span_of(read) for read in tensors if is_plain(read)]
+                for copy in arriving:
+                    if any(overlap(copy.span, span) for span in spans):
+                        self.find(copy, name)
+        self.settle()
+
+    def waiting(self) -> None:
+        """Somebody is about to wait, or has: what is overwritten now was overwritten too early."""
+        with self.lock:
+            self.copies = [copy for copy in self.copies if not copy.over()]
+            self.compare("a wait", self.copies)
+            for copy in self.copies:
+                copy.waited = True
+
+    def compare(self, name: str, copies: list[_Copy]) -> None:
+        """Find what has been overwritten among copies."""
+        for copy in [copy for copy in copies if not copy.over() and copy.overwritten()]:
+            self.find(copy, name)
+
+    def find(self, copy: _Copy, name: str) -> None:
+        """Keep a finding until it can be told, once for each copy."""
+        self.copies = [other_copy for other_copy in self.copies if other_copy is not copy]
+        lines = {**copy.finding.lines, f"met by {name} in": line_of(user_frame(sys._getframe(1)))}
+        self.untold.append(replace(copy.finding, operation=name, function=name, lines=lines))
+
+    def settle(self, end: bool = False) -> None:
+        """Tell what was found; at the `end`, of what is overwritten and was never waited for, too."""
+        with self.lock:
+            if end:
+                self.compare("the end of the guard", self.copies)
+            findings, self.untold = self.untold, []
+        if end:
+            self.forget()
+        for finding in findings:
+            self.tell(finding)
+
+    def forget(self) -> None:
+        """Look at nothing any more: waits that come later are nobody's."""
+        with self.lock:
+            self.copies, self.untold = [], []
+        _going_on.discard(self)
+
+
+def _digest(span: Span) -> int:
+    return memory_digest(span[0], span[1] - span[0])
+
+
+_going_on: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()  # those that know of a copy
+
+
+def waiting(*_: Any) -> None:
+    """Somebody waits for a GPU."""
+    for copies in list(_going_on):
+        copies.waiting()
+
+
+@functools.cache
+def _hear_of_waits() -> None:
+    """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence once."""
+    torch._C._activate_gpu_trace()
+    for kind in ("device", "stream", "event"):
+        getattr(_gpu_trace, f"register_callback_for_{kind}_synchronization")(waiting)

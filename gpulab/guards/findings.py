@@ -1,0 +1,153 @@
+"""What a guard finds, and the words for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from gpulab.guards.memory import Holder, Line
+
+SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
+READ = "{function} read a tensor, {tensor}: "
+COPIED = "a pinned tensor, {tensor}: "
+WROTE = "something other than torch wrote there, and another tensor was made of it"
+GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
+CAUSES = {  # what happened, why, and what to do
+    "inplace": (
+        SAVED,
+        "an in-place operation changed it",
+        "use the operation that is not in place, or give autograd a copy: .clone()",
+    ),
+    "replaced": (SAVED, "other values were assigned to its `.data`", "assign to it after backward"),
+    "numpy": (SAVED, "NumPy wrote into its memory", "copy it: torch.tensor(array) or torch.as_tensor(array.copy())"),
+    "shared": (
+        SAVED,
+        "it lies in shared memory, such as a loader's buffer that is filled again and again",
+        "copy each batch as it arrives: batch.clone()",
+    ),
+    "foreign": (
+        SAVED,
+        "it lies in memory that torch does not own, such as the buffer of a NumPy array or of another library",
+        "copy it as it arrives: .clone(), or torch.tensor(array)",
+    ),
+    "data": (
+        SAVED,
+        "something wrote into its memory that autograd does not see: through .data or .numpy(), or a loader "
+        "that fills one buffer again and again",
+        "copy it before it is overwritten: .clone()",
+    ),
+    "stale": (
+        READ + "its memory was overwritten before it was read again",
+        WROTE,
+        "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())",
+    ),
+    "together": (
+        READ + "several tensors that should differ share one memory",
+        WROTE,
+        "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())",
+    ),
+    "leaving": (
+        COPIED + "its memory was overwritten before its copy to the GPU was waited for",
+        GOES_ON,
+        "wait before it is written again (an event recorded behind the copy, `event.synchronize()`), or fill another "
+        "buffer each time",
+    ),
+    "arriving": (
+        COPIED + "it was read before its copy from the GPU was waited for",
+        GOES_ON,
+        "leave out non_blocking=True, or wait before it is read: torch.cuda.current_stream().synchronize()",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Overwritten:
+    """One finding of a guard: an operation used memory that something else had changed, or was still to change.
+
+    `print` says it in lines.
+
+    Attributes:
+        cause: What happened, in a word: one of `CAUSES`.
+        operation: What used the memory: the name of autograd's node in the backward pass, such as `MulBackward0`; else
+            that of the operation.
+        function: The function that people call, such as `mul`.
+        operand: Which of the function's tensors it was; None where that is not known.
+        shape: The tensor's.
+        dtype: The tensor's, such as `float32`.
+        device: The tensor's, such as `cpu`.
+        lines: The lines of your program that took part, each by what it did: the first, `line`, is the one to mend.
+        explanation: Why it happened, with what shares the memory.
+        remedy: What to do.
+        count: How often it was found.
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> import gpulab as gl
+        >>> frame, weight = np.ones(3, np.float32), torch.ones(3, requires_grad=True)
+        >>> try:
+        ...     with gl.guard():
+        ...         loss = (weight * torch.from_numpy(frame)).sum()
+        ...         frame[:] = 2
+        ...         loss.backward()
+        ... except gl.OverwrittenError as error:
+        ...     print(error.finding.cause, list(error.finding.lines), error.finding.remedy)
+        numpy ['saved by'] copy it: torch.tensor(frame) or torch.as_tensor(frame.copy())
+    """
+
+    cause: str
+    operation: str
+    function: str
+    operand: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    lines: dict[str, Line]
+    explanation: str
+    remedy: str
+    count: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        cause: str,
+        operation: str,
+        tensor: Tensor,
+        lines: dict[str, Line],
+        function: str = "",
+        operand: str | None = None,
+    ) -> Overwritten:
+        """A finding in the words of its cause."""
+        _, explanation, remedy = CAUSES[cause]
+        described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+        return cls(cause, operation, function or operation, operand, *described, lines, explanation, remedy)
+
+    @property
+    def line(self) -> Line:
+        """The line that saved the tensor for backward, made it, or asked for its copy."""
+        return next(iter(self.lines.values()))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two findings have in common that are told as one."""
+        return self.operation, *self.lines.items()
+
+    def held_by(self, holder: Holder) -> Overwritten:
+        """The same finding, with the variable that shares the memory."""
+        remedy = self.remedy.replace("array", holder.array) if holder.array else self.remedy
+        return replace(self, explanation=f"{self.explanation}; it shares memory with {holder.words}", remedy=remedy)
+
+    def __str__(self) -> str:
+        headline = CAUSES[self.cause][0].format(
+            function=self.function,
+            operation=self.operation,
+            operand=f"its `{self.operand}`" if self.operand else "a tensor",
+            tensor=f"{self.dtype} of shape {self.shape} on {self.device}",
+        )
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        lines = [f"  {did} {line}" for did, line in self.lines.items()]
+        if self.line.text:
+            lines.insert(1, f"      {self.line.text}")
+        return "\n".join([headline + times, *lines, f"  why: {self.explanation}", f"  do: {self.remedy}"])

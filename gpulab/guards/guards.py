@@ -1,0 +1,392 @@
+"""A guard around a training step: nothing that autograd saved may be overwritten before it is used.
+
+Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a buffer that a
+tensor shares, a write through `.data`, or a loader that fills one buffer again and again: `backward` then computes
+with whatever lies there. The guard takes a fingerprint of every tensor when it is saved, in the hooks of
+`torch.autograd.graph.saved_tensors_hooks`, and compares it when it is used. While such hooks are in force torch skips
+its own check of the version counter, so the guard does that as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
+from gpulab.guards.findings import CAUSES, Overwritten
+from gpulab.guards.fingerprints import fingerprint
+from gpulab.guards.memory import (
+    Holder,
+    Line,
+    Span,
+    is_plain,
+    line_of,
+    nearest_holder,
+    overlap,
+    span_of,
+    user_frame,
+)
+from gpulab.guards.shared_reads import SharedReads
+
+
+def drain() -> None:
+    """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in the thread does.
+
+    What stays there keeps its memory. What is there when the thread or Python ends is destroyed by torch without
+    Python, and with it the hooks of the guard: the process may die of it (docs/upstream_autograd_exit.md).
+    """
+    with contextlib.suppress(RuntimeError):  # inside a transform of torch.func, where there is nothing to drop
+        torch.ones((), device="cpu", requires_grad=True).backward()
+
+
+class _Thread(threading.local):
+    """What each thread has of its own, made when it first enters a guard or uses what one saved."""
+
+    inside = False  # while the guard itself reads what a node has saved
+
+    def __init__(self) -> None:
+        self.ident = threading.get_ident()
+        self.life: set[None] = set()  # ends with the thread, before torch destroys the thread's queue
+        weakref.finalize(self.life, drain)  # or where Python ends, which is what happens in the main thread
+
+
+_thread = _Thread()
+
+
+def drain_at_the_end() -> None:
+    """Have this thread's ready queue drained when the thread ends: for whoever has autograd save through hooks."""
+    _thread.life  # noqa: B018 - which is made now, if there was none
+
+
+def guard(on: str = "raise", reads: str = "backward") -> Guard:
+    """Refuse, inside the `with` block, tensors that something overwrites before they are used.
+
+    Autograd saves tensors in the forward pass and uses them in `backward`; the guard compares their content in
+    between. What is saved inside the block is compared even where `backward` is called after it. A tensor that is
+    overwritten and never used is no error. Gradients are the same bits with and without the guard.
+
+    What never passes torch's hooks for saved tensors is not seen:
+
+    - what was overwritten before the forward pass read it, as in a list of frames that share one buffer (with
+      `reads="any"` it is, see `gpulab.guards.shared_reads`);
+    - what a `torch.autograd.Function` keeps as an attribute (`ctx.x = x`; say `ctx.save_for_backward(x)`), or one
+      written in C++ as a member of its own;
+    - what a hook of a tensor or module, or any other closure, keeps for backward;
+    - a graph that another thread builds: enter the same guard in that thread, too;
+    - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
+      guard inside `save_on_cpu` takes its place.
+
+    Args:
+        on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends `backward`; `warn`
+            lets `backward` go on, collects into the `Guard` that the block yields, and warns once at its end.
+        reads: `backward` compares what autograd has saved. `any` compares, too, what any operation reads of memory that
+            a tensor shares with NumPy or another library: a tensor is refused that was made there earlier than
+            another one, and whose content has changed since. With CUDA, pinned memory is refused, too, that is written
+            or read between a copy with `non_blocking=True` and the next wait. Not seen are what NumPy copies or reads
+            itself (`np.stack`, a view that `.numpy()` gave before the copy), what `torch.save` writes, other processes,
+            views of one memory that begin at different places, `torch.from_file` twice of one file, `frombuffer` and
+            `from_dlpack` under a name that was imported before, and a single tensor that is read before and after its
+            memory was written, which may be meant. Two tensors of one array that are both meant as views of it are
+            blamed; so may be, in a memory above 64 KiB, a tensor beside whose elements others have changed.
+
+    Returns:
+        A `Guard`, to be used in a `with` statement.
+
+    Raises:
+        UsageError: for another `on` or `reads`.
+        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
+
+    Examples:
+        >>> import warnings
+        >>> import numpy as np
+        >>> import torch
+        >>> import gpulab as gl
+        >>> buffer = np.ones(3, np.float32)
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with warnings.catch_warnings(action="ignore"), gl.guard(on="warn") as report:
+        ...     loss = (x * torch.from_numpy(buffer)).sum()
+        ...     buffer[:] = 2  # the next frame arrives before backward
+        ...     loss.backward()
+        >>> report.findings[0].function, report.findings[0].cause, x.grad.tolist()
+        ('mul', 'numpy', [2.0, 2.0, 2.0])
+    """
+    if on not in ("raise", "warn"):
+        raise UsageError(f"on={on!r}: expected 'raise' or 'warn'")
+    if reads not in ("backward", "any"):
+        raise UsageError(f"reads={reads!r}: expected 'backward' or 'any'")
+    return Guard(on, reads)
+
+
+class Guard:
+    """What `guard` returns: a context manager, and at the same time the report of what it found.
+
+    `len` is the number of findings, so a report is true when something was found; `print` says them. A guard may be
+    entered again, inside itself, and in several threads. On an accelerator the answers are read once, when `backward`
+    ends, so the error comes then, before the optimizer's step, and the operand is not named.
+
+    Attributes:
+        on: `raise` or `warn`, as for `guard`.
+        reads: `backward` or `any`, as for `guard`.
+        findings: What was found, as a list of `Overwritten`.
+        checked: how many uses of saved tensors were compared.
+        unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
+            transform such as vmap, while a CUDA graph is being captured).
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> report, weight = gl.guard(on="warn"), torch.ones(3, requires_grad=True)
+        >>> with report:
+        ...     (weight * torch.ones(3)).sum().backward()
+        >>> print(report)
+        nothing was overwritten in 1 uses of saved tensors
+    """
+
+    def __init__(self, on: str = "raise", reads: str = "backward") -> None:
+        self.on, self.reads = on, reads
+        self._shared = SharedReads(self._tell)
+        self.checked = self.unchecked = 0
+        self._findings: dict[tuple[Any, ...], Overwritten] = {}
+        self._warned = 0
+        self._lock = threading.Lock()
+        self._threads: list[int] = []  # who is inside the block
+        self._last_thread = threading.get_ident()
+        self._holders: dict[Line, Holder | None] = {}
+        self._pending: dict[int, list[tuple[tuple[Any, Any], Callable[[], None]]]] = {}
+
+    @property
+    def findings(self) -> list[Overwritten]:
+        """What was found so far: one for each line and operation."""
+        return list(self._findings.values())
+
+    @property
+    def inside(self) -> bool:
+        """Whether a thread is inside the block."""
+        return bool(self._threads)
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+    def __str__(self) -> str:
+        uses = f"{self.checked} uses of saved tensors"
+        if self.reads == "any":
+            uses += f" and {self._shared.checked} reads of memory that tensors share with others"
+        return "\n".join(map(str, self.findings)) or f"nothing was overwritten in {uses}"
+
+    def __repr__(self) -> str:
+        return f"<guard on={self.on!r}: {len(self)} findings, {self.checked} checked, {self.unchecked} unchecked>"
+
+    def __enter__(self) -> Guard:
+        try:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        except RuntimeError as error:
+            raise _forbidden(error) from error
+        if not self._threads:
+            self._holders.clear()
+        self._last_thread = _thread.ident
+        self._threads.append(self._last_thread)
+        if self.reads == "any":
+            self._shared.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._threads.remove(_thread.ident)
+        if self.reads == "any":
+            self._shared.__exit__(kind, error, trace)  # which may raise
+        if error is not None or self._findings:
+            drain()
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            raise _forbidden(error) from error
+        if not self._threads:
+            self._warn()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        frame = user_frame(sys._getframe(1)) or user_frame(sys._current_frames().get(self._last_thread))
+        saved = _Saved(tensor, line_of(frame))
+        # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
+        if saved.foreign and saved.line not in self._holders and not tensor.is_shared():
+            self._holders[saved.line] = nearest_holder(span_of(saved.tensor), str(tensor.device), self._last_thread)
+        return saved
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if not _thread.inside:
+            self._check(saved, _current_node(sys._getframe().f_back))
+        return saved.tensor
+
+    def _check(self, saved: _Saved, node: Any) -> None:
+        if saved.tensor._version != saved.version:
+            self._report(*saved.finding(node, "inplace"))
+            return
+        now = saved.current()
+        digest = None if saved.digest is None else fingerprint(now)
+        with self._lock:
+            self.checked += digest is not None
+            self.unchecked += digest is None
+        task = torch._C._current_graph_task_id()
+        later = isinstance(digest, Tensor) and task >= 0  # on an accelerator: looked at once, when `backward` ends
+        if (not later and (digest is None or bool(digest == saved.digest))) or _is_scratch(node, saved.tensor):
+            return
+        cause = "data" if now is saved.tensor else "replaced"
+        if later:
+            finding, span = saved.finding(node, cause, name_operand=False)
+            report = functools.partial(self._report, finding, span)  # which keeps no content alive
+            with self._lock:
+                pending = self._pending.setdefault(task, [])
+                pending.append(((digest, saved.digest), report))
+                first = len(pending) == 1
+            if first:
+                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
+        else:
+            self._report(*saved.finding(node, cause))
+            if self.reads == "any":
+                self._shared.accept(now)  # told once: the operation is about to read it
+
+    def _settle(self, task: int) -> None:
+        with self._lock:
+            pending = self._pending.pop(task, [])
+        if pending:
+            device = pending[0][0][0].device
+            now, then = (torch.stack([digests[side].to(device) for digests, _ in pending]) for side in (0, 1))
+            for differs, (_, report) in zip((now != then).tolist(), pending, strict=True):
+                if differs:
+                    report()
+
+    def _report(self, finding: Overwritten, span: Span) -> None:
+        """Tell of a finding of the backward pass, with who shares the memory."""
+        if finding.key not in self._findings:
+            holder = self._holders.get(finding.line)
+            if holder is None or not (holder.array and overlap(holder.span, span)):
+                holder = nearest_holder(span, finding.device, self._last_thread)
+            if holder and holder.array and finding.cause in ("data", "foreign", "shared"):
+                _, explanation, remedy = CAUSES["numpy"]
+                finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
+            if holder:
+                finding = finding.held_by(holder)
+        if self.on == "raise":
+            self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
+        self._tell(finding)
+        if not self._threads:
+            self._warn()
+
+    def _tell(self, finding: Overwritten) -> None:
+        """Keep a finding, and end what goes on with an error, if that was wanted."""
+        with self._lock:
+            earlier_finding = self._findings.get(finding.key)
+            if earlier_finding:
+                finding = replace(earlier_finding, count=earlier_finding.count + 1)
+            self._findings[finding.key] = finding
+        if self.on == "raise":
+            raise OverwrittenError(finding)
+
+    def _warn(self) -> None:
+        """Warn once of what has been found since the last warning."""
+        findings = self.findings[self._warned :]
+        self._warned += len(findings)
+        if findings and self.on == "warn":
+            warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=3)
+
+
+class _Saved:
+    """What autograd keeps in place of a tensor."""
+
+    __slots__ = ("digest", "foreign", "line", "original", "plain", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, line: Line) -> None:
+        # Detached: an operation that keeps its own output would otherwise keep itself alive for ever.
+        self.tensor: Tensor = tensor.detach()
+        self.version = self.tensor._version
+        # Without a guard a leaf is kept itself, and sees what is assigned to its `.data`.
+        self.original = weakref.ref(tensor) if tensor.is_leaf else None
+        self.line = line
+        self.digest = fingerprint(self.tensor)
+        self.plain = is_plain(self.tensor)
+        self.foreign = self.plain and not self.tensor.untyped_storage().resizable()
+
+    def current(self) -> Tensor:
+        """What autograd would use if there were no guard."""
+        original = self.original() if self.original and self.plain else None
+        if original is None or original.data_ptr() == self.tensor.data_ptr():
+            return self.tensor
+        return original.detach()
+
+    def finding(self, node: Any, cause: str, name_operand: bool = True) -> tuple[Overwritten, Span]:
+        """What is known without asking who shares the memory, and where that lies; the content is not kept alive."""
+        tensor = self.tensor
+        if cause == "data" and self.plain:
+            shared = tensor.device.type == "cpu" and tensor.is_shared()
+            cause = "shared" if shared else "foreign" if self.foreign else "data"
+        backward = torch._C._current_graph_task_id() >= 0
+        operation = node.name() if node is not None else "recomputation" if backward else "no operation"
+        operands = _saved_names(node, tensor) if name_operand else []
+        operand = next(iter(operands), None)
+        finding = Overwritten.of(cause, operation, tensor, {"saved by": self.line}, _function(operation), operand)
+        if cause == "inplace":
+            versions = f"version {self.version} when saved, {tensor._version} now"
+            finding = replace(finding, explanation=f"{finding.explanation} ({versions})")
+        return finding, span_of(tensor) if self.plain else (0, 0)
+
+
+# --- what a finding says -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _function(operation: str) -> str:
+    """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`."""
+    if match := re.fullmatch(r"(.*)Backward\d+", operation):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
+    return operation.removesuffix("Backward")
+
+
+def _current_node(caller: types.FrameType | None) -> Any:
+    """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
+    node = torch._C._current_autograd_node()
+    recomputing = caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
+    return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
+
+
+def _saved_names(node: Any, tensor: Tensor, among: Iterable[str] | None = None) -> list[str]:
+    """Under which names a node has saved this tensor: what has its shape, and begins where it does in memory."""
+    names = []
+    _thread.inside = True
+    try:
+        for attribute in dir(node) if among is None else among:
+            with contextlib.suppress(RuntimeError):
+                value = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
+                if not isinstance(value, Tensor) or value.shape != tensor.shape:
+                    continue
+                if value.data_ptr() == tensor.data_ptr() != 0:
+                    names.append(attribute.removeprefix("_saved_"))
+    finally:
+        _thread.inside = False
+    return names
+
+
+def _is_scratch(node: Any, tensor: Tensor) -> bool:
+    """Whether the operation itself writes there after saving, as its backward pass expects.
+
+    Batch normalisation moves its running mean and variance, which its backward pass never uses; a randomised leaky
+    ReLU keeps the tensor that it is about to fill with its noise.
+    """
+    own = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
+    return getattr(node, "_saved_training", False) and bool(_saved_names(node, tensor, own))
+
+
+def _forbidden(error: RuntimeError) -> GpulabError:
+    return GpulabError(
+        f"the guard needs torch's hooks for saved tensors, and torch forbids them here ({error}). "
+        f"Put the guard around code that calls backward, not around torch.func transforms"
+    )

@@ -1,0 +1,154 @@
+"""Who holds a piece of memory: the variables of the user's frames that share it, and the line that is at work."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import linecache
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent)
+INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+OWN_FILES = ("memory.py", "guards.py", "shared_reads.py", "copies_under_way.py")
+OWN = tuple(str(Path(__file__).with_name(name)) for name in OWN_FILES)  # nobody's
+Span = tuple[int, int]  # the first address of a piece of memory and the one after its last
+
+
+class Line(NamedTuple):
+    """A line of source."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The source of the line, empty where there is none."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        shown = Path(self.file)  # gpulab's files and those below the current folder without what is above
+        for folder in (Path(PACKAGE).parent, Path.cwd()):
+            if shown.is_relative_to(folder):
+                shown = shown.relative_to(folder)
+        return f"{self.function}, {shown.as_posix()}:{self.number}"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is memory and no more: of no subclass, sparse, nested, meta, or inside a transform."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_nested
+
+
+def span_of(tensor: Tensor) -> Span:
+    """The memory from the first to the last element of a tensor that is plain."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
+    own = file in OWN or file.startswith("<frozen")
+    return not own and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
+
+
+def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The innermost frame of the user; if there is none, the innermost outside torch."""
+    outside_torch = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            return frame
+        if outside_torch is None and file not in OWN and not file.startswith(TORCH):
+            outside_torch = frame
+        frame = frame.f_back
+    return outside_torch
+
+
+def line_of(frame: types.FrameType | None) -> Line:
+    """The line at which a frame is."""
+    if frame is None:
+        return Line("<unknown>", 0, "<unknown>")
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+class Holder(NamedTuple):
+    """A variable that shares the memory: in words, and by name if it is a NumPy array."""
+
+    array: str
+    words: str
+    span: Span
+
+
+def nearest_holder(span: Span, device: str, thread: int) -> Holder | None:
+    """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
+    nearest_tensor = None
+    for frame, name, value in _variables(thread) if span[1] else ():
+        array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
+        if array:
+            value_span, class_name = np.lib.array_utils.byte_bounds(value), "NumPy array"
+        elif isinstance(value, Tensor) and is_plain(value) and str(value.device) == device:
+            value_span, class_name = span_of(value), "tensor"
+        else:
+            continue
+        if overlap(value_span, span):
+            words = f"the {class_name} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
+            holder = Holder(array, words, value_span)
+            if array:
+                return holder
+            nearest_tensor = nearest_tensor or holder
+    return nearest_tensor
+
+
+def overlap(first: Span, second: Span) -> bool:
+    """Whether two pieces of memory have an address in common."""
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
+    """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it.
+
+    Then of suspended generators: a loader that a `for` loop draws from has no name in any frame.
+    """
+    for frame in _frames(thread):
+        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+            yield frame, name, value
+            if isinstance(value, list | tuple):
+                yield from ((frame, f"{name}[{index}]", item) for index, item in enumerate(value[:1000]))
+            elif isinstance(value, dict) and len(value) <= 1000:
+                data = [(key, item) for key, item in value.items() if isinstance(item, np.ndarray | Tensor)]
+                yield from ((frame, f"{name}[{key!r}]", item) for key, item in data)
+            elif not isinstance(value, types.ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
+                yield from ((frame, f"{name}.{key}", item) for key, item in list(vars(value).items()))
+
+
+def _frames(thread: int) -> Iterator[types.FrameType]:
+    """The user's frames of this thread and another, the innermost first, and those of suspended generators."""
+    frame: types.FrameType | None
+    for frame in (sys._getframe(), sys._current_frames().get(thread)):
+        while frame is not None:
+            if _is_users(frame.f_code.co_filename):
+                yield frame
+            frame = frame.f_back
+    for candidate in gc.get_objects():
+        if (
+            type(candidate) is types.GeneratorType
+            and candidate.gi_suspended
+            and _is_users(candidate.gi_code.co_filename)
+        ):
+            yield candidate.gi_frame  # type: ignore[misc]  # a suspended one has a frame

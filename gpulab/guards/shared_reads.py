@@ -1,0 +1,304 @@
+"""Tensors over memory that others write, read after it was written.
+
+`torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor is the array's memory. Who fills one
+array again and again, and makes a tensor of it each time, has many tensors with one content, the last. No gradient
+need be involved: a replay buffer, a list of observations that is stacked later. Torch's own count of changes does not
+see it, because torch did not write.
+
+A tensor over such memory is *born* when it is made. It is read *stale* when an operation reads it, its content is
+another than when it was born or last read, and meanwhile another tensor was born in the same memory, which may be gone:
+whoever made that one wanted the new content, so the old one was to keep the old. A single tensor that is filled through
+NumPy and read again and again is a view on purpose, and no finding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpulab.guards.copies_under_way import CopiesUnderWay, waiting
+from gpulab.guards.findings import Overwritten
+from gpulab.guards.fingerprints import memory_digest
+from gpulab.guards.memory import Holder, Line, is_plain, line_of, nearest_holder, span_of, user_frame
+
+MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
+OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
+BLOCK = 1 << 16  # bytes that have one number
+FEW = 1000  # births, after which those are dropped whose memory is gone
+
+
+@dataclass
+class _Birth:
+    """A tensor over foreign memory: where it lies, what was in it when it was last read rightly, and who made it."""
+
+    storage: StorageWeakRef
+    address: int
+    size: int  # bytes
+    version: int
+    line: Line
+    meant_as_view: bool = False  # read before and after a write, with no other tensor made between
+    content: bytes | list[int] = b""  # of a large memory a number for each block
+
+    def blocks(self, tensor: Tensor) -> range:
+        """Which blocks of the memory a tensor lies in."""
+        first, last = (address - self.address for address in span_of(tensor))
+        return range(first // BLOCK, math.ceil(last / BLOCK))
+
+    def look(self, blocks: range) -> list[int]:
+        """Numbers that stand for what is in some blocks of the memory now."""
+        numbers = []
+        for begin in range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK):
+            numbers.append(memory_digest(self.address + begin, min(BLOCK, self.size - begin)))
+        return numbers
+
+    def remember(self, version: int) -> None:
+        """Take all that is in the memory now for right."""
+        self.version = version
+        if self.size <= BLOCK:
+            self.content = bytes((ctypes.c_char * self.size).from_address(self.address))
+        else:
+            self.content = self.look(range(math.ceil(self.size / BLOCK)))
+
+    def differs(self, tensor: Tensor) -> bool:
+        """Whether a tensor in this memory has another content than is remembered: of a large memory, block by block."""
+        if isinstance(self.content, bytes):
+            now = (ctypes.c_char * self.size).from_address(self.address)
+            return self.elements(tensor, now) != self.elements(tensor, self.content)
+        blocks = self.blocks(tensor)
+        return self.look(blocks) != self.content[blocks.start : blocks.stop]
+
+    def elements(self, tensor: Tensor, memory: Any) -> bytes:
+        """The elements of a tensor, out of its memory or what was kept of that."""
+        width = tensor.element_size()
+        strides = tuple(width * stride for stride in tensor.stride())
+        offset = tensor.data_ptr() - self.address
+        return np.ndarray(tuple(tensor.shape), f"V{width}", memory, offset, strides).tobytes()
+
+    def accept(self, tensor: Tensor) -> None:
+        """Take what a tensor in this memory holds now for right."""
+        if isinstance(self.content, bytes):
+            self.remember(self.version)
+        else:
+            blocks = self.blocks(tensor)
+            self.content[blocks.start : blocks.stop] = self.look(blocks)
+
+
+class SharedReads(TorchDispatchMode):
+    """Inside, tensors that are made without a copy are noted, and what every operation reads is checked.
+
+    `tell` hears of every stale read, and of every use of memory whose copy from or to a GPU goes on. A read takes time
+    in proportion to what is read, whatever the size of the memory. May be entered again, and in several threads.
+    """
+
+    def __init__(self, tell: Callable[[Overwritten], None]) -> None:
+        super().__init__()
+        self.tell = tell
+        self.copies = CopiesUnderWay(tell)
+        self.checked = 0
+        self.births: dict[int, _Birth] = {}  # by the identity of the storage
+        self.holders: dict[Line, Holder | None] = {}  # of the memory of the tensors that a line made
+        self.latest: dict[int, _Birth] = {}  # by the address of the memory
+        self.room = FEW
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        _listen(self)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        _leave(self)
+        ended = self not in _listening
+        if raised[0] is None:
+            self.copies.settle(end=ended)
+        elif ended:
+            self.copies.forget()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Check what an operation reads, and run it."""
+        kwargs = kwargs or {}
+        if operation is MADE:
+            self.birth_of(args[0])
+        if not _is_view(operation):
+            read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
+            named = {name: value for name, value in kwargs.items() if name != "out"}
+            tensors = [tensor for tensor in _tensors((*read, *named.values())) if tensor.is_cpu]
+            self.check(tensors, operation.overloadpacket.__name__)
+        result = operation(*args, **kwargs)
+        self.copies.note(operation, args, kwargs, result)
+        return result
+
+    def birth_of(self, tensor: Tensor) -> _Birth | None:
+        """What is known of the memory of a tensor; None where torch itself owns it."""
+        if not tensor.is_cpu or not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        known_birth = self.births.get(storage._cdata)
+        if known_birth and not known_birth.storage.expired():
+            return known_birth
+        if storage.resizable() or not storage.nbytes():
+            return None
+        line = line_of(user_frame(sys._getframe(1)))
+        birth = _Birth(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), tensor._version, line)
+        birth.remember(tensor._version)
+        with self.lock:
+            if len(self.births) >= self.room:
+                self.births = {key: birth for key, birth in self.births.items() if not birth.storage.expired()}
+                used = {birth.address for birth in self.births.values()}
+                self.latest = {address: birth for address, birth in self.latest.items() if address in used}
+                self.room = max(FEW, 2 * len(self.births))
+            self.births[storage._cdata] = birth
+            if not getattr(_thread, "copies", False):
+                self.latest[birth.address] = birth
+        return birth
+
+    def accept(self, tensor: Tensor) -> None:
+        """Take what a tensor holds now for right: another has told of it."""
+        birth = self.birth_of(tensor)
+        if birth:
+            birth.accept(tensor)
+
+    def check(self, tensors: list[Tensor], name: str) -> None:
+        """Look at what an operation of this name is about to read."""
+        births = [self.birth_of(tensor) for tensor in tensors]
+        addresses = [birth.address for birth in births if birth]
+        for tensor, birth in zip(tensors, births, strict=True):
+            if birth is None or not tensor.numel():
+                continue
+            self.checked += 1
+            if tensor._version != birth.version:  # torch wrote there itself
+                birth.remember(tensor._version)
+            if not birth.differs(tensor):
+                continue
+            latest = self.latest.get(birth.address, birth)
+            if latest is birth or (birth.meant_as_view and latest.storage.expired()):
+                birth.meant_as_view = True
+                birth.accept(tensor)
+            else:
+                cause = "together" if addresses.count(birth.address) > 1 else "stale"
+                self._report(tensor, birth, latest, cause, name)
+        self.copies.check(tensors, name)
+
+    def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, name: str) -> None:
+        if birth.line not in self.holders:  # asked once a line: it looks at all that there is
+            self.holders[birth.line] = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
+        read = line_of(user_frame(sys._getframe(1)))
+        lines = {"made by": birth.line, "made again by": latest.line, "read by": read}
+        finding = Overwritten.of(cause, name, tensor, lines)
+        holder = self.holders[birth.line]
+        self.tell(finding.held_by(holder) if holder else finding)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operation, and in lists of them."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from (item for item in argument if isinstance(item, Tensor))
+
+
+@functools.cache
+def _is_view(operation: Any) -> bool:
+    """Whether an operation reads no number: what it returns is other words for the same memory."""
+    returned = [result.alias_info for result in operation._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+# --- who makes tensors, who reads them without torch, who asks whether a copy is done ---------------------------
+
+_listening: list[SharedReads] = []  # those that are entered, once for each time, whatever the thread
+_lock = threading.Lock()
+_thread = threading.local()
+
+
+def _noting_birth(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = make(*args, **kwargs)
+        for reads in list(_listening):
+            reads.birth_of(tensor)
+        return tensor
+
+    return call
+
+
+def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        _thread.copies = True  # what is made of the memory now lives no longer than the call
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _thread.copies = False
+
+    return call
+
+
+def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(take)
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for reads in list(_listening):
+            if take.__name__ == "tolist":
+                reads.check([tensor], take.__name__)
+            else:  # a view, of which nothing is read yet
+                reads.copies.check([tensor], take.__name__)
+        return take(tensor, *args, **kwargs)
+
+    return call
+
+
+def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(query)
+    def call(stream_or_event: Any) -> bool:
+        finished = query(stream_or_event)
+        if finished:
+            waiting()
+        return finished
+
+    return call
+
+
+# What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.
+REPLACED: list[tuple[Any, str, Callable[[Any], Any]]] = [
+    *((torch, name, _noting_birth) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "tensor", _marking_copies),
+    (torch.utils.dlpack, "from_dlpack", _noting_birth),
+    (Tensor, "numpy", _checking_reads),
+    (Tensor, "tolist", _checking_reads),
+    (torch.cuda.Event, "query", _hearing_queries),
+    (torch.cuda.Stream, "query", _hearing_queries),
+]
+_torchs: list[Any] = []  # torch's own, meanwhile
+
+
+def _listen(reads: SharedReads) -> None:
+    """Be told of all these. Threads may leave in another order than they came."""
+    with _lock:
+        if not _listening:
+            for owner, name, wrap in REPLACED:
+                _torchs.append(getattr(owner, name))
+                setattr(owner, name, wrap(_torchs[-1]))
+        _listening.append(reads)
+
+
+def _leave(reads: SharedReads) -> None:
+    with _lock:
+        _listening.remove(reads)
+        if not _listening:
+            for (owner, name, _), own in zip(REPLACED, _torchs, strict=True):
+                setattr(owner, name, own)
+            _torchs.clear()

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+
+import gpulab as gl
+from gpulab.audits.rounding import PRODUCTS
+from gpulab.audits.steps import find_step
+
+ROOT = Path(__file__).parents[2]
+TRACES = ROOT / "data" / "traces"
+RECORDED = sorted(file for file in TRACES.glob("*.trace") if not file.name.startswith("whitener"))
+
+
+def network_of(trace):
+    return trace.name.partition("-cuda")[0]
+
+
+SMALL = ("lstm", "transformer")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(
+            file,
+            marks=[pytest.mark.slow("a network of full size")] * (network_of(file) not in SMALL),
+            id=network_of(file),
+        )
+        for file in RECORDED
+    ],
+)
+def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
+    """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
+    there = gl.audits.Trace.load(file)
+    assert "H200" in there.passport["gpus"][0]["name"]
+    here = gl.record(find_step(f"{ROOT}/benchmarks/networks.py:{network_of(file)}"), "cpu", progress=False)
+    report = gl.audit(here, there)
+    assert not report.faulty, str(report)
+    kinds = {finding.kind for finding in report.findings}
+    assert kinds <= {"nondeterminism", "different random numbers", "rounding"}
+    products = [op for op in there.operations if op.name in PRODUCTS]
+    assert all(op.ratio <= 1 and op.format is None for op in products), "each was compared with float64"
+    matched = report.table.difference.notna()
+    assert matched.any()
+    assert matched.mean() > 0.9 or any("_rnn" in op.name or "dropout" in op.name for op in there.operations), (
+        "these are one kernel on a GPU, and several on this CPU"
+    )
+    assert not report.table.same_bits[matched].all(), "two devices do round differently"
+
+
+def test_what_becomes_nan_under_one_setting_alone_comes_first():
+    """In the recorded step of the whitener two layers make more of the difference than the product that ends in NaN."""
+    report = gl.audit(TRACES / "whitener-cuda-tf32-off.trace", TRACES / "whitener-cuda-tf32-on.trace")
+    first, second, *_ = report.findings
+    assert (first.kind, first.operation, first.module) == ("reduced precision", "mm", "Whitener")
+    assert "becomes NaN in linalg_cholesky_ex" in first.detail
+    assert second.share > first.share

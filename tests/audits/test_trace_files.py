@@ -1,0 +1,119 @@
+import io
+import json
+import math
+import pickle
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from small_steps import drawn, seeded
+from torch import nn
+
+import gpulab as gl
+from gpulab.audits import trace_files
+from gpulab.files import UNSEALED, seal
+
+KEY = trace_files.KEY
+
+
+def recorded(file, inputs):
+    return gl.record(gl.Step(seeded(lambda: nn.Linear(20, 30)), inputs), file=file, progress=False)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traces") / "one.trace"
+    recorded(path, drawn(5, 20))
+    return path
+
+
+@pytest.mark.parametrize("inputs", [drawn(5, 20), torch.tensor([[math.nan, math.inf, *[1.0] * 18]])])
+def test_a_trace_is_read_as_it_was_written(inputs, tmp_path):
+    trace = recorded(tmp_path / "deep" / "one.trace", inputs)
+    read = gl.audits.Trace.load(str(tmp_path / "deep" / "one.trace"))
+    assert {**vars(read), "sketches": None, "operations": None} == {**vars(trace), "sketches": None, "operations": None}
+    assert repr(read.operations) == repr(trace.operations), "NaN and all"
+    assert read.sketches.keys() == trace.sketches.keys()
+    for name, sketch in trace.sketches.items():
+        np.testing.assert_array_equal(read.sketches[name], sketch)
+    assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["one.trace"], "no scratch file is left"
+
+
+def refused(file, *words):
+    with pytest.raises(gl.DataError) as error:
+        gl.audits.Trace.load(file)
+    assert [word for word in (str(file), *words) if word not in str(error.value)] == []
+
+
+def test_a_trace_cut_short_or_changed_anywhere_is_named(file, tmp_path):
+    content, other = file.read_bytes(), tmp_path / "cut.trace"
+    for place in [0, 1, 3, 4, 5, len(content) // 2, len(content) - 9, len(content) - 4, len(content) - 1]:
+        other.write_bytes(content[:place])
+        refused(other)
+    other.write_bytes(content + b"more")
+    refused(other)
+    for place in range(4, len(content) // 2, len(content) // 8):  # where the columns are
+        other.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        refused(other)
+
+
+def test_what_is_no_trace_or_too_large_to_be_read_is_named(file, tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps({"a": 1}))
+    (tmp_path / "a.txt").write_text("Call me Ishmael.")
+    pq.write_table(pa.table({"name": ["addmm"]}), tmp_path / "a.parquet")
+    for name in ("a.json", "a.pickle", "a.txt"):
+        refused(tmp_path / name, "not a trace", "gpulab record")
+    refused(tmp_path / "a.parquet", "no trace", "gpulab record")
+    refused(tmp_path / "missing.trace", "No such file")
+    refused(tmp_path)
+    monkeypatch.setattr(trace_files, "LARGEST", 100)
+    refused(file, "too large")
+
+
+def rewritten(file, into, notes=None, **columns):
+    """The file with other notes (a change of them, or a text), and other values in its columns, sealed again."""
+    table = pq.read_table(file)
+    text = table.schema.metadata[KEY.encode()].decode()
+    if notes is not None:
+        text = notes if isinstance(notes, str) else json.dumps(json.loads(text) | notes)
+    text = re.sub(r"sealed by xxh3 \w{32}", UNSEALED, text)
+    for name, change in columns.items():
+        values = change(table[name].to_pylist())
+        place = table.schema.get_field_index(name)
+        if values is None:
+            table = table.drop_columns([name])
+        elif isinstance(values, pa.Array):
+            table = table.set_column(place, pa.field(name, values.type, nullable=False), values)
+        else:
+            table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+    whole = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({KEY: text}), whole)
+    into.write_bytes(seal(whole.getvalue()) if UNSEALED in text else whole.getvalue())
+    return into
+
+
+def first(value):
+    return lambda values: [value, *values[1:]]
+
+
+NOTES = [{"format": 2}, {"setting": "gpu"}, {"more": 1}, {"arithmetic": 3}, {"overwritten": [{"operation": "x"}]}]
+NOTES += [json.dumps({"setting": "cpu"}), "[1, 2]", "{", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"]
+DAMAGED = {
+    **{f"notes {str(notes)[:24]}": {"notes": notes} for notes in NOTES},
+    "no seal": {"notes": {"seal": "none"}},
+    "a column too few": {"name": lambda values: None},  # noqa: ARG005
+    "an error in words": {"error": lambda values: pa.array(["small"] * len(values))},
+    "a value without a sketch": {"inputs": first(["another", "one more"])},
+    "a sketch too many": {"sketches": first([[1.0]] * 9)},
+    **{f"arguments {text[:9]}": {"arguments": first(text)} for text in ("(Tensor, 1)", "[1]", "[" * 100_000)},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_trace_that_was_damaged_and_sealed_again_is_named(file, tmp_path, damage):
+    assert gl.audits.Trace.load(rewritten(file, tmp_path / "same.trace")).operations
+    refused(rewritten(file, tmp_path / "damaged.trace", **DAMAGED[damage]), *["its checksum"] * (damage == "no seal"))

@@ -1,0 +1,391 @@
+import copy
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from small_steps import drawn, recorded, seeded
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch.utils.checkpoint import checkpoint
+
+import gpulab as gl
+from gpulab.audits.comparison import differing
+from gpulab.audits.count_sketch import BLOCK, factors, sketch
+from gpulab.audits.steps import find_step
+from gpulab.audits.tracer import RESULT, Operation, _is_random
+from gpulab.audits.traces import aligned
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 2)
+
+    def forward(self, x):
+        y = self.first(x)
+        return torch.relu(y)  # the line
+
+
+def tiny_step():
+    return gl.Step(seeded(Tiny), (drawn(4, 3), drawn(4, 2)), F.mse_loss)
+
+
+def named(trace, name, phase="forward"):
+    return [op for op in trace.operations if (op.name, op.phase) == (name, phase)]
+
+
+def values(trace, name):
+    return trace.sketches[name]
+
+
+# --- what is noted ----------------------------------------------------------------------------------------
+
+
+def test_a_tiny_step_is_recorded_as_one_computes_it_by_hand():
+    step = tiny_step()
+    trace = recorded(step)
+    (inputs, targets), weight, bias = step.batch, step.model.first.weight.detach(), step.model.first.bias.detach()
+    (linear,), (relu,), (loss,) = named(trace, "addmm"), named(trace, "relu"), named(trace, "mse_loss")
+    before = inputs @ weight.T + bias
+    after = before.relu()
+    for op, expected in [(linear, before), (relu, after), (loss, (after - targets).square().mean())]:
+        np.testing.assert_allclose(values(trace, op.outputs[0]), expected.double().ravel(), rtol=1e-6, atol=1e-7)
+        assert (op.phase, op.dtype, op.shape) == ("forward", "float32", list(expected.shape))
+        assert op.repeats
+        assert op.ratio <= 1
+    assert [op.module for op in (linear, relu, loss)] == ["first", "Tiny", ""]
+    assert relu.line == f"test_traces.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
+    assert relu.inputs == linear.outputs
+    (mse_backward,) = named(trace, "mse_loss_backward", "backward")
+    (relu_backward,) = named(trace, "threshold_backward", "backward")
+    gradient = 2 * (after - targets) / after.numel()
+    np.testing.assert_allclose(values(trace, mse_backward.outputs[0]), gradient.double().ravel(), rtol=1e-5)
+    assert relu_backward.module == "Tiny"
+    assert relu_backward.line == relu.line, "of the forward pass, which the user wrote"
+    (product,) = named(trace, "mm", "backward")
+    assert product.module == "first"
+    expected = ((gradient * (before > 0)).T @ inputs).double().ravel()
+    made = values(trace, product.outputs[0])
+    assert min(np.abs(made - expected.numpy()).max(), np.abs(made - expected.view(2, 3).T.ravel().numpy()).max()) < 1e-6
+
+
+# --- kinds of steps -----------------------------------------------------------------------------------------
+
+
+def two_backwards(setting):
+    y = seeded(lambda: nn.Linear(4, 2)).to(setting.dtype)(drawn(3, 4).to(setting.dtype))
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+
+
+def no_backward(setting):
+    with torch.no_grad():
+        seeded(lambda: nn.Linear(4, 2)).to(setting.dtype)(drawn(3, 4).to(setting.dtype))
+
+
+def with_checkpoint(setting):
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh())).to(setting.dtype)
+    x = drawn(3, 4).to(setting.dtype).requires_grad_()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+
+
+def without_an_argument():
+    seeded(lambda: nn.Linear(4, 2))(torch.ones(3, 4)).sum().backward()
+
+
+def copying_a_network_with_buffers(setting):
+    """Which sets a tensor to another memory: no arithmetic, and nothing that float64 could repeat."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    copy.deepcopy(net).to(setting.dtype)(drawn(2, 1, 5, 5).to(setting.dtype)).square().sum().backward()
+
+
+STEPS = [two_backwards, no_backward, with_checkpoint, without_an_argument, copying_a_network_with_buffers]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_any_function_of_one_step_can_be_recorded(step):
+    trace = recorded(step)
+    assert all(op.repeats is not False for op in trace.operations)
+    assert [op.name for op in trace.operations if op.ratio is not None and not op.ratio <= 1] == []
+    assert ("backward" in {op.phase for op in trace.operations}) is (step is not no_backward)
+    assert {op.dtype for op in trace.reference if "float" in op.dtype} == {"float64"}
+    assert len(trace.reference) == len(trace.operations)
+    assert step is not two_backwards or len(named(trace, "mm", "backward")) == 2
+
+
+def test_what_is_no_step_is_refused():
+    for wrong in (None, 3, "step", nn.Linear(2, 2).weight):
+        with pytest.raises(gl.UsageError, match="a function that does one step"):
+            recorded(wrong)
+    for without_numbers in (lambda: None, lambda: torch.arange(3) + 1, lambda: torch.empty(0) + 1):
+        with pytest.raises(gl.UsageError, match="nothing to compare"):
+            recorded(without_numbers)
+
+
+# --- nothing is left behind ---------------------------------------------------------------------------------
+
+
+class Breaks(nn.Linear):
+    def forward(self, x):
+        super().forward(x)
+        raise ValueError("in the middle")
+
+
+def state():
+    return (
+        _len_torch_dispatch_stack(),
+        len(hooks._global_forward_hooks),
+        len(hooks._global_forward_pre_hooks),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        hash(torch.get_rng_state().numpy().tobytes()),
+    )
+
+
+def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
+    breaking, step = gl.Step(nn.Sequential(Breaks(2, 2)), torch.ones(1, 2)), tiny_step()
+    before = state()
+    with pytest.raises(ValueError, match="in the middle"):
+        recorded(breaking, "cpu:threads=1")
+    assert state() == before
+    trace = recorded(step, "cpu:threads=1,precision=float64")
+    assert [op.module for op in named(trace, "addmm")] == ["first"]
+    assert state() == before
+
+
+class BackwardInBackward(torch.autograd.Function):
+    """Calls backward in its backward pass, and so on; autograd goes on with the 61st in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(2, requires_grad=True)
+                (3 * BackwardInBackward.apply(x, ctx.depth - 1)).sum().backward()
+        return gradient, None
+
+
+def test_a_backward_pass_in_a_thread_of_autograds_is_recorded():
+    """There no frame of Python's lies below, as in the backward pass on a GPU."""
+    trace = recorded(lambda: BackwardInBackward.apply(torch.ones(2, requires_grad=True), 61).sum().backward())
+    assert len(named(trace, "mul", "backward")) == 2 * 61
+    assert {op.repeats for op in trace.operations if op.phase != RESULT} == {True}
+
+
+# --- what the step is for -------------------------------------------------------------------------------------
+
+
+def results(trace):
+    return {(op.name, op.module): values(trace, op.outputs[0]) for op in trace.operations if op.phase == RESULT}
+
+
+def test_loss_gradients_and_what_was_updated_come_last():
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.BatchNorm1d(3)))
+    x = drawn(8, 4)
+
+    def step(setting):
+        model = copy.deepcopy(net).to(setting.dtype)
+        optimizer = torch.optim.SGD(model[:1].parameters(), lr=0.1)
+        loss = model(x.to(setting.dtype)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss.item()}
+
+    seen = results(recorded(step))
+    model = copy.deepcopy(net)
+    loss = model(x).square().mean()
+    loss.backward()
+    assert seen["loss", ""] == pytest.approx(loss.item())
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(seen["gradient", name], parameter.grad.double().ravel(), rtol=1e-4, atol=1e-7)
+    updated = (model[0].weight - 0.1 * model[0].weight.grad).detach().double().ravel()
+    np.testing.assert_allclose(seen["updated", "0.weight"], updated, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(seen["updated", "2.running_mean"], model[2].running_mean.double(), rtol=1e-5)
+    names = {name for kind, name in seen if kind == "updated"}
+    assert names == {"0.weight", "0.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked"}
+
+
+def test_roundings_are_carried_as_far_as_a_closed_form_says():
+    """A product of n numbers is off by about sqrt(n) roundings: each multiplication adds one."""
+
+    def step(setting):
+        x = torch.arange(1, 1001, dtype=setting.dtype) / 512  # without rounding
+        product = x
+        for _ in range(64):
+            product = product * x
+        return product
+
+    trace = recorded(step)
+    (carried,) = trace.operations[-1].carried
+    size = np.linalg.norm(values(trace, trace.operations[-1].outputs[0]))
+    bounds = [op.bound for op in trace.operations if op.name == "mul"]
+    assert carried / size == pytest.approx(math.hypot(*bounds), rel=0.5)
+
+
+def test_generators_of_numpy_and_python_are_seeded_and_left_as_they_were():
+    before = np.random.get_state()[1].tolist(), random.getstate()
+
+    def step(setting):
+        noise = torch.from_numpy(np.random.standard_normal(4)) + random.random()
+        return noise.to(setting.dtype).exp()
+
+    assert {op.repeats for op in recorded(step).operations if op.phase != RESULT} == {True}
+    assert before == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+def test_an_operation_without_a_kernel_for_float64_is_done_in_float32():
+    with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
+        lib.define("only_float32(Tensor x) -> Tensor")
+
+        def only_float32(x):
+            if x.dtype != torch.float32:
+                raise RuntimeError("expected float32")
+            return x.exp()
+
+        lib.impl("only_float32", only_float32, "CompositeExplicitAutograd")
+        trace = recorded(lambda setting: torch.ops.gpulab_tests.only_float32(drawn(5).to(setting.dtype)) * 2)
+    (op,) = named(trace, "only_float32")
+    assert op.ratio is None
+    exact = next(op for op in trace.reference if op.name == "only_float32")
+    np.testing.assert_allclose(values(trace, exact.outputs[0]), drawn(5).double().exp(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_cudnns_lstm_and_attention_draw_random_numbers_with_dropout_alone(dropout):
+    aten = torch.ops.aten
+    assert _is_random(aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
+    assert _is_random(aten._scaled_dot_product_efficient_attention.default, {"dropout_p": dropout}) == (dropout > 0)
+
+
+# --- sketches -------------------------------------------------------------------------------------------------
+
+
+def test_a_small_tensor_is_kept_as_it_is():
+    x = drawn(8, 8)
+    assert (sketch(x) == x.double().ravel().numpy()).all()
+    assert sketch(torch.tensor(2.5)).tolist() == [2.5]
+    assert np.isfinite(sketch(drawn(500).index_fill(0, torch.tensor(3), math.nan))).all()
+
+
+def test_distances_between_sketches_are_those_between_tensors():
+    ratios = []
+    for seed in range(200):
+        x, error = drawn(2000, seed=seed), 1e-3 * drawn(2000, seed=seed + 1000)
+        told = np.linalg.norm(sketch(x + error) - sketch(x))
+        ratios.append(told / float((x + error - x).norm()))
+    assert np.mean(np.square(ratios)) == pytest.approx(1, abs=0.06), "unbiased"
+    assert np.std(ratios) < 0.15, "right to about a fifth"
+    assert 0.6 < min(ratios) < max(ratios) < 1.4
+
+
+@pytest.mark.parametrize("count", [100_000, BLOCK + 9])
+def test_one_wrong_number_among_many_is_seen_in_full(count):
+    x = drawn(count)
+    wrong = x.clone()
+    wrong[-3] += 5
+    assert np.linalg.norm(sketch(wrong) - sketch(x)) == pytest.approx(5, rel=1e-6)
+    assert factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
+    assert factors(x, 3, 0.5).shape == x.shape
+
+
+# --- aligning ---------------------------------------------------------------------------------------------------
+
+
+def operations(*names):
+    return [Operation(name, "forward", "", "", [], [], [], "float32") for name in names]
+
+
+def test_operations_are_aligned_in_order_and_gaps_are_shown():
+    first, second = operations("a", "b", "c", "d"), operations("a", "x", "c", "d", "e")
+    pairs = [(one and one.name, other and other.name) for one, other in aligned(first, second)]
+    assert pairs == [("a", "a"), ("b", None), (None, "x"), ("c", "c"), ("d", "d"), (None, "e")]
+    assert aligned([], []) == []
+    (both,) = aligned(operations("native_batch_norm"), operations("cudnn_batch_norm"))
+    assert None not in both
+
+
+# --- comparing arguments ------------------------------------------------------------------------------------
+
+FUSED, ON_CPU = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
+T = "Tensor"
+
+
+def called(name, arguments, defaults=None):
+    return Operation(name, "forward", "", "", [], [], [], "float32", arguments, defaults or {})
+
+
+def texts(a, b):
+    return {name: tuple(map(repr, values)) for name, values in differing(a, b).items()}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (({"self": T}, {"x": "none"}), ({"self": T, "x": "tanh"},), {"x": ("'none'", "'tanh'")}),
+        (({"self": T, "alpha": 2},), ({"self": T}, {"alpha": 1}), {"alpha": ("2", "1")}),
+        (({"self": T},), ({"self": T, "dim": [0]},), {"dim": ("nothing", "[0]")}),
+        (({"self": T, "x": True},), ({"self": T, "x": 1},), {"x": ("True", "1")}),
+        (({"self": T, "x": None},), ({"self": T, "x": [1, math.inf]},), {"x": ("None", "[1, inf]")}),
+    ],
+    ids=str,
+)
+def test_an_argument_that_differs_is_named_and_shown_with_its_default(a, b, expected):
+    assert texts(called("gelu", *a), called("gelu", *b)) == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (({"self": T, "non_blocking": True},), ({"self": T}, {"non_blocking": False})),
+        (({"self": T}, {"approximate": "none"}), ({"self": T, "approximate": "none"},)),
+        (({"self": T, "other": 0.5},), ({"self": T, "other": 0.50001},)),
+        (({"self": T, "other": T},), ({"self": T, "other": 0.5},)),
+        (({"self": T, "value": math.nan},), ({"self": T, "value": math.nan},)),
+        (({"self": T}, {"new_in_this_torch": 3}), ({"self": T},)),
+        (({"self": T, "dim": 1},), ({"argument 1": T, "argument 2": 0},)),
+        (({"self": T, "dim": 1},), ({},)),
+    ],
+    ids=str,
+)
+def test_what_says_how_or_is_not_known_by_name_is_no_difference(a, b):
+    assert texts(called("gelu", *a), called("gelu", *b)) == {}
+    assert texts(called("gelu", *b), called("gelu", *a)) == {}
+
+
+def test_kernels_of_two_devices_are_compared_in_what_they_share():
+    defaults = {"is_causal": False, "scale": None}
+    plain = called(ON_CPU, {"query": T}, defaults)
+    assert texts(plain, called(FUSED, {"query": T, "compute_log_sumexp": True}, defaults)) == {}
+    causal = called(FUSED, {"query": T, "is_causal": True, "scale": 0.125}, {"dropout_p": 0.0})
+    assert texts(plain, causal) == {"is_causal": ("False", "True")}
+    norms = called("native_batch_norm", {"training": True, "eps": 1e-5}), called("cudnn_batch_norm", {"epsilon": 1e-3})
+    assert texts(*norms) == {"eps": ("1e-05", "0.001")}
+
+
+# --- finding a step by its name ---------------------------------------------------------------------------------
+
+
+def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
+    (tmp_path / "my_steps_here.py").write_text("def step(setting):\n    return setting\n\nnumber = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    assert find_step("my_steps_here:step")("x") == "x"
+    assert find_step(f"{tmp_path / 'my_steps_here.py'}:step")("y") == "y"
+    for words, name in {
+        "expected module:name": "my_steps_here",
+        "no function": "my_steps_here:number",
+        "cannot be imported": "no_such_module_anywhere:step",
+    }.items():
+        with pytest.raises(gl.UsageError, match=words):
+            find_step(name)

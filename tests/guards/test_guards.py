@@ -1,0 +1,611 @@
+import gc
+import itertools
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.resnet import BasicBlock, ResNet
+
+import gpulab as gl
+from gpulab.guards import fingerprints, guards
+from gpulab.guards.fingerprints import fingerprint
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+
+
+def findings(step):
+    """What the guard collects in a step that goes on to its end."""
+    with warnings.catch_warnings(record=True) as caught, gl.guard(on="warn") as report:
+        warnings.simplefilter("always")
+        step()
+    assert bool(caught) == bool(report)
+    return report.findings
+
+
+def clean(step):
+    """The guard raises nothing in a step, and has looked at something."""
+    with gl.guard() as report:
+        step()
+    assert not report.findings
+    assert report.checked > 0
+    return report
+
+
+def spoiled(forward, spoil):
+    """What the guard collects in a step that overwrites something between its forward and its backward pass."""
+
+    def step():
+        loss = forward().sum()
+        spoil()
+        loss.backward()
+
+    return findings(step)
+
+
+class Weight(nn.Module):
+    """One weight; mul keeps its input."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(shape))
+
+    def forward(self, x):
+        return x * self.w
+
+
+# --- what it catches -----------------------------------------------------------------------------------------
+
+
+def test_a_numpy_buffer_that_is_used_again():
+    net, buffer = nn.Conv2d(3, 3, 3, padding=1), np.zeros((1, 3, 6, 8), np.float32)
+
+    def train():
+        losses = []
+        for step in range(3):
+            buffer[...] = step
+            frame = torch.as_tensor(buffer)
+            losses.append(F.mse_loss(net(frame), frame))
+        sum(losses).backward()
+
+    with pytest.raises(gl.OverwrittenError) as caught, gl.guard():
+        train()
+    finding = caught.value.finding
+    assert (finding.operation, finding.function, finding.operand) == ("MseLossBackward0", "mse_loss", "target")
+    assert (finding.shape, finding.dtype, finding.device, finding.cause) == ((1, 3, 6, 8), "float32", "cpu", "numpy")
+    assert (finding.line.file, finding.line.function) == (__file__, "train")
+    assert finding.line.text == "losses.append(F.mse_loss(net(frame), frame))"
+    for words in ("mse_loss (MseLossBackward0)", "`target`", "array `buffer` (float32", "torch.tensor(buffer)"):
+        assert words in str(caught.value)
+
+
+def test_the_backward_pass_goes_on_under_warn_and_who_called_it_is_warned():
+    net, buffer = Weight(3), np.ones(3, np.float32)
+
+    def guarded():
+        with gl.guard(on="warn") as report:
+            loss = net(torch.from_numpy(buffer)).sum()
+            buffer[:] = 5
+            loss.backward()
+        return report
+
+    with pytest.warns(gl.OverwrittenWarning, match="NumPy array `buffer`") as caught:
+        report = guarded()
+    assert net.w.grad.tolist() == [5, 5, 5]
+    assert (len(report), [warning.filename for warning in caught]) == (1, [__file__])
+    assert "mul" in str(report)
+
+
+@DEVICES
+def test_a_write_through_data(device):
+    net, x = Weight(3).to(device), torch.ones(3, device=device)
+    (finding,) = spoiled(lambda: net(x), lambda: x.data.mul_(2))
+    assert finding.cause == "data"
+    assert finding.device.startswith(device)
+    assert "`x`" in finding.explanation
+    assert "through .data" in finding.explanation
+
+
+def test_data_that_is_assigned():
+    """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it must say so."""
+    net, x = Weight(3), torch.ones(3, requires_grad=True)
+    (finding,) = spoiled(lambda: net(x), lambda: setattr(net.w, "data", torch.full((3,), 9.0)))
+    assert (finding.cause, finding.operand) == ("replaced", "other")
+    assert not spoiled(lambda: net(x), lambda: setattr(net.w, "data", net.w.data.clone()))
+
+
+def test_what_torch_itself_would_refuse():
+    """With hooks in force torch no longer compares versions."""
+    net, x = Weight(3), torch.ones(3)
+    (finding,) = spoiled(lambda: net(x), lambda: x.add_(1))
+    assert (finding.cause, finding.function, finding.operand) == ("inplace", "mul", "self")
+    assert "in-place operation" in finding.explanation
+    (finding,) = spoiled(lambda: net(x).exp().mul_(0), lambda: None)
+    assert (finding.cause, finding.function, finding.operand) == ("inplace", "exp", "result")
+
+
+def numpy_loader():
+    hidden = np.zeros(3, np.float32)
+    for value in range(3):
+        hidden[:] = value
+        yield torch.from_numpy(hidden)
+
+
+def data_loader():
+    shared = torch.zeros(3).share_memory_()
+    rows = torch.utils.data.DataLoader(torch.rand(3, 3), batch_size=None)
+    return torch.utils.data.DataLoader(list(rows), batch_size=1, collate_fn=lambda batch: shared.data.copy_(batch[0]))
+
+
+@pytest.mark.parametrize(
+    ("loader", "cause", "words"),
+    [
+        (numpy_loader, "numpy", "the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"),
+        (data_loader, "shared", "shared memory"),
+    ],
+)
+def test_a_loader_that_fills_one_buffer_again_and_again(loader, cause, words):
+    reader = loader()  # not the generator's array, which has no name here
+    (finding,) = findings(lambda: sum(Weight(3)(batch).sum() for batch in reader).backward())
+    assert (finding.cause, finding.count) == (cause, 2)  # the last batch is still what it was
+    assert "(2 times)" in str(finding)
+    assert words in finding.explanation
+    assert "copy" in finding.remedy
+
+
+@pytest.mark.parametrize("on", ["raise", "warn"])
+def test_backward_after_the_block(on):
+    net, buffer = Weight(3), np.ones(3, np.float32)
+    with gl.guard(on=on) as report:
+        loss = net(torch.from_numpy(buffer)).sum()
+        buffer[:] = 2
+    assert not report, "what is overwritten but never used is no error"
+    with pytest.raises(gl.OverwrittenError) if on == "raise" else pytest.warns(gl.OverwrittenWarning):
+        loss.backward()
+    assert len(report) == 1
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient * ctx.saved_tensors[0]
+
+
+def gradient_of(loss, x):
+    return torch.autograd.grad(loss.sum(), x, create_graph=True)[0]
+
+
+def checkpointed(x, constant, reentrant):
+    """What a checkpoint keeps is its inputs; those are seen."""
+    return checkpoint(lambda a, b: (a * b).sin(), x, constant, use_reentrant=reentrant)
+
+
+GRAPHS = {
+    "custom function": (lambda x, constant: Times.apply(constant, x), "Times (TimesBackward)"),
+    "double backward": (lambda x, constant: gradient_of((x * constant) ** 2, x) ** 2, "mul (MulBackward0)"),
+    "checkpoint, reentrant": (lambda x, constant: checkpointed(x, constant, True), "CheckpointFunction"),
+    "checkpoint": (lambda x, constant: checkpointed(x, constant, False), "recomputation"),
+    "batch norm in use": (lambda x, constant: F.batch_norm(x, constant, torch.ones(3)).square(), "`running_mean`"),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_a_graph_of_another_kind_has_saved(name):
+    function, words = GRAPHS[name]
+    x, constant = torch.rand(4, 3, requires_grad=True), torch.rand(3)
+    clean(lambda: function(x, constant).sum().backward())
+    found = spoiled(lambda: function(x, constant), lambda: constant.data.add_(1))
+    assert {finding.cause for finding in found} == {"data"}
+    assert words in "".join(map(str, found))
+
+
+def test_nested_and_used_again():
+    net, x = Weight(3), torch.ones(3)
+    outer = gl.guard()
+    for inner in (gl.guard(on="warn"), torch.autograd.graph.save_on_cpu()):
+        with outer, inner:
+            net(x).sum().backward()
+        assert outer.checked == 0  # torch applies the innermost hooks alone
+        assert getattr(inner, "checked", 1) > 0
+    with outer, outer:
+        net(x).sum().backward()
+    before = outer.checked
+    assert before > 0
+    net(x).sum().backward()
+    assert outer.checked == before
+
+
+def test_each_thread_has_its_own_guard():
+    def work(spoil):
+        net, x = Weight(5), torch.ones(5)
+        with gl.guard(on="warn") as report:
+            for _ in range(50):
+                loss = net(x).sum()
+                x.data.add_(spoil)
+                loss.backward()
+        return report
+
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(2) as threads:
+        good, bad = threads.map(work, (0, 1))
+    assert not good
+    assert bad.findings[0].count == 50
+
+
+def test_mistakes_are_told():
+    with pytest.raises(gl.UsageError, match=r"'ignore'.*'raise' or 'warn'"):
+        gl.guard(on="ignore")
+
+    def guarded(a):
+        with gl.guard():
+            return square(a)
+
+    def square(a):
+        return (a * a).sum()
+
+    with pytest.raises(gl.GpulabError, match=r"torch\.func"), gl.guard():
+        torch.func.grad(square)(torch.ones(2))
+    with pytest.raises(gl.GpulabError, match="forbids"):
+        torch.func.grad(guarded)(torch.ones(2))
+    with gl.guard():
+        torch.func.vmap(square)(torch.ones(2, 2, requires_grad=True)).sum().backward()
+
+
+# --- what it leaves alone --------------------------------------------------------------------------------------
+
+
+KERNEL, RECURRENT, ATTENTION = nn.Parameter(torch.rand(3, 3, 1, 1)), nn.LSTM(4, 5, 2), nn.MultiheadAttention(4, 2)
+LAYERS = [nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval(), nn.InstanceNorm2d(3, affine=True, track_running_stats=True)]
+LAYERS += [nn.RReLU(), nn.RReLU(inplace=True), nn.PReLU(), nn.Hardswish(inplace=True), nn.ELU(inplace=True)]
+LAYERS += [nn.GroupNorm(1, 3), nn.Dropout2d(), nn.AdaptiveMaxPool2d(2), nn.MaxPool2d(2)]
+LAYERS += [way(nn.Conv2d(3, 3, 1)) for way in (parametrizations.spectral_norm, parametrizations.weight_norm)]
+FUNCTIONS = {
+    **{f"{type(layer).__name__} {number}": layer for number, layer in enumerate(LAYERS)},
+    "autocast": torch.autocast("cpu", torch.bfloat16)(lambda x: F.conv2d(x, KERNEL) + F.conv2d(x, KERNEL)),
+    "an LSTM": lambda x: RECURRENT(x[0])[0],
+    "attention": lambda x: ATTENTION(x[0], x[0], x[0])[0],
+    "sparse": lambda x: torch.sparse.mm(torch.eye(4).to_sparse(), x[0, 0]),
+    "complex numbers": lambda x: (torch.fft.fft(x).conj() * x).abs(),
+    "indices": lambda x: x[0, torch.tensor([0, 2])] * x[1, :2],
+    "a mask": lambda x: x.masked_fill(x > 0.5, 0.0).square(),
+    "views": lambda x: x[:, 0, None].expand(2, 3, 4, 4).transpose(0, 2)[:, ::2].square(),
+    "nothing": lambda x: x[0, 0, 0].sum() + (x[0, 0, 0] * torch.empty(0, 4)).sum(),
+    "scalars": lambda x: x[0, 0, 0, 0] * 3.0 * x[0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layers_and_tensors_of_every_kind_are_left_alone(name):
+    first, function = nn.Conv2d(3, 3, 1), FUNCTIONS[name]
+
+    def step():
+        for _ in range(2):
+            one, two = (function(first(torch.rand(2, 3, 4, 4))) for _ in range(2))
+            (one.square().mean() + two.mean()).backward()
+
+    clean(step)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def saved():
+    return [thing for thing in gc.get_objects() if type(thing) is guards._Saved]
+
+
+@pytest.mark.parametrize("ending", ["backward", "dropped"])
+def test_memory_is_freed_without_the_garbage_collector(ending):
+    def step():
+        net, x = Weight(1000), torch.zeros(1000)
+        with gl.guard():
+            y = net(x).exp()
+            loss = y.sum()
+            if ending == "backward":
+                loss.backward()
+                assert not saved()
+            return weakref.ref(y)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert step()() is None
+        assert not saved()
+    finally:
+        gc.enable()
+
+
+# --- the fingerprint ---------------------------------------------------------------------------------------------
+
+
+def in_words(tensor):
+    """The fingerprint that accelerators use, here."""
+    return int(fingerprints._digest(tensor))
+
+
+DTYPES = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
+DTYPES += ["int64", "int32", "int16", "uint8", "bool"]
+BOTH_WAYS = pytest.mark.parametrize("take", [fingerprint, in_words])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_element_place_and_bit_counts(take, dtype):
+    dtype = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(1)
+    bits = 1 if dtype == torch.bool else 8
+    raw = torch.randint(0, 2**bits, (17 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    x = raw.view(dtype)
+    mark = take(x)
+    assert take(x.clone()) == mark, "of NaN, too"
+    assert mark not in (take(x.flip(0)), take(x.roll(1)))
+    for place in range(len(raw)):
+        for bit in range(bits):
+            other = raw.clone()
+            other[place] ^= 1 << bit
+            assert take(other.view(dtype)) != mark
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("length", [2, 65536, 65537, 200_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_changed_signs_are_seen(take, length, dtype):
+    """An even number of changes of the highest bit: a sum with odd weights would miss it."""
+    x = torch.rand(length, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    marks = {take(x), take(-x), take(x.conj().resolve_conj())}
+    assert len(marks) == (3 if dtype.is_complex else 2)
+
+
+KINDS = {
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "gaps": lambda x: x[:, :, ::2, 1:3],
+    "expanded": lambda x: x[:1, :, :1].expand(4, 3, 4, 5),
+    "scalar": lambda x: x[0, 0, 0, 0],
+    "scalar expanded": lambda x: x[0, 0, 0, 0].expand(4),
+    "windows": lambda x: x.flatten().unfold(0, 4, 1),
+    "odd offset": lambda x: x.half().flatten()[1:],
+    "long": lambda x: x.repeat(fingerprints.TABLE // 100, 1, 1, 1).flatten()[5:],
+}
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_is_seen_in_memory_of_every_kind(take, kind):
+    tensor = KINDS[kind](torch.rand(2, 3, 4, 5))
+    mark = take(tensor)
+    assert mark == take(tensor)
+    tensor.data[(0,) * tensor.dim()] += 1
+    assert take(tensor) != mark
+
+
+def test_the_words_have_chunks(monkeypatch):
+    x, chunk = torch.rand(5 * fingerprints.TABLE + 3), 2 * fingerprints.TABLE
+    monkeypatch.setattr(fingerprints, "CHUNK", chunk)
+    others = [x.index_add(0, torch.tensor([place]), torch.ones(1)) for place in (0, chunk // 2, chunk, len(x) - 1)]
+    others.append(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]]))
+    state = torch.get_rng_state()
+    fingerprints._table.cache_clear()
+    assert len({in_words(x), *map(in_words, others)}) == 6
+    assert torch.equal(state, torch.get_rng_state()), "its table is drawn beside the generator of training"
+
+
+def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
+    """The comparison is put off to the end of backward; here with a CPU's tensors."""
+    monkeypatch.setattr(guards, "fingerprint", lambda tensor: fingerprints._digest(tensor))
+    net, x = Weight(3), torch.rand(3)
+
+    def step(spoil):
+        y = net(x).exp()
+        for tensor in (x, y):
+            tensor.data.add_(spoil)
+        y.sum().backward()
+
+    clean(lambda: step(0))
+    assert sorted(finding.function for finding in findings(lambda: step(1))) == ["exp", "mul"]
+    with pytest.raises(gl.OverwrittenError), gl.guard() as report:
+        step(1)
+    assert not report._pending
+    norm = nn.BatchNorm1d(3)
+    clean(lambda: (norm(torch.rand(4, 3)).mean() + norm(torch.rand(4, 3)).mean()).backward())
+
+
+def test_tensors_of_other_kinds():
+    dense = torch.rand(3, 3)
+    for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+        mark = fingerprint(sparse)
+        assert mark is not None
+        sparse.values().data.add_(1) if sparse.layout != torch.sparse_coo else sparse._values().add_(1)
+        assert fingerprint(sparse) != mark
+    x = torch.rand(3, dtype=torch.complex64)
+    assert fingerprint(x.conj()) == fingerprint(x)  # the same memory, and the flag cannot be changed
+    assert fingerprint(x.conj().imag) is not None
+    assert fingerprint(nn.Parameter(dense)) == fingerprint(dense), "of a subclass"
+
+
+def test_what_has_no_memory_has_no_fingerprint_and_is_counted_as_unchecked():
+    with FakeTensorMode():
+        assert fingerprint(torch.rand(3)) is None
+    with gl.guard() as report:
+        (torch.rand(3, device="meta", requires_grad=True) * torch.rand(3, device="meta")).sum().backward()
+    assert report.checked == 0
+    assert report.unchecked > 0
+
+
+@DEVICES
+@pytest.mark.parametrize("size", [5, 1 << 15, 3 << 16, 1 << 22, (1 << 22) + 1, 25 << 20])
+def test_every_byte_of_a_tensor_counts_at_its_place(device, size):
+    torch.manual_seed(0)
+    x = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    mark = fingerprint(x)
+    assert fingerprint(x.clone()) == mark
+    for place in (0, size // 3, size - 1):
+        changed = x.clone()
+        changed[place] += 1
+        assert fingerprint(changed) != mark, place
+    assert fingerprint(x.flip(0)) != mark
+    assert fingerprint(x.roll(size // 2)) != mark
+    assert fingerprint(torch.zeros_like(x)) != fingerprint(torch.ones_like(x))
+
+
+# --- where it is used ----------------------------------------------------------------------------------------------
+
+
+def test_training_under_guard():
+    options = {"model_options": {"hidden": [16]}, "frames": 40, "profile": "smoke", "progress": False}
+    options["setting"] = "cpu:threads=1"  # with many threads even the same training need not repeat itself
+    plain = gl.train("autoencoder", **options)
+    with gl.guard():
+        guarded = gl.train("autoencoder", **options)
+    assert plain.record["summary"]["weights"] == guarded.record["summary"]["weights"]
+    assert plain.record["id"] == guarded.record["id"]
+
+
+def test_the_pytest_fixture(pytester):
+    pytester.makepyfile(
+        """
+        import numpy as np, torch
+
+        def step(spoil):
+            buffer, w, loss = np.ones(3, np.float32), torch.ones(3, requires_grad=True), 0
+            for batch in range(4):
+                loss = loss + (torch.from_numpy(buffer) * w).sum()
+                buffer += spoil
+            loss.backward()
+
+        def test_good(gpulab_guard):
+            step(0)
+            assert gpulab_guard.checked
+
+        def test_without():
+            step(1)
+
+        def test_bad(gpulab_guard):
+            step(1)
+
+        def kept():
+            buffer, tensors = np.ones(3), []
+            for batch in range(3):
+                buffer += 1
+                tensors.append(torch.from_numpy(buffer))
+            return torch.stack(tensors)
+
+        def test_without_a_gradient(gpulab_guard):
+            kept()
+
+        def test_worse(gpulab_guard_any):
+            kept()
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "gpulab.pytest_plugin", "-p", "no:nbval")
+    result.assert_outcomes(passed=3, failed=2)
+    result.stdout.fnmatch_lines(["*OverwrittenError*mul*", "*FAILED*test_bad*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.slow("ends five processes")
+def test_processes_live_to_their_end(python):
+    """What a failed backward leaves in autograd's queue is not destroyed after Python has ended.
+
+    Each way is a process of its own: any later backward would hide what one before it has left.
+    """
+    done = python(
+        """
+        import os, sys
+        import numpy as np, torch
+        import gpulab as gl
+        from gpulab.guards import fingerprints, guards
+        from torch.utils.checkpoint import checkpoint
+
+        def loss(call=lambda f, *args: f(*args)):
+            buffer, w, total = np.ones(3, np.float32), torch.ones(3, requires_grad=True), 0
+            for _ in range(4):
+                total = total + call(torch.mul, w, torch.from_numpy(buffer)).sum()
+                buffer += 1
+            return total
+
+        def fails(**options):
+            with gl.guard():
+                total = loss(**options)
+            try:
+                total.backward()
+            except gl.OverwrittenError:
+                return
+            sys.exit("no error")
+
+        def fails_in_the_block():
+            with gl.guard():
+                loss().backward()
+
+        def as_on_an_accelerator():
+            guards.fingerprint = fingerprints._digest
+            fails()
+
+        def in_a_checkpoint():
+            fails(call=lambda *args: checkpoint(*args, use_reentrant=False))
+
+        for way in (fails_in_the_block, fails, as_on_an_accelerator, in_a_checkpoint):
+            child = os.fork()
+            if child == 0:
+                sys.exit(way())
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status == (way is fails_in_the_block), (way.__name__, status)
+        """
+    )
+    assert "OverwrittenError" in done.stderr
+
+
+VISION_TRANSFORMER = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
+
+
+class LSTM(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+MODELS = {
+    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), (2, 3, 32, 32)),
+    "vision transformer": (lambda: torchvision.models.VisionTransformer(32, 16, **VISION_TRANSFORMER), (1, 3, 32, 32)),
+    "lstm": (lambda: LSTM(5, 7, num_layers=2, dropout=0.1, batch_first=True), (3, 6, 5)),
+}
+
+
+def two_steps(name, guarded, device="cpu"):
+    """Two updates of a real model; every gradient of both."""
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    net, x = build().to(device), torch.rand(shape, device=device)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3, foreach=True)
+    gradients = []
+
+    def loop():
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            gradients.append([p.grad.clone() for p in net.parameters()])
+            optimizer.step()
+
+    clean(loop) if guarded else loop()
+    return gradients
+
+
+@DEVICES
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models_are_left_alone_and_their_gradients_are_the_same_bits(name, device):
+    with torch.backends.cudnn.flags(deterministic=True):
+        plain, guarded = two_steps(name, False, device), two_steps(name, True, device)
+    if device == "cpu":
+        assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*guarded)))
