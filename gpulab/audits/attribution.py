@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpulab.audits.comparison import Comparison, or_infinite
+from gpulab.audits.comparison import Comparison, largest, or_infinite
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import Judge
 from gpulab.audits.tolerances import (
@@ -30,6 +30,7 @@ from gpulab.audits.tolerances import (
     LITTLE,
     OTHER_OUTPUT,
     SHORT,
+    UNEXPLAINED,
 )
 from gpulab.audits.tracer import RESULT, Operation
 
@@ -75,7 +76,7 @@ class Attribution:
     def share(self, finding: Finding) -> float:
         """How much of the difference goes back to a finding; NaN where there is no difference."""
         op = finding.op
-        if op is None or not self.total or finding.kind == "rounding":
+        if op is None or not self.total or finding.kind in ("rounding", "not finite"):
             return math.nan
         if finding.kind == "cause not found":
             return (self.kept_between[id(op)] + self.lost) / self.total
@@ -237,12 +238,15 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
         first = _first_explainer(finding, explainers)
         of_line[first.kind, first.place] += 0.0 if math.isnan(weights[id(finding)]) else weights[id(finding)]
 
+    results = [(a, b) for a, b in comparison.matched if a.phase == RESULT]
+    parted = any(id(a) in judge.parted or largest(comparison.gaps(a.outputs, b.outputs)) > UNEXPLAINED for a, b in results)
+
     def order(finding: Finding) -> tuple[object, ...]:
         share = of_line[finding.kind, finding.place]
         share = (confirmed or {}).get(finding.place, share)
         own = weights[id(finding)]
         return (
-            _tier(finding, causes_nan=None in comparison.first_nan and id(finding.op) in comparison.nan_causes),
+            _tier(finding, None in comparison.first_nan and id(finding.op) in comparison.nan_causes, parted),
             -share,
             0.0 if math.isnan(own) else -own,
             KINDS.index(finding.kind),
@@ -265,17 +269,22 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
     return final_findings
 
 
-def _tier(finding: Finding, causes_nan: bool) -> int:
+def _tier(finding: Finding, causes_nan: bool, parted: bool) -> int:
     """Where a finding stands before shares are compared; the smallest number comes first.
 
     First comes wrong memory, which may explain everything. Then what has no bound, what becomes NaN under one setting
     alone, and a mismatch that explains most of the difference; a missing result, which has no bound either, is as
     often a consequence of such a mismatch. What does not repeat itself, and makes next to nothing of the difference,
-    comes after the rounding that makes it.
+    comes after the rounding that makes it; so does another valid answer, unless some result has `parted` by more than
+    roundings lead.
     """
+    if finding.kind == "not finite":
+        return -1
     if finding.kind == "rounding":
         return 3
     if finding.kind == "nondeterminism" and finding.share < LITTLE:
+        return 4
+    if finding.kind == "another valid answer" and not parted:
         return 4
     if finding.kind == "overwritten":
         return 0

@@ -18,7 +18,7 @@ from gpulab.audits.comparison import Comparison, check_same_step
 from gpulab.audits.confirmation import Confirmation
 from gpulab.audits.confirmation import confirm as confirm_lines
 from gpulab.audits.count_sketch import WITH_FLOAT64, distance
-from gpulab.audits.findings import KINDS, Finding, in_module
+from gpulab.audits.findings import KINDS, Finding, described, in_module
 from gpulab.audits.judgement import Judge
 from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace, record
@@ -28,7 +28,7 @@ from gpulab.settings import Setting
 if TYPE_CHECKING:
     import pandas as pd
 
-FAULTS = KINDS[:3]  # what no correct device explains
+FAULTS = KINDS[:4]  # what no correct device explains
 MOST_FINDINGS, MOST_GROUPS, MOST_PLACES = 20, 12, 6  # that are shown
 
 
@@ -167,22 +167,38 @@ class Audit(report.Report):
         results = matched.count(RESULT)
         alone = len(self.pairs) - len(matched)
         checked = sum(op.ratio is not None for pair in self.pairs for op in (pair.a, pair.b) if op is not None)
-        counts = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
+        shared = [f.kind for f in self.findings if f.under_both and f.kind == "reduced precision"]
+        counts = Counter(f.kind for f in self.findings if f.kind != "rounding")
+        counts.subtract(shared)  # which is no difference between the two, and said last
         kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
+        if not kinds:
+            kinds = "identical to the last bit" if self._identical() else "all is well: rounding alone"
+        if shared:
+            kinds += f"; under both {len(shared)} × reduced precision"
         unpaired = f" ({alone} more ran under one setting only)" if alone else ""
         text = (
-            f"{self.a.title} against {self.b.title}: {kinds or 'all is well: rounding alone'}. "
+            f"{self.a.title} against {self.b.title}: {kinds}. "
             f"{len(matched) - results} operations and {results} results were matched{unpaired}; {checked} were checked "
             "against float64."
         )
-        if not any(pair.one.phase == RESULT for pair in self.pairs):
+        if not results:
             text += " The step returned nothing and left no gradient: what it is for could not be compared."
+        elif not any(pair.one.name in ("gradient", "updated") for pair in self.pairs if pair.one.phase == RESULT):
+            text += " It left no gradient and updated nothing: only what it returned was compared."
         nans = [(trace, op) for trace, op in zip((self.a, self.b), self.first_nan, strict=True) if op is not None]
         if len(nans) == 1:
             ((trace, op),) = nans
             where = f" in {op.module}" if op.module else ""
             text += f" Under {trace.title} alone the step makes NaN, first in {op.name} ({op.phase}){where}."
+        elif sum(origin is not None for origin in self.judge.not_finite) == 1:
+            side = self.judge.not_finite[0] is None
+            origin = self.judge.not_finite[side]
+            text += f" Under {(self.a, self.b)[side].title} alone {origin.what} reaches {described(origin.results[0])}."
         return text
+
+    def _identical(self) -> bool:
+        """Whether both traces have the same operations, each with the same bits."""
+        return all(pair.a and pair.b and self.comparison.same_bits(pair.a, pair.b) for pair in self.pairs)
 
     def _groups(self) -> list[str]:
         """The findings as text, those of one kind and line together; what explains most of the results comes first."""

@@ -13,6 +13,7 @@ from gpulab.settings import Setting
 
 # Worst first, where findings explain as much of the difference.
 KINDS = (
+    "not finite",
     "mismatch",
     "overwritten",
     "cause not found",
@@ -24,6 +25,10 @@ KINDS = (
 )
 ANOTHER_FUNCTION = "it computes another function there"
 ADVICE = {
+    "not finite": (
+        "mend this first, for no difference can be measured beside it: look for a row that is masked out entirely, a "
+        "division by zero, a logarithm or a root of zero or less, or numbers beyond what the format holds"
+    ),
     "mismatch": "look for a bug here: compare this operation's arguments and kernel under both settings",
     "nondeterminism": (
         "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); else compare settings "
@@ -54,6 +59,9 @@ ADVICE = {
     "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
 }
 DETAILS = {
+    "makes it": "makes {what} of numbers; {reaches}{of}; {exact}",
+    "is given it": "is given {what}, which no operation of the step made: it is in the data or the weights; {reaches}; {exact}",
+    "of infinity": "; it was given the infinity that {maker} makes",
     "anew": "was given other values when the step was done again, which no operation of the step had made",
     "restless": "gave other bits when the step was done again",
     "spread": "gave other bits when the step was done again, {spread:.1e} (relative) apart",

@@ -20,6 +20,7 @@ from gpulab.audits.findings import (
     place_of,
 )
 from gpulab.audits.gpu_draws import explain_draws
+from gpulab.audits.not_finite import find_not_finite, is_infinite
 from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
 from gpulab.audits.tolerances import (
     CARRIED,
@@ -52,6 +53,7 @@ class Judge:
         self.drew_otherwise: set[int] = set()  # the operations that are known to draw other numbers
         self.blamed: set[int] = set()  # the operations blamed for what they make: it has many users
         self.unexplained: tuple[Operation, Operation] | None = None
+        self.not_finite = [find_not_finite(trace) for trace in (self.a, self.b)]
         self.findings = list(self._all())
 
     def _finding(self, kind: str, op: Operation, detail: str, advice: str = "", **fields: Any) -> Finding:
@@ -72,6 +74,8 @@ class Judge:
 
     def _all(self) -> Iterator[Finding]:
         yield from _united(*(list(_overwritten(trace)) for trace in (self.a, self.b)))
+        if all(self.not_finite):
+            yield from _united(*([self._not_finite(number)] for number in (0, 1)))
         for pair in self.comparison.pairs:
             both_flush = bool(pair.a and pair.b and pair.a.format == pair.b.format == FLUSHED)
             of_one = []
@@ -94,6 +98,22 @@ class Judge:
                 yield self._missing(pair.one)
         yield from self._cause_not_found()
         yield self._rounding()
+
+    # --- NaN and infinity under both settings -----------------------------------------------------------------
+
+    def _not_finite(self, side: int) -> Finding:
+        """The finding that a result of one setting is NaN or infinite, as that of the other is."""
+        origin = self.not_finite[side]
+        assert origin is not None
+        first, *others = origin.results
+        more = f" and {len(others)} more results" if others else ""
+        words = {"what": origin.what, "reaches": f"it reaches {described(first)}{more}", "of": ""}
+        exact = find_not_finite(replace(self.a, operations=self.a.reference))
+        words["exact"] = "in float64, the loss is finite" if exact is None else "so it is in float64"
+        if origin.infinity is not None:
+            words["of"] = DETAILS["of infinity"].format(maker=named(origin.infinity))
+        detail = DETAILS["makes it" if origin.made else "is given it"].format(**words)
+        return self._finding("not finite", origin.op, detail)
 
     # --- one operation by itself ---------------------------------------------------------------------------
 
@@ -224,7 +244,7 @@ class Judge:
             if a.name in NOT_UNIQUE and gap > UNEXPLAINED:
                 yield self._between("another valid answer", b, gap, "not unique")
                 return
-            if gap > CARRIED * tolerance:
+            if gap > CARRIED * (tolerance + self.comparison.cancelled(a)):
                 yield self._between("mismatch", b, gap, "other kernel", "other kernel", tolerance=tolerance)
                 return
 
@@ -233,7 +253,8 @@ class Judge:
         finite = [gap for gap in of_inputs if not math.isnan(gap)]
         if not finite or max(finite) > SAME_INPUTS:
             return
-        if a.name in DECIDES and any(finite):
+        infinite = any(is_infinite(trace.sketches[v]) for trace, op in ((self.a, a), (self.b, b)) for v in op.inputs)
+        if (a.name in DECIDES or infinite) and any(finite):
             return  # as a cast to whole numbers, where roundings before it decide
         gap = largest(self.comparison.result_gaps(a, b))
         for op in (a, b):
