@@ -239,7 +239,9 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
         of_line[first.kind, first.place] += 0.0 if math.isnan(weights[id(finding)]) else weights[id(finding)]
 
     results = [(a, b) for a, b in comparison.matched if a.phase == RESULT]
-    parted = any(id(a) in judge.parted or largest(comparison.gaps(a.outputs, b.outputs)) > UNEXPLAINED for a, b in results)
+    parted = any(
+        id(a) in judge.parted or largest(comparison.gaps(a.outputs, b.outputs)) > UNEXPLAINED for a, b in results
+    )
 
     def order(finding: Finding) -> tuple[object, ...]:
         share = of_line[finding.kind, finding.place]

@@ -265,7 +265,8 @@ def audit(
     compares two traces, or files of traces, from different machines.
 
     Each operation's result is compared with the same operation in float64 from the same inputs, and its
-    error with what rounding explains. The findings: `rounding`, all is well; `reduced precision`, a
+    error with what rounding explains. The findings: `not finite`, the loss or a gradient is NaN or infinite under both
+    settings; `rounding`, all is well; `reduced precision`, a
     product was computed in TF32, bfloat16 or float16; `nondeterminism`, the step does not repeat itself;
     `different random numbers`, drawn on the device; `another valid answer`, of a factorisation
     that has several, as to signs, or of equal numbers; `overwritten`, memory that the backward pass needed

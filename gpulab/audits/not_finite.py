@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpulab.audits.count_sketch import LARGEST
+from gpulab.audits.count_sketch import LARGEST, SKETCH
 from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace
 
@@ -56,7 +56,9 @@ def find_not_finite(trace: Trace) -> NotFinite | None:
 
 def is_infinite(sketch: np.ndarray) -> bool:
     """Whether a value has infinity in it, which counts as `LARGEST` in the sketch of a large tensor."""
-    return bool((np.abs(np.nan_to_num(sketch)) >= LARGEST / 2).any())
+    if sketch.size < SKETCH:
+        return bool(np.isinf(sketch).any())
+    return bool((np.abs(np.nan_to_num(sketch, posinf=LARGEST, neginf=-LARGEST)) >= LARGEST / 2).any())
 
 
 def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:

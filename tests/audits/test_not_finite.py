@@ -1,0 +1,141 @@
+"""NaN and infinity are told first, with the operation that made them; and what the first line says of the rest."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_steps import A, B, audited, drawn, seeded, under_b
+from torch import nn
+
+import gpulab as gl
+
+TF32 = "cpu:emulate=tf32"
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+class Attention(nn.Module):
+    """One head, in which a sentence may have no word that is to be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, words, hidden):
+        scores = self.query(words) @ self.key(words).mT
+        return scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1) @ words
+
+
+def masked_step(sentence):
+    hidden = torch.zeros(4, 5, dtype=torch.bool)
+    hidden[sentence] = True
+    return gl.Step(seeded(Attention), {"words": drawn(4, 5, 16), "hidden": hidden})
+
+
+@pytest.mark.parametrize("b", [B, TF32])
+def test_audit_tells_nan_of_a_masked_sentence_before_tf32(b):
+    report = audited(masked_step(2), A, b)
+    first = report.findings[0]
+    assert (first.kind, first.operation, first.module) == ("not finite", "_softmax", "Attention")
+    assert "makes NaN of numbers; it reaches the loss" in first.detail
+    assert "the infinity that masked_fill (forward) in Attention makes; so it is in float64" in first.detail
+    assert report.faulty
+    assert "mismatch" not in {finding.kind for finding in report.findings}
+
+
+def test_audit_takes_masks_of_infinity_that_softmax_removes():
+    report = audited(masked_step([]), A, TF32)
+    assert report.kind == "reduced precision"
+    assert not report.faulty
+
+
+def test_audit_tells_an_infinite_ctc_loss_by_its_forward_operation():
+    """Six steps of time hold no nine letters."""
+
+    def loss(scores, letters):
+        lengths = torch.tensor([6, 6]), torch.tensor([9, 9])
+        return F.ctc_loss(scores.log_softmax(-1), letters, *lengths, reduction="sum")
+
+    letters = torch.randint(1, 5, (2, 9), generator=torch.Generator().manual_seed(0))
+    first = audited(gl.Step(seeded(lambda: nn.Linear(8, 5)), (drawn(6, 2, 8), letters), loss)).findings[0]
+    assert (first.kind, first.operation, first.phase) == ("not finite", "_ctc_loss", "forward")
+    assert "makes infinity of numbers; it reaches the loss" in first.detail
+
+
+def test_audit_tells_nan_in_the_data():
+    first = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), torch.full((3, 4), torch.nan))).findings[0]
+    assert (first.kind, first.operation) == ("not finite", "addmm")
+    assert "is given NaN, which no operation of the step made: it is in the data or the weights" in first.detail
+
+
+def test_audit_says_where_float64_stays_finite():
+    """Squares beyond what float32 holds, and far from what float64 does."""
+    step = gl.Step(nn.Identity(), drawn(200, 4).mul(1e25).requires_grad_())
+    first = audited(step).findings[0]
+    assert first.kind == "not finite"
+    assert first.detail.endswith("in float64, the loss is finite")
+
+
+def test_audit_says_which_setting_alone_makes_an_infinite_loss():
+    def step(setting):
+        x = drawn(8, 3).to(setting.dtype).requires_grad_()
+        loss = (x.square() * (torch.inf if under_b() else 1.0)).sum()
+        loss.backward()
+        return loss
+
+    report = audited(step)
+    assert f"Under {B} alone infinity reaches the loss." in str(report)
+    assert report.kind == "mismatch"
+
+
+# --- what the first line says -----------------------------------------------------------------------------
+
+
+def test_audit_says_identical_where_all_bits_are_the_same():
+    report = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), drawn(3, 4)), A, A)
+    assert "identical to the last bit" in str(report).partition("\n")[0]
+
+
+def test_audit_says_last_what_both_settings_share():
+    def step():
+        x = drawn(8, 3).to(torch.bfloat16).requires_grad_()
+        loss = (x * 3).tanh().sum()
+        loss.backward()
+        return loss
+
+    headline = str(audited(step)).partition(".")[0]
+    assert headline.startswith(f"{A} against {B}: identical to the last bit; under both ")
+
+
+def test_audit_says_that_no_gradient_was_compared():
+    report = audited(lambda setting: torch.ones(3, dtype=setting.dtype).exp().sum())
+    assert "It left no gradient and updated nothing" in str(report).partition("\n")[0]
+
+
+# --- what does not reach the loss -------------------------------------------------------------------------
+
+
+def test_audit_takes_singular_values_whose_vectors_differ_in_sign():
+    """The signs of the vectors are one side's own, and the singular values do not depend on them."""
+
+    class Signs(torch.autograd.Function):
+        @staticmethod
+        def forward(_, u):
+            return u.neg() if under_b() else u.clone()
+
+        @staticmethod
+        def backward(_, gradient):
+            return gradient.neg() if under_b() else gradient
+
+    def step(setting):
+        x = drawn(8, 5).to(setting.dtype).requires_grad_()
+        u, s, vh = torch.linalg.svd(x, full_matrices=False)
+        loss = (Signs.apply(u) * s @ Signs.apply(vh)).square().sum()
+        loss.backward()
+        return loss
+
+    assert audited(step).kind != "another valid answer"
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_audit_takes_layer_norm_of_large_numbers(offset):
+    net = seeded(lambda: nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 4)))
+    assert audited(gl.Step(net, drawn(16, 512) + offset)).kind == "rounding"
