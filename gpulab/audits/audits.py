@@ -190,9 +190,8 @@ class Audit(report.Report):
             ((trace, op),) = nans
             where = f" in {op.module}" if op.module else ""
             text += f" Under {trace.title} alone the step makes NaN, first in {op.name} ({op.phase}){where}."
-        elif sum(origin is not None for origin in self.judge.not_finite) == 1:
-            side = self.judge.not_finite[0] is None
-            origin = self.judge.not_finite[side]
+        elif len(self.judge.not_finite) == 1:
+            ((side, origin),) = self.judge.not_finite.items()
             text += f" Under {(self.a, self.b)[side].title} alone {origin.what} reaches {described(origin.results[0])}."
         return text
 

@@ -20,7 +20,7 @@ from gpulab.audits.findings import (
     place_of,
 )
 from gpulab.audits.gpu_draws import explain_draws
-from gpulab.audits.not_finite import find_not_finite, is_infinite
+from gpulab.audits.not_finite import NotFinite, find_not_finite, is_infinite
 from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
 from gpulab.audits.tolerances import (
     CARRIED,
@@ -53,7 +53,8 @@ class Judge:
         self.drew_otherwise: set[int] = set()  # the operations that are known to draw other numbers
         self.blamed: set[int] = set()  # the operations blamed for what they make: it has many users
         self.unexplained: tuple[Operation, Operation] | None = None
-        self.not_finite = [find_not_finite(trace) for trace in (self.a, self.b)]
+        origins = [(number, find_not_finite(trace)) for number, trace in enumerate((self.a, self.b))]
+        self.not_finite = {number: origin for number, origin in origins if origin}
         self.findings = list(self._all())
 
     def _finding(self, kind: str, op: Operation, detail: str, advice: str = "", **fields: Any) -> Finding:
@@ -74,8 +75,8 @@ class Judge:
 
     def _all(self) -> Iterator[Finding]:
         yield from _united(*(list(_overwritten(trace)) for trace in (self.a, self.b)))
-        if all(self.not_finite):
-            yield from _united(*([self._not_finite(number)] for number in (0, 1)))
+        if len(self.not_finite) == 2:
+            yield from _united(*([self._not_finite(origin)] for origin in self.not_finite.values()))
         for pair in self.comparison.pairs:
             both_flush = bool(pair.a and pair.b and pair.a.format == pair.b.format == FLUSHED)
             of_one = []
@@ -101,10 +102,8 @@ class Judge:
 
     # --- NaN and infinity under both settings -----------------------------------------------------------------
 
-    def _not_finite(self, side: int) -> Finding:
+    def _not_finite(self, origin: NotFinite) -> Finding:
         """The finding that a result of one setting is NaN or infinite, as that of the other is."""
-        origin = self.not_finite[side]
-        assert origin is not None
         first, *others = origin.results
         more = f" and {len(others)} more results" if others else ""
         words = {"what": origin.what, "reaches": f"it reaches {described(first)}{more}", "of": ""}
