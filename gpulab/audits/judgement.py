@@ -19,7 +19,6 @@ from gpulab.audits.findings import (
     named,
     place_of,
 )
-from gpulab.audits.gpu_draws import explain_draws
 from gpulab.audits.not_finite import NotFinite, find_not_finite, is_infinite
 from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
 from gpulab.audits.tolerances import (
@@ -228,13 +227,8 @@ class Judge:
             yield from self._another_kernel(a, b)
 
     def _other_draw(self, op: Operation, gap: float) -> Finding:
-        """The finding that an operation drew other numbers; of the first on two GPUs, whether their models say why."""
-        finding = self._between("different random numbers", op, gap, "other draw")
-        gpus = [trace.passport["gpus"][0]["name"] for trace in (self.a, self.b) if _ran_on_a_gpu(trace)]
-        if self.drew_otherwise or len(gpus) < 2:
-            return finding
-        why = explain_draws(op.name, math.prod(op.shape), *gpus)
-        return replace(finding, detail=f"{finding.detail}; {why}") if why else finding
+        """The finding that an operation drew other numbers."""
+        return self._between("different random numbers", op, gap, "other draw")
 
     def _another_kernel(self, a: Operation, b: Operation) -> Iterator[Finding]:
         """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
@@ -389,10 +383,6 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
 def _in_the_last_bits(finding: Finding) -> bool:
     """Whether an operation does not repeat itself by no more than rounding, and is right each time."""
     return finding.kind == "nondeterminism" and finding.size <= SAME_VALUE
-
-
-def _ran_on_a_gpu(trace: Trace) -> bool:
-    return Setting.parse(trace.setting).kind == "cuda" and bool(trace.passport.get("gpus"))
 
 
 def _overwritten(trace: Trace) -> Iterator[Finding]:

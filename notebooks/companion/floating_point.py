@@ -27,7 +27,6 @@ from torch import Tensor
 import gpulab as gl
 from companion.findings import SAME, SIZES, CheckedSentences, Part, by_decision, finding, listed, span
 from companion.in_workers import first_step
-from gpulab.audits.gpu_draws import THREADS
 from gpulab.models.base import Trainable
 from gpulab.numerics.formats import ulp_distance
 from gpulab.passports import machine as machine_of
@@ -197,11 +196,21 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
 
 # --- what two GPUs draw from one seed --------------------------------------------------------------------
 
+# How many threads a GPU runs, each with a random sequence of its own: multiprocessors, times the most that each can
+# run. A tensor with more numbers goes round, and from the second round on another GPU's other thread fills a place.
+THREADS = {
+    "T4": 40 * 1024,
+    "V100": 80 * 2048,
+    "RTX 4090": 128 * 1536,
+    "A100": 108 * 2048,
+    "H100": 132 * 2048,
+}
+
 
 def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
     """The numbers of `torch.manual_seed(seed); torch.rand(shape, device="cuda")` on a GPU, computed on a CPU.
 
-    `card` is one of the models of GPU in `gpulab.audits.gpu_draws.THREADS`. This follows torch's kernel thread by
+    `card` is one of the models of GPU in `THREADS`. This follows torch's kernel thread by
     thread (ATen/native/cuda/DistributionTemplates.h, torch 2.15), of at most 2^29 numbers. A thread draws four numbers
     at a time, and cuRAND makes a float32 in (0, 1] of 32 random bits.
 
