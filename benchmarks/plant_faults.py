@@ -218,7 +218,8 @@ def kernels() -> Iterator[Fault]:
                 group = f"kernels, {'both sides' if always else 'one side'}"
                 around = partial(Kernels, name, wrong, always)
                 place = (name.rstrip("_"),)
-                yield Fault(group, f"{name} in {network}: {what}", Case(network), place, around=around)
+                kinds = ("mismatch", "not finite") if always and what == "NaN" else ("mismatch",)
+                yield Fault(group, f"{name} in {network}: {what}", Case(network), place, kinds, around)
     for network, name in (("layers", "addmm"), ("layers", "mm"), ("convolutions", "convolution"), ("attention", "mm")):
         kinds, around = ("reduced precision",), partial(Kernels, name, short_products, False)
         yield Fault("short products", f"{name} of {network} in TF32", Case(network), (name,), kinds, around)

@@ -26,9 +26,7 @@ from gpulab.audits.tolerances import (
     CAST_ALONE,
     EXPLAINED,
     INHERITED,
-    INHERITED_BY_ONE,
     LITTLE,
-    OTHER_OUTPUT,
     SHORT,
     UNEXPLAINED,
 )
@@ -87,7 +85,7 @@ class Attribution:
             attributed = 0.0
             for values, amount in arrived.items():
                 apart = self._gap(*values)
-                attributed += amount * _square(_of_this_output(finding.size, op, apart), apart)
+                attributed += amount * _square(finding.size, apart)
         else:
             attributed = self.kept_alone[id(op)] * _square(finding.size, math.sqrt(_own_square(op)))
         return attributed / self.total
@@ -137,7 +135,7 @@ class Attribution:
         input_pairs = [value_pair for value_pair in input_pairs if value_pair[0] != value_pair[1]]
         gaps = [self._gap(*value_pair) for value_pair in input_pairs]
         apart = self._gap(*values)
-        own = 0.0 if a.phase == RESULT else _square(math.sqrt(_own_square(a, apart) + _own_square(b, apart)), apart)
+        own = 0.0 if a.phase == RESULT else _square(math.sqrt(_own_square(a) + _own_square(b)), apart)
         between = next((id(op) for op in (b, a) if id(op) in self.found_between), None)
         if between is not None:
             inherited = [
@@ -166,8 +164,7 @@ class Attribution:
         alone = [*stretch.alone_b, *stretch.alone_a]
         before = [entry for entry in stretch.before if entry[2]]
         squares = [*map(_own_square, alone), *(or_infinite(gap) ** 2 for _, _, gap in before)]
-        reach = INHERITED_BY_ONE if len(alone) == 1 else INHERITED
-        inherited = _square(reach * math.sqrt(sum(squares)), self._gap(*values))
+        inherited = _square(INHERITED * math.sqrt(sum(squares)), self._gap(*values))
         makers = [self.comparison.maker(1, values[1]), self.comparison.maker(0, values[0])]
         blamed = [op for op in (*makers, *alone) if op is not None and id(op) in self.found_between]
         excess = amount * (1 - inherited)
@@ -183,18 +180,10 @@ class Attribution:
             self.arrived[self.number[id(a)]][a.outputs[number], b.outputs[number]] += (amount - excess) * fraction
 
 
-def _own_square(op: Operation, apart: float = math.inf) -> float:
+def _own_square(op: Operation) -> float:
     """The square of what an operation's own error and what does not repeat of it make, relative to its result."""
     sizes = or_infinite(op.error or 0.0), or_infinite(op.spread or 0.0)
-    return sum(_of_this_output(size, op, apart) ** 2 for size in sizes)
-
-
-def _of_this_output(size: float, op: Operation, apart: float) -> float:
-    """An operation's error; nothing where it must be that of another output, as of a bias's gradient that vanishes.
-
-    Of several outputs that with the largest error, by its bound, gives the operation's.
-    """
-    return 0.0 if len(op.outputs) > 1 and size > OTHER_OUTPUT * apart else size
+    return sum(size**2 for size in sizes)
 
 
 def _square(size: float, apart: float) -> float:
@@ -228,8 +217,6 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
     attribution = Attribution(comparison, judge.findings)
     findings = [replace(finding, share=attribution.share(finding)) for finding in judge.findings]
     weights = {id(finding): finding.share for finding in findings}
-    if not attribution.total:  # both results are alike: what makes them differ from those of float64
-        weights = {id(finding): _share_of_error(comparison, findings, finding) for finding in findings}
     explainers = _explainers(judge, findings, weights)
     # Results that part without a cause of their own are no finding where what was found explains them.
     findings = [finding for finding in findings if finding.kind != "cause not found" or id(finding) not in explainers]
@@ -242,13 +229,20 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
     parted = any(
         id(a) in judge.parted or largest(comparison.gaps(a.outputs, b.outputs)) > UNEXPLAINED for a, b in results
     )
+    origins = [comparison.position[id(f.op)] for f in findings if f.kind == "not finite"]
+
+    def tier(finding: Finding) -> int:
+        wrong = finding.kind == "mismatch" and id(finding.op) in judge.wrong_alone
+        if wrong and comparison.position[id(finding.op)] < min(origins, default=0):
+            return -2  # what was wrong before another operation made NaN or infinity of it
+        return _tier(finding, None in comparison.first_nan and id(finding.op) in comparison.nan_causes, parted)
 
     def order(finding: Finding) -> tuple[object, ...]:
         share = of_line[finding.kind, finding.place]
         share = (confirmed or {}).get(finding.place, share)
         own = weights[id(finding)]
         return (
-            _tier(finding, None in comparison.first_nan and id(finding.op) in comparison.nan_causes, parted),
+            tier(finding),
             -share,
             0.0 if math.isnan(own) else -own,
             KINDS.index(finding.kind),
@@ -291,15 +285,6 @@ def _tier(finding: Finding, causes_nan: bool, parted: bool) -> int:
     if finding.kind == "overwritten":
         return 0
     return 1 if causes_nan or not finding.bounded or (finding.kind == "mismatch" and finding.share >= EXPLAINED) else 2
-
-
-def _share_of_error(comparison: Comparison, findings: list[Finding], finding: Finding) -> float:
-    """How much of the error of a finding's own side, against float64, goes back to it."""
-    if finding.op is None:
-        return math.nan
-    trace = comparison.trace_of[id(finding.op)]
-    exact = replace(trace, operations=trace.reference, overwritten=[])
-    return Attribution(Comparison(exact, trace), findings).share(finding)
 
 
 def _first_explainer(finding: Finding, explainers: Mapping[int, Finding]) -> Finding:

@@ -25,7 +25,6 @@ from gpulab.audits.tolerances import (
     CARRIED,
     DECIDES,
     INHERITED,
-    INHERITED_BY_ONE,
     SAME_INPUTS,
     SAME_VALUE,
     SHORT,
@@ -86,9 +85,8 @@ class Judge:
             if pair.a and pair.b:
                 other_arguments = self._other_arguments(pair.a, pair.b)
                 of_both = [other_arguments] if other_arguments else []
-                wrong = [finding for finding in of_one if not _in_the_last_bits(finding)]
-                if not of_both and all(finding.kind == "reduced precision" for finding in wrong):
-                    of_both = list(self._side_by_side(pair.a, pair.b, rightly=not wrong))
+                if not of_both and all(finding.kind == "reduced precision" for finding in of_one):
+                    of_both = list(self._side_by_side(pair.a, pair.b, rightly=not of_one))
                 yield from of_both
                 if self._differ(pair.a, pair.b):
                     explained = bool(of_one or of_both) or self.comparison.values_may_differ
@@ -203,8 +201,6 @@ class Judge:
                     continue
                 yield self._between("mismatch", b, gap, "other data")
                 return
-            if comparison.in_doubt(b):
-                continue
             if by_both and not comparison.values_may_differ:
                 if not self._cause_is_known(x, y, a):
                     words = {"maker": described(makers[1]), "other_maker": described(makers[0])}
@@ -288,8 +284,7 @@ class Judge:
             self.drew_otherwise |= set(map(id, random))
             return finding
         begins = [apart for _, _, apart in stretch.before]
-        reach = INHERITED_BY_ONE if len(alone) == 1 else INHERITED
-        if gap <= reach * largest([0.0, *begins, *(op.error or 0.0 for op in alone)]):
+        if gap <= INHERITED * largest([0.0, *begins, *(op.error or 0.0 for op in alone)]):
             return None
         for of_one in (stretch.alone_b, stretch.alone_a):
             kernel = max((op for op in of_one if op.error is None), key=lambda op: len(op.inputs), default=None)
@@ -378,11 +373,6 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
     ]
     shared = {key(finding) for finding in merged}
     return merged + [finding for finding in (*first, *second) if key(finding) not in shared]
-
-
-def _in_the_last_bits(finding: Finding) -> bool:
-    """Whether an operation does not repeat itself by no more than rounding, and is right each time."""
-    return finding.kind == "nondeterminism" and finding.size <= SAME_VALUE
 
 
 def _overwritten(trace: Trace) -> Iterator[Finding]:

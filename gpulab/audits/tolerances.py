@@ -12,12 +12,11 @@ OF_DATA = 2.0**-12  # arguments as near as this may have been computed from the 
 SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
 TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 lies between
 CARRIED = 4.0  # how many times the change that random roundings carried there two right values may be apart
-# How much a few operations may make of the difference that they begin with, as a mean does by cancelling; and one.
-INHERITED, INHERITED_BY_ONE = 16.0, 4.0
+# How much a few operations may make of the difference that they begin with, as a mean does by cancelling.
+INHERITED = 16.0
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
 LITTLE = 0.01  # the share of a difference that answers no question about it
 CAST_ALONE = 4.0  # a cast that is further off than so many times the operation it was made for explains more than it
-OTHER_OUTPUT = 4.0  # an error that is so many times as large as what an output is off is that of another output
 
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # What decides: where two inputs lie next to an edge, two right results lie on either side of it. So does an optimizer
