@@ -199,8 +199,6 @@ EXPLAINED = {
     ),
     "a shape": (with_a_function(lambda h: h.view(*[(2, 120), (4, 60)][under_b()]).tanh().view(8, 30)), B),
     "a number format's epsilon": (with_a_function(lambda h: h.clamp(min=torch.finfo(h.dtype).eps)), SHORT),
-    "an empty batch": (gl.Step(LINEAR, torch.empty(0, 4)), B),
-    "a NaN that was put in": (gl.Step(LINEAR, torch.full((3, 4), torch.nan)), B),
     "new memory": (new_memory, B),
     "another order of sums": (CONVOLUTION, "cpu:emulate=pascal,order=pairwise"),
     **{
@@ -221,7 +219,6 @@ def test_what_is_right_is_explained_by_number_formats_and_rounding_alone(name):
     report = audited(step, A, b)
     assert report.kind == ("reduced precision" if b in (TF32, SHORT) else "rounding"), str(report)
     assert "mismatch" not in {f.kind for f in report.findings}
-    assert "makes NaN" not in str(report)
     assert not report.table.ratio_a.max() > 1
     assert b == TF32 or not report.table.ratio_b.max() > 1
 

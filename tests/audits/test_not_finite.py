@@ -66,6 +66,11 @@ def test_audit_tells_nan_in_the_data():
     assert "is given NaN, which no operation of the step made: it is in the data or the weights" in first.detail
 
 
+def test_audit_tells_the_mean_of_an_empty_batch():
+    first = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), torch.empty(0, 4))).findings[0]
+    assert (first.kind, first.operation) == ("not finite", "mean")
+
+
 def test_audit_says_where_float64_stays_finite():
     """Squares beyond what float32 holds, and far from what float64 does."""
     step = gl.Step(nn.Identity(), drawn(200, 4).mul(1e25).requires_grad_())
