@@ -110,8 +110,9 @@ class RunSpec:
             given_options = function.checked(given | (model_options or {}))
             asked = {"net": function.text, "option": given_options} if function.text else None
             train = functools.partial(function.train, given_options)
-            described = function.described(given_options)
-            return cls(function.name, parsed, seed, "own", rerun, *described, {}, asked, function=train)
+            configuration, contents = function.described(given_options)
+            what = (configuration, contents, function.unknown)
+            return cls(function.name, parsed, seed, "own", rerun, *what, {}, asked, function=train)
         named = isinstance(net, str) and not isinstance(data, Data)
         name = net if isinstance(net, str) else type(net).__name__.lower()
         usual = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
