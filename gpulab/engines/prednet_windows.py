@@ -82,9 +82,8 @@ class Windows:
     @torch.no_grad()
     def __call__(
         self, frames: Float[Tensor, "t b c h w"], state: State | None
-    ) -> tuple[Float[Tensor, " t-1"], State | None]:
+    ) -> tuple[Float[Tensor, " t-1"], State]:
         """The mean squared error of each prediction, and the state after the last."""
-        state = None if self.net.begins_anew else state
         before = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, before, strict=True):
             layer.begin(r, c, p)
@@ -98,7 +97,7 @@ class Windows:
                 layer.weigh(span)
         for layer in self.layers:
             layer.weighing.join()
-        return losses, None if self.net.begins_anew else [layer.after() for layer in self.layers]
+        return losses, [layer.after() for layer in self.layers]
 
     def _predict(self, frames: Float[Tensor, "t b d h w"]) -> None:
         """Forward through the window."""
