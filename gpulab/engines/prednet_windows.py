@@ -80,9 +80,7 @@ class Windows:
         return not replaced and len(set(every)) == len(every) and model.conv_p[0].weight.device.type in ("cpu", "cuda")
 
     @torch.no_grad()
-    def __call__(
-        self, frames: Float[Tensor, "t b c h w"], state: State | None
-    ) -> tuple[Float[Tensor, " t-1"], State]:
+    def __call__(self, frames: Float[Tensor, "t b c h w"], state: State | None) -> tuple[Float[Tensor, " t-1"], State]:
         """The mean squared error of each prediction, and the state after the last."""
         before = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, before, strict=True):

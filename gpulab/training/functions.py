@@ -119,7 +119,9 @@ class TrainingFunction:
 
 def is_function(net: Any) -> bool:
     """Whether something stands for a training of the user's own: a function, or the name of one."""
-    return ":" in net if isinstance(net, str) else callable(net) and not isinstance(net, torch.nn.Module)
+    if isinstance(net, str):
+        return ":" in net
+    return isinstance(net, TrainingFunction) or (callable(net) and not isinstance(net, torch.nn.Module))
 
 
 def _numbers(value: Any) -> dict[str, Any]:
@@ -136,10 +138,7 @@ def _numbers(value: Any) -> dict[str, Any]:
 
 def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a training; `UsageError` unless they are `seed`, `setting` and options."""
-    try:
-        signature = inspect.signature(train)
-    except (TypeError, ValueError):
-        raise UsageError(f"train {name}: its parameters cannot be read; wrap it in a function") from None
+    signature = inspect.signature(train)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = {name: p for name, p in signature.parameters.items() if p.kind not in several}
     wrong = [n for n, p in parameters.items() if n not in GIVEN and p.default is p.empty]

@@ -277,7 +277,5 @@ def test_store_refuses_a_function_that_is_bound_to_an_object(tmp_path):
         return seed + isinstance(net, torch.nn.Module)
 
     assert gl.train(train, **QUIET).final_loss == 1
-    with pytest.raises(
-        gl.UsageError, match=r"a Linear in it has no text: write all of it into a file"
-    ):
+    with pytest.raises(gl.UsageError, match=r"a Linear in it has no text: write all of it into a file"):
         gl.train(train, store=tmp_path, **QUIET)
