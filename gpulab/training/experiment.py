@@ -167,11 +167,13 @@ class Experiment:
         machines = {setting: workers.passports(setting) for setting in self.settings}
         names = [identities_of(job, machines[job["setting"]]) for job in jobs]
         run_ids = [self._done(each) for each in names]
+        # A lock has to be the same at every look: it is taken from another driver when nothing has refreshed it since.
+        locks = [lock_of(self.folder / CLAIMS / f"{identities[0].id}.lock") for identities in names]
         failures: dict[int, str] = {}  # why, by the number of the run
 
         def do(number: int) -> None:
             """Have a run done, unless another driver is doing it."""
-            with claimed(self.folder / CLAIMS / f"{names[number][0].id}.lock") as mine:
+            with claimed(locks[number]) as mine:
                 if not mine:
                     return
                 try:
@@ -215,15 +217,16 @@ def identities_of(job: dict[str, Any], machines: list[Passport]) -> list[Identit
     return [spec.identity(here) for here in machines]
 
 
-@contextlib.contextmanager
-def claimed(file: Path) -> Iterator[bool]:
-    """Whether what a lock stands for is for this driver to do, and for no other while the block lasts.
+def lock_of(file: Path) -> SoftFileLease:
+    """A lock that knows a dead holder of this machine at once, and one of another by a mark that is not refreshed."""
+    return SoftFileLease(file, lease_duration=LEASE, blocking=False, thread_local=False)
 
-    Such a lock knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
-    """
-    lock = SoftFileLease(file, lease_duration=LEASE, blocking=False, thread_local=False)
-    with files.writing(file), contextlib.suppress(Timeout):
-        file.parent.mkdir(parents=True, exist_ok=True)
+
+@contextlib.contextmanager
+def claimed(lock: SoftFileLease) -> Iterator[bool]:
+    """Whether a run is for this driver to do, and for no other while the block lasts."""
+    with files.writing(lock.lock_file), contextlib.suppress(Timeout):
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     try:
         yield lock.is_locked
