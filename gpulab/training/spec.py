@@ -107,10 +107,10 @@ class RunSpec:
             function = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
             of_data = {"data_options": data_options} if data_options else {}
             options = function.checked({**given, **(model_options or {}), **of_data})
-            what: Any = (*function.described(options), function.unknown, {})
+            what = (*function.described(options), function.unknown)
             asked = {"net": function.text, "option": options} if function.text else None
             train = functools.partial(function.train, options)
-            return cls(function.name, parsed, seed, "own", rerun, *what, asked, function=train)
+            return cls(function.name, parsed, seed, "own", rerun, *what, {}, asked, function=train)
         named = isinstance(net, str) and not isinstance(data, Data)
         name = net if isinstance(net, str) else type(net).__name__.lower()
         if not isinstance(net, str) and (model_options or type(net) not in MODELS.values()):
