@@ -144,7 +144,7 @@ def losses_of(spec: RunSpec, loss: Any) -> Iterator[float]:
         moments, state = (jnp.zeros((), weights[next(iter(weights))].dtype), zeros, zeros), blank(weights)
         for window, restart in batches(spec):
             carried = (weights, moments, blank(weights) if restart else state)
-            (weights, moments, state), errors = train_window(loss, carried, window, spec.learning_rate)
+            (weights, moments, state), errors = train_window(loss, carried, window, spec.configuration["learning_rate"])
             yield float(np.mean(errors, dtype=float))
 
 

@@ -36,18 +36,13 @@ def plain(value: Any) -> str:
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """The SHA-256 of weights by name: equal for equal bits."""
+    import torch
+
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(name.encode())
-        sha.update(bytes_of(tensor))
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bits of a tensor, for a digest."""
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def stamp(file: Path) -> Stamp:

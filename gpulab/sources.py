@@ -1,93 +1,73 @@
-"""What a value was, as a hash: of code the text that it was made from, of anything else what it holds."""
+"""The text that a training of the user's own is written in, which tells it from another."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import sys
 import sysconfig
-import textwrap
 import types
 from collections.abc import Iterator
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
-import torch
-from joblib.hashing import NumpyHasher
-from torch import Tensor
-
-from gpulab.content import bytes_of
-
 PACKAGE = Path(__file__).parent
 LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
-GENERATED = ("__dict__", "__weakref__", "__module__", "__dataclass_")  # members of a class that nobody wrote
+GENERATED = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
 
 
-class UnknownContentError(Exception):
-    """Something whose content cannot be known; the message says what."""
+class UnknownSourceError(Exception):
+    """Something that has no text, and that JSON cannot carry; the message says what."""
 
 
-def content_hash(value: Any) -> str:
-    """The SHA-256 of what a value is: equal for equal content, in every process.
+def source_of(value: Any, file: Path | None = None, inside: tuple[Any, ...] = ()) -> Any:
+    """What a function is written in, as JSON: the text of its file, and of the files beside it that this imports.
 
-    A function or class counts by the text of its file, with the files beside it that this imports; or, where it was
-    typed into a notebook, by its own text and all that this names. What belongs to a library counts by its name.
-    Not noticed are files that are only read, and modules that are imported under a name that is computed.
+    Of one that was typed into a notebook it is its own text, with what that names: functions and classes by their
+    text, what belongs to a library by its name, numbers and texts as they are. What a function takes from one around
+    it counts, too. Not noticed are files that are only read, and modules that are imported under a computed name.
+
+    Args:
+        value: The function; or what it names.
+        file: Where it is written, if that is known.
+        inside: What names it, which may be itself.
 
     Raises:
-        UnknownContentError: For what hides it, such as an object of a library in C.
-
-    Examples:
-        >>> content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1}) != content_hash({"a": 1})
-        True
+        UnknownSourceError: For a function without a text, and for an object, whose content has none.
     """
-    return ContentHasher("sha256").hash(value)
-
-
-class ContentHasher(NumpyHasher):
-    """joblib's hash, for which tensors count by their numbers, and code by its text."""
-
-    def __init__(self, hash_name: str) -> None:
-        super().__init__(hash_name=hash_name)
-        self.inside: set[int] = set()  # the code that is being hashed, which may name itself
-
-    def save(self, obj: Any) -> None:
-        """As pickle's."""
-        if isinstance(obj, Tensor):
-            obj = ("tensor", str(obj.dtype), tuple(obj.shape), bytes_of(obj))
-        elif isinstance(obj, torch.Generator):
-            obj = ("generator", bytes_of(obj.get_state()))
-        elif isinstance(obj, types.ModuleType):
-            obj = ("module", obj.__name__)
-        elif isinstance(obj, property):
-            obj = (obj.fget, obj.fset, obj.fdel)
-        elif isinstance(obj, staticmethod | classmethod):
-            obj = obj.__func__
-        elif isinstance(obj, types.FunctionType | type):
-            obj = self.code(obj)
+    if isinstance(value, functools.partial):  # its keywords are options
+        return [source_of(value.func, file), [source_of(held) for held in value.args]]
+    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type):
         try:
-            super().save(obj)
-        except UnknownContentError:
-            raise
-        except Exception:  # whatever a class says that cannot be copied
-            raise UnknownContentError(f"a {type(obj).__qualname__} in it") from None
+            return json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            raise UnknownSourceError(f"a {type(value).__qualname__} in it has no text") from None
+    if value in inside or isinstance(value, types.ModuleType) or (inside and _of_library(value)):
+        return [getattr(value, "__module__", ""), value.__name__]
+    file = file or file_of(value)
+    named = _named(value, typed=file is None)
+    try:
+        text: Any = texts_of(file) if file else "" if isinstance(value, type) else inspect.getsource(value)
+    except (OSError, TypeError):
+        raise UnknownSourceError(f"no text of {value.__qualname__}") from None
+    return [text, {name: source_of(held, None, (*inside, value)) for name, held in named.items()}]
 
-    def code(self, definition: Any) -> Any:
-        """What stands for a function or class."""
-        name = (definition.__module__, definition.__qualname__)
-        if _of_library(definition) or id(definition) in self.inside:
-            return name
-        self.inside.add(id(definition))
-        if file := file_of(definition):
-            text: Any = sorted(texts_of(file).items())
-        elif isinstance(definition, type):  # inspect gives no text of a class that was typed
-            members = {key: value for key, value in vars(definition).items() if not key.startswith(GENERATED)}
-            text = definition.__bases__, members
-        else:
-            text = _typed_text(definition), sorted(_named_globals(definition).items())
-        closure = [cell.cell_contents for cell in getattr(definition, "__closure__", None) or ()]
-        return name[1], text, closure
+
+def _named(definition: Any, typed: bool) -> dict[str, Any]:
+    """What a function takes from those around it; and if it was typed, what it names of what was typed beside it.
+
+    Of a class that was typed, of which `inspect` has no text, its bases and members.
+    """
+    if isinstance(definition, type):
+        members = {name: member for name, member in vars(definition).items() if name not in GENERATED}
+        plain = {name: getattr(member, "__func__", getattr(member, "fget", member)) for name, member in members.items()}
+        return plain | {base.__name__: base for base in definition.__bases__} if typed else {}
+    cells = zip(definition.__code__.co_freevars, definition.__closure__ or (), strict=True)
+    named = {name: cell.cell_contents for name, cell in cells}
+    used = {name for code in _codes(definition.__code__) for name in code.co_names} if typed else set()
+    return named | {name: definition.__globals__[name] for name in sorted(used & definition.__globals__.keys())}
 
 
 def file_of(definition: Any) -> Path | None:
@@ -125,20 +105,6 @@ def texts_of(file: Path) -> dict[str, str]:
     found = {Path(each.__file__) for each in finder.modules.values() if getattr(each, "__file__", None)}  # type: ignore[attr-defined]
     texts = {each: each.read_text(encoding="utf-8", errors="replace") for each in found}
     return {each.relative_to(root).as_posix(): text for each, text in texts.items()}
-
-
-def _typed_text(function: Any) -> str:
-    """The text of a function that was typed, or made by a decorator."""
-    try:
-        return textwrap.dedent(inspect.getsource(function))
-    except OSError:
-        raise UnknownContentError(f"no text of {function.__qualname__}") from None
-
-
-def _named_globals(function: Any) -> dict[str, Any]:
-    """What the code of a function names of what was typed beside it."""
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
-    return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

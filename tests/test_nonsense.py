@@ -55,7 +55,7 @@ CALLS = {
     gl.saddles.index: {"H": HESSIAN, "probes": 2, "steps": 3},
     gl.models.flip_bit: {"model": NET, "weight": 0},
     gl.models.Autoencoder: {"hidden": (4,), "size": (8, 8), "batch_size": 1},
-    gl.models.PredNet: {"channels": (1, 2), "size": (4, 4), "kernel_size": 3, "truncation": "loss", "batch_size": 1},
+    gl.models.PredNet: {"channels": (1, 2), "size": (4, 4), "truncation": "loss"},
     gl.models.Whitener: {"hidden": 4, "code": 2, "batch_size": 3, "covariance": "one-pass"},
     gl.models.LinearAutoencoder: {"features": 4, "hidden": 2},
     gl.device.place: {"step": STEP, "ceilings": "cpu", "repeats": 1},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -80,15 +79,12 @@ class WrittenOut:
         self.model, self.optimizer, self.loader, self.streams = plain.model, plain.optimizer, plain.loader, streams
         self.plain = copy.copy(plain)
         self.plain.gradients = self.gradients
+        self.update = self.plain.update
         self.windows: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
         """As of `gpulab.training.loop.Engine`. Frames of every loader come in one tensor: the formulas know where."""
         return self.update(self.model.batches(self.loader.window(frames)), state)
-
-    def update(self, batches: Iterable[Tensor], state: Any) -> tuple[Tensor, Any]:
-        """An update for each batch: their losses, and the state after the last."""
-        return self.plain.update(batches, state)
 
     def gradients(self, batch: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state after it."""

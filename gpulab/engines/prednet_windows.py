@@ -80,11 +80,8 @@ class Windows:
         return not replaced and len(set(every)) == len(every) and model.conv_p[0].weight.device.type in ("cpu", "cuda")
 
     @torch.no_grad()
-    def __call__(
-        self, frames: Float[Tensor, "t b c h w"], state: State | None
-    ) -> tuple[Float[Tensor, " t-1"], State | None]:
+    def __call__(self, frames: Float[Tensor, "t b c h w"], state: State | None) -> tuple[Float[Tensor, " t-1"], State]:
         """The mean squared error of each prediction, and the state after the last."""
-        state = None if self.net.begins_anew else state
         before = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, before, strict=True):
             layer.begin(r, c, p)
@@ -98,7 +95,7 @@ class Windows:
                 layer.weigh(span)
         for layer in self.layers:
             layer.weighing.join()
-        return losses, None if self.net.begins_anew else [layer.after() for layer in self.layers]
+        return losses, [layer.after() for layer in self.layers]
 
     def _predict(self, frames: Float[Tensor, "t b d h w"]) -> None:
         """Forward through the window."""

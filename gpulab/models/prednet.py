@@ -37,6 +37,7 @@ class LayerState(NamedTuple):
 
 State = list[LayerState]
 TRUNCATIONS = ("loss", "state")
+KERNEL = 3  # the width of every convolution
 
 
 class PredNet(Trainable):
@@ -53,27 +54,22 @@ class PredNet(Trainable):
         channels: How many channels each layer has, from the bottom up; the first number is that of the frames.
         size: (height, width) of a frame in pixels. Both halve from layer to layer: with n layers they must be multiples
             of 2 to the power of n − 1.
-        kernel_size: The width of every convolution: 1, 3, 5, 7 or 9; 3 is the published one.
         truncation: Where backpropagation through time is cut off between two windows. `loss`, the published way, does
             what Chainer's `loss.unchain_backward()` does: it cuts off everything that the window's loss depends on. The
             window's last predictions in the layers above the lowest are not part of that. So the gradient of the next
             window still reaches the convolutions that made them. `state` cuts off the whole state.
-        batch_size: How many films an update sees. A training window is cut into so many of equal length, and each of
-            them begins with an empty state. With 1, as published, the state goes from window to window.
 
     Attributes:
         channels: The channels of each layer.
         size: (height, width) of a frame in pixels.
-        kernel_size: The width of every convolution.
         truncation: Where backpropagation through time is cut off.
-        batch_size: How many films an update sees.
         conv_a: For each layer but the lowest, the convolution that makes its target from the errors below.
         conv_p: For each layer, the convolution that makes its prediction.
         lstm: For each layer, its convolutional LSTM.
 
     Raises:
         UsageError: For a size that cannot be halved so often (the message names the nearest that can), for channels
-            below 1 or none at all, and for an unknown kernel size, truncation or batch size.
+            below 1 or none at all, and for an unknown truncation.
 
     Examples:
         >>> import torch
@@ -95,27 +91,20 @@ class PredNet(Trainable):
         self,
         channels: Sequence[int] = (3, 48, 96, 192),
         size: tuple[int, int] = (120, 160),
-        kernel_size: int = 3,
         truncation: str = "loss",
-        batch_size: int = 1,
     ) -> None:
         super().__init__()
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1")
         if truncation not in TRUNCATIONS:
             raise UsageError(f"truncation={truncation!r}: expected {' or '.join(map(repr, TRUNCATIONS))}")
         if not channels or min(channels) < 1:
             raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
-        if kernel_size not in (1, 3, 5, 7, 9):
-            raise UsageError(f"kernel_size={kernel_size!r}: expected 1, 3, 5, 7 or 9")
         _check_divides(size, len(channels))
-        self.channels, self.size, self.kernel_size = tuple(channels), tuple(size), kernel_size
-        self.truncation, self.batch_size = truncation, batch_size
-        conv = functools.partial(nn.Conv2d, kernel_size=kernel_size, padding=kernel_size // 2)
+        self.channels, self.size, self.truncation = tuple(channels), tuple(size), truncation
+        conv = functools.partial(nn.Conv2d, kernel_size=KERNEL, padding=KERNEL // 2)
         conv_a = [conv(2 * below, here) for below, here in itertools.pairwise(channels)]
         conv_p = [conv(here, here) for here in channels]
         lstm = [
-            ConvLSTM((2 * here, above), here, self.layer_size(layer), kernel_size)
+            ConvLSTM((2 * here, above), here, self.layer_size(layer))
             for layer, (here, above) in enumerate(itertools.pairwise((*channels, 0)))
         ]
         self.conv_a: Sequence[nn.Conv2d] = nn.ModuleList(conv_a)  # type: ignore[assignment]
@@ -145,7 +134,7 @@ class PredNet(Trainable):
             generator: Where the random numbers come from; they are drawn in float32 on its own device.
         """
         for conv in (*self.conv_a, *self.conv_p):
-            draw_normal_(conv.weight, conv.in_channels * self.kernel_size**2, generator)
+            draw_normal_(conv.weight, conv.in_channels * KERNEL**2, generator)
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         for cell in self.lstm:
             cell.draw_weights(generator)
@@ -242,11 +231,6 @@ class PredNet(Trainable):
             following.insert(0, LayerState(r, c, p.clamp(max=1.0) if layer == 0 else p))
         return following
 
-    @property
-    def begins_anew(self) -> bool:
-        """Whether every film begins with an empty state: in training, with a `batch_size` above 1."""
-        return self.batch_size > 1 and self.training
-
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t b c h w"]]:
         """Make one piece of a window: one update per window.
 
@@ -254,19 +238,9 @@ class PredNet(Trainable):
             window: Frames (T, C, H, W).
 
         Yields:
-            The window as one film, (T, 1, C, H, W). In training with a `batch_size` of b above 1 it is cut into b films
-            of n = T // b frames, (n, b, C, H, W); what is left over, at its beginning, is not used.
-
-        Raises:
-            UsageError: Where the window leaves a film fewer than two frames.
+            The window as one film, (T, 1, C, H, W).
         """
-        if not self.begins_anew:
-            yield window[:, None]
-            return
-        if (length := len(window) // self.batch_size) < 2:
-            raise UsageError(f"batch_size={self.batch_size}: of a window of {len(window)} frames too few for each film")
-        films = window[-length * self.batch_size :].unflatten(0, (self.batch_size, length))
-        yield films.transpose(0, 1).contiguous()
+        yield window[:, None]
 
     def training_loss(
         self, batch: Float[Tensor, "t b c h w"] | Feed, state: State | None
@@ -279,17 +253,15 @@ class PredNet(Trainable):
 
         Returns:
             The sum of the frames' mean squared errors, a scalar to differentiate; these errors, (T − 1,); and the next
-            state, detached from the graph, or None where each film begins with an empty one.
+            state, detached from the graph.
         """
-        if self.begins_anew:
-            state = None
         if state is not None and self.truncation == "loss":
             state = self._chained(state)
         if not isinstance(batch, Tensor):
             return self._published_loop(batch, state)
         predictions, after = self(batch[:-1], state)
         errors = frame_errors(predictions, batch[1:])
-        return errors.sum(), errors.detach(), None if self.begins_anew else detached(after)
+        return errors.sum(), errors.detach(), detached(after)
 
     def _chained(self, state: State) -> State:
         """The same numbers, each P but the lowest depending once more on the convolution that made it, not on R."""
@@ -339,17 +311,17 @@ class ConvLSTM(nn.Module):
     weights by which it is multiplied element by element, of the cell's full shape.
     """
 
-    def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], kernel_size: int) -> None:
+    def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int]) -> None:
         super().__init__()
-        self.groups, self.area = (*in_channels, channels), kernel_size**2
-        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, kernel_size, padding=kernel_size // 2)
+        self.groups = (*in_channels, channels)
+        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, KERNEL, padding=KERNEL // 2)
         self.peep_i, self.peep_f, self.peep_o = (nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3))
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw weights as if each gate had a convolution of its own for each group of inputs; biases are zero."""
         for group in self.gates.weight.split(self.groups, dim=1):
             if group.shape[1]:
-                draw_normal_(group, group.shape[1] * self.area, generator)
+                draw_normal_(group, group.shape[1] * KERNEL**2, generator)
         for peep in (self.peep_i, self.peep_f, self.peep_o):
             draw_normal_(peep, peep.numel(), generator)
         nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 import warnings
@@ -64,27 +63,22 @@ class Checkpoints:
 
 
 def checkpoint(training: Training) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights, Adam's moments, the state and the history; and notes that JSON can carry."""
+    """Weights, Adam's moments and the state; and notes that JSON can carry, such as the history."""
     tensors, layers = _weights_and_moments(training), training.state or []
     for number, layer in enumerate(layers):
         tensors |= {f"state.{number}.{part}": tensor for part, tensor in enumerate(layer)}
-    tensors["history"] = torch.tensor(training.history, dtype=torch.float64)
-    return tensors, {"step": training.step, "state": [*map(len, layers)], "ways": sorted(training.ways)}
+    return tensors, {"history": training.history, "state": [*map(len, layers)], "ways": sorted(training.ways)}
 
 
 def restore(training: Training, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
     """Go back to where `checkpoint` was called.
 
     Raises:
-        DataError: Where it was of another network, before anything is changed.
+        DataError: Where it was of another network, before anything is changed. Where a tensor is missing, `KeyError`.
     """
     own = _weights_and_moments(training)
-    expected = {name: tensor.shape for name, tensor in own.items()}
-    shapes = {name: tensors[name].shape for name in expected.keys() & tensors.keys()}
-    rows = tensors.get("history", torch.empty(0))
-    step, ways = operator.index(notes["step"]), {str(way) for way in notes["ways"]}
-    if shapes != expected or rows.ndim != 2 or rows.shape[1] != len(WindowNote._fields) or not len(rows):
-        raise DataError("not a checkpoint of this training: its tensors have other names or shapes")
+    if any(tensors[name].shape != tensor.shape for name, tensor in own.items()):
+        raise DataError("not a checkpoint of this training: its tensors have other shapes")
     device = next(training.model.parameters()).device
     state = [
         [tensors[f"state.{number}.{part}"].to(device) for part in range(parts)]
@@ -95,8 +89,8 @@ def restore(training: Training, tensors: dict[str, Tensor], notes: dict[str, Any
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-    training.history = [WindowNote(int(w), int(step), loss, seconds) for w, step, loss, seconds in rows.tolist()]
-    training.step, training.ways = step, ways
+    training.history, training.ways = [WindowNote(*note) for note in notes["history"]], set(notes["ways"])
+    training.step = training.history[-1].step
 
 
 def _weights_and_moments(training: Training) -> dict[str, Tensor]:

@@ -8,8 +8,6 @@ see it.
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +46,10 @@ class RayCluster(Workers):
         with extra("cluster"):
             import ray
         self.ray = ray
-        usual = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address, logging_level="error", log_to_driver=False, **LOCAL if address == "local" else {})
         except Exception as error:  # Ray raises what comes, also where a busy machine starts too slowly
             raise GpulabError(f"address {address!r}: no Ray cluster answers: {error}") from None
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, usual)  # Ray's own ends the process with what is being done unsaved
 
     def task_options(self, setting: str) -> dict[str, Any]:
         """What a run under a setting asks of its node: resources, and the environment of its process."""

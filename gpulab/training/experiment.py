@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import time
@@ -17,11 +16,15 @@ from filelock import SoftFileLease, Timeout
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.passports import Passport
+from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.store.identities import Identity
+from gpulab.training import run
+from gpulab.training.cluster import RayCluster
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import protocol
+from gpulab.training.spec import RunSpec
 from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
@@ -151,7 +154,7 @@ class Experiment:
         if engine == "local" and address:
             raise UsageError(f"address={address!r} is for engine='ray'")
         jobs = self.jobs()
-        with _ray_cluster(address) if engine == "ray" else Workers(self.workers) as workers:
+        with RayCluster(address) if engine == "ray" else Workers(self.workers) as workers:
             finished = self._train(jobs, workers, progress)
         frame = stores.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
@@ -161,17 +164,12 @@ class Experiment:
 
     def _train(self, jobs: list[dict[str, Any]], workers: Workers, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
-        from gpulab.progress import Progress
-
         machines = {setting: workers.passports(setting) for setting in self.settings}
         names = [identities_of(job, machines[job["setting"]]) for job in jobs]
         run_ids = [self._done(each) for each in names]
-        waiting = [number for number, done in enumerate(run_ids) if not done]
-        # Such a lock knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
-        lease = functools.partial(SoftFileLease, lease_duration=LEASE, blocking=False, thread_local=False)
-        locks = [lease(self.folder / CLAIMS / f"{identities[0].id}.lock") for identities in names]
-        failures: dict[str, list[str]] = {}  # which runs, by why
-        ended: set[int] = set()
+        # A lock has to be the same at every look: it is taken from another driver when nothing has refreshed it since.
+        locks = [lock_of(self.folder / CLAIMS / f"{identities[0].id}.lock") for identities in names]
+        failures: dict[int, str] = {}  # why, by the number of the run
 
         def do(number: int) -> None:
             """Have a run done, unless another driver is doing it."""
@@ -179,31 +177,30 @@ class Experiment:
                 if not mine:
                     return
                 try:
-                    run_id, why = self._done(names[number]) or workers.do(jobs[number]), ""
+                    run_id = self._done(names[number]) or workers.do(jobs[number])
+                    if run_id not in [identity.id for identity in names[number]]:
+                        raise GpulabError(
+                            "its function or its data were changed while the experiment ran; run it again"
+                        )
+                    run_ids[number] = run_id
                 except GpulabError as error:
-                    run_id, why = None, str(error)
+                    failures[number] = str(error)
                 except Exception as error:  # of arguments that make no sense
-                    run_id, why = None, f"{type(error).__name__}: {error}"
-            if run_id and run_id not in [identity.id for identity in names[number]]:
-                why = "its function or its data were changed while the experiment ran; run it again"
-            if why:
-                failures.setdefault(why, []).append(f"{jobs[number]['setting']} seed {jobs[number]['seed']}")
-            run_ids[number] = run_id
-            ended.add(number)
+                    failures[number] = f"{type(error).__name__}: {error}"
 
-        done = len(jobs) - len(waiting)
-        with Progress(total=len(jobs), initial=done, unit="run", leave=False, disable=not progress) as bar:
-            while waiting:
-                with contextlib.closing(workers.each(do, {number: jobs[number] for number in waiting}, WAIT)) as each:
+        with Progress(total=len(jobs), unit="run", leave=False, disable=not progress) as bar:
+            while waiting := {n: jobs[n] for n, done in enumerate(run_ids) if not done and n not in failures}:
+                with contextlib.closing(workers.each(do, waiting, WAIT)) as each:
                     for _ in each:
-                        bar.update(done + len(ended) - bar.n)
-                        bar.refresh()  # for its clock
-                waiting = [number for number in waiting if number not in ended]
-                time.sleep(WAIT * bool(waiting))  # for another driver
+                        bar.n = sum(map(bool, run_ids)) + len(failures)
+                        bar.refresh()
+                time.sleep(WAIT * (bar.n < len(jobs)))  # for another driver
         if failures:
+            which = {n: f"{jobs[n]['setting']} seed {jobs[n]['seed']}" for n in failures}
+            by_why = {why: [which[n] for n in failures if failures[n] == why] for why in failures.values()}
             raise GpulabError(
-                f"{sum(map(len, failures.values()))} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
-                f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in failures.items())
+                f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
+                f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in by_why.items())
             )
         return [run_id for run_id in run_ids if run_id]
 
@@ -214,19 +211,15 @@ class Experiment:
         return next((identity.id for identity in names if stores.find(self.folder, identity)), None)
 
 
-def _ray_cluster(address: str | None) -> Workers:
-    from gpulab.training.cluster import RayCluster
-
-    return RayCluster(address)
-
-
 def identities_of(job: dict[str, Any], machines: list[Passport]) -> list[Identity]:
     """What a run is called on each of several machines; `UsageError` for one that a store cannot tell from another."""
-    from gpulab.training.spec import RunSpec
-
     spec = RunSpec.of_job(job)
-    spec.check_known()
     return [spec.identity(here) for here in machines]
+
+
+def lock_of(file: Path) -> SoftFileLease:
+    """A lock that knows a dead holder of this machine at once, and one of another by a mark that is not refreshed."""
+    return SoftFileLease(file, lease_duration=LEASE, blocking=False, thread_local=False)
 
 
 @contextlib.contextmanager
@@ -235,8 +228,6 @@ def claimed(lock: SoftFileLease) -> Iterator[bool]:
     with files.writing(lock.lock_file), contextlib.suppress(Timeout):
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    if not lock.is_locked:
-        files.check_writable(lock.lock_file)  # a pipe would be waited for without an end
     try:
         yield lock.is_locked
     finally:
@@ -279,15 +270,12 @@ def seed_runs(
     """
     import pandas as pd
 
-    from gpulab.progress import Progress
-    from gpulab.training.run import train as train_one
-
     asked, seeds = seeds, list(range(seeds) if isinstance(seeds, int) else seeds)
     if not seeds:
         raise UsageError(f"seeds={asked!r}: at least one is needed")
     text, function = str(Setting.parse(setting)), TrainingFunction(train)
     rows = []
     for seed in Progress(seeds, unit="run", disable=not progress):
-        run = train_one(function, setting=text, seed=seed, model_options=changes, progress=False)
-        rows.append({"setting": text, "seed": seed, "status": run.status, "final_loss": math.nan, **run.metrics})
+        one = run.train(function, setting=text, seed=seed, model_options=changes, progress=False)
+        rows.append({"setting": text, "seed": seed, "status": one.status, "final_loss": math.nan, **one.metrics})
     return pd.DataFrame(rows)

@@ -11,8 +11,6 @@ import json
 import math
 import os
 import time
-import types
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from gpulab import content
 from gpulab.audits.steps import find_function, seeded
 from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
 from gpulab.settings import Setting
-from gpulab.sources import UnknownContentError, content_hash, file_of, texts_of
+from gpulab.sources import UnknownSourceError, file_of, source_of
 from gpulab.store.runs import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
 
@@ -38,72 +36,63 @@ class TrainingFunction:
     Attributes:
         name: `file.py:name`, or the name alone for a function typed into a notebook.
         options: Its keyword parameters with their defaults, which say what was trained.
-        source: A hash of its text and of what it is bound to.
-        unknown: What of it cannot be known by its content; empty where all can.
+        source: A digest of the text that it is written in.
+        unknown: What has no text; empty where all has one.
         text: What it was called by, if by a text.
 
     Raises:
         UsageError: Where it cannot be found, or does not take a seed.
     """
 
-    def __init__(self, train: Callable[..., Any] | str, text: str | None = None) -> None:
-        self.text, self.place, file = text, None, None
+    def __init__(self, train: Callable[..., Any] | str) -> None:
+        self.text = train if isinstance(train, str) else None
+        where = self.text.rpartition(":")[0] if self.text else ""
         if isinstance(train, str):
-            where, _, attribute = train.rpartition(":")
-            file = Path(where).resolve() if where.endswith(".py") else None
-            self.text, self.place = text or train, f"{file}:{attribute}" if file else train
             train = find_function(train, "train")
         if not callable(train):
             raise UsageError(f"train {train!r}: expected a function train(seed, setting), or its file.py:name")
         self.function: Callable[..., Any] = train
-        function = _innermost(train)
-        self.file = file or file_of(function)
-        name = getattr(function, "__qualname__", "train")
+        written = inspect.unwrap(getattr(train, "func", train))
+        self.file = Path(where).resolve() if where.endswith(".py") else file_of(written)
+        name = getattr(written, "__qualname__", "train")
         self.name = f"{self.file.name}:{name}" if self.file else name
         check_name(self.text or self.name)
         parameters = _parameters(train, self.name)
         self.takes = [name for name in GIVEN if name in parameters]
         self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
-        texts = texts_of(self.file) if self.file else {}
-        self.unknown = ""
+        self.source = self.unknown = ""
         try:
-            self.source = content_hash([train, texts])
-        except UnknownContentError as error:
-            self.source, self.unknown = content_hash(texts), f"{self.name} ({error})"
+            self.source = content.digest(source_of(train, self.file))
+        except UnknownSourceError as error:
+            self.unknown = f"{self.name} ({error}: write all of it into a file)"
 
     def __reduce__(self) -> Any:
         """Another process reads a file itself; what was typed has its text here alone."""
-        return (TrainingFunction, (self.place or self.function, self.text)) if self.file else super().__reduce__()
+        return (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options; `UsageError` for one that the function has not."""
+        """The options; `UsageError` for one that the function has not, or that JSON cannot carry."""
         for name, value in options.items():
             check_name(value)
             if name not in self.options:
                 raise UsageError(f"{self.name} has no option {name!r}; it has {', '.join(self.options) or 'none'}")
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise UsageError(f"{self.name}: option {name}={value!r:.80} is nothing that JSON can carry") from None
         return dict(options)
 
-    def described(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], str]:
-        """What is trained, as JSON; the digests of what that stands for; and what cannot be known.
-
-        An option that names a file stands for what is in it.
-        """
+    def described(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What is trained, as JSON; and the digest of what is in the files that options name."""
         values: dict[str, Any] = {**self.options, **options}
         as_json = {name: json.loads(content.plain(value)) for name, value in values.items()}
         files = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
         held = [content.content_of({file: content.stamp(file)}) for file in files]
-        hidden = [value for value in values.values() if not _is_json(value)]
-        contents, unknown = {}, self.unknown
-        try:
-            contents = {"content": content_hash([held, hidden])} if held or hidden else {}
-        except UnknownContentError as error:
-            unknown = f"an option of {self.name} ({error})"
-        return {"source": self.source, "options": as_json}, contents, unknown
+        return {"source": self.source, "options": as_json}, {"content": content.digest(held)} if held else {}
 
     def train(self, options: Mapping[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
         """Train, under a setting that is in force; returns what the record says of the end, and the history."""
-        allocated, begin = _allocated(setting), time.perf_counter()
-        given = {"seed": seed, "setting": setting}
+        begin, given = time.perf_counter(), {"seed": seed, "setting": setting}
         metrics: dict[str, Any] = {}
         with seeded(setting, seed):
             try:
@@ -113,12 +102,7 @@ class TrainingFunction:
             except GpulabError:
                 raise
             except (Exception, SystemExit) as error:
-                code = getattr(_innermost(self.function), "__code__", None)
-                typed = getattr(code, "co_filename", "")
-                raise GpulabError(in_one_line(error, str(self.file or typed))) from error
-        if allocated is not None and _allocated(setting) == allocated:
-            left = f"{self.name} left {setting.device} alone"
-            warnings.warn(f"{left}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=2)
+                raise GpulabError(in_one_line(error, self.file or "")) from error
         if taken := ({*COLUMNS, "options", *self.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys():
             clash = f"a metric cannot be called {min(taken)!r}, a column of gpulab.runs or an option"
             raise GpulabError(f"{clash}; give it another name")
@@ -135,31 +119,9 @@ class TrainingFunction:
 
 def is_function(net: Any) -> bool:
     """Whether something stands for a training of the user's own: a function, or the name of one."""
-    return ":" in net if isinstance(net, str) else callable(net) and not isinstance(net, torch.nn.Module)
-
-
-def _innermost(train: Any) -> Any:
-    """The function below partial, methods and decorators."""
-    for below in ("func", "__func__", "__wrapped__"):
-        if hasattr(train, below):
-            return _innermost(getattr(train, below))
-    return train if isinstance(train, types.FunctionType | type) else type(train).__call__
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON can carry a value as it is."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return isinstance(value, Path)
-    return True
-
-
-def _allocated(setting: Setting) -> int | None:
-    """How often torch took memory of a GPU of CUDA, ever; None for another device."""
-    if setting.kind != "cuda":
-        return None
-    return torch.cuda.memory_stats(setting.device).get("allocation.all.allocated", 0)
+    if isinstance(net, str):
+        return ":" in net
+    return isinstance(net, TrainingFunction) or (callable(net) and not isinstance(net, torch.nn.Module))
 
 
 def _numbers(value: Any) -> dict[str, Any]:
@@ -176,10 +138,7 @@ def _numbers(value: Any) -> dict[str, Any]:
 
 def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a training; `UsageError` unless they are `seed`, `setting` and options."""
-    try:
-        signature = inspect.signature(train)
-    except (TypeError, ValueError):
-        raise UsageError(f"train {name}: its parameters cannot be read; wrap it in a function") from None
+    signature = inspect.signature(train)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = {name: p for name, p in signature.parameters.items() if p.kind not in several}
     wrong = [n for n, p in parameters.items() if n not in GIVEN and p.default is p.empty]

@@ -59,14 +59,13 @@ class Run:
     `print(run)` says it in one line.
 
     Attributes:
-        model: The network on the CPU, as it was trained; with its initial weights where the run comes from a store that
-            kept none. None for a training of your own.
+        model: The network on the CPU, as it was trained. None for a training of your own, and where the run comes from
+            a store that kept no weights.
         data: What the network learned from; None for a training of your own.
         columns: The history as arrays by name: `window`, `step`, `loss`, `seconds`; see `history`.
         record: Everything that a store writes into the run's `run.json`, as a dictionary: what was asked for, the
             passport of the machine, the command, and the results.
         path: The run's folder in the store; None where it was not kept.
-        trained: Whether `model` has the trained weights.
 
     Examples:
         >>> import gpulab as gl
@@ -83,7 +82,6 @@ class Run:
     columns: stores.History
     record: dict[str, Any]
     path: Path | None = None
-    trained: bool = True
 
     @functools.cached_property
     def history(self) -> pd.DataFrame:
@@ -128,11 +126,8 @@ class Run:
         return self.record.get("metrics") or {}
 
     @torch.no_grad()
-    def predict(self, data: Data | None = None) -> tuple[Tensor, Tensor]:
+    def predict(self) -> tuple[Tensor, Tensor]:
         """Compute what the trained model makes of the held-out part of the data, in float32 on the CPU.
-
-        Args:
-            data: Other data of the same frame size; by default those that the run learned from.
 
         Returns:
             Two tensors of numbers in [0, 1]. For a sequence both have the shape (T, 1, C, H, W) and are the frames from
@@ -144,16 +139,14 @@ class Run:
                 weights the store did not keep.
             DataError: For data that cannot be read.
         """
-        data = self.data if data is None else data
-        if self.model is None or data is None:
-            raise UsageError(f"{self.record['experiment']} trained a network that gpulab does not know")
-        if not self.trained:
-            raise UsageError(f"the store kept no weights of {self.path}: train it again with keep_weights=True")
+        if self.model is None:
+            known = "gpulab does not know that of your own function, and a store keeps one only with keep_weights=True"
+            raise UsageError(f"{self.record['experiment']}: no network is left to predict: {known}")
         model = copy.deepcopy(self.model).float().eval()
         length = self.record["configuration"]["window"]
-        pieces = [w.frames if w.restart else w.frames[1:] for w in data.heldout(length)]
+        pieces = [w.frames if w.restart else w.frames[1:] for w in self.data.heldout(length)]
         inputs = torch.from_numpy(np.concatenate(pieces)).float().div(255)
-        if not data.sequential:
+        if not self.data.sequential:
             return inputs, model(inputs)
         predicted, _ = model(inputs[:-1, None])
         return inputs[1:, None], predicted
@@ -162,16 +155,12 @@ class Run:
         record, summary = self.record, self.record["summary"]
         where = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
         if self.status == "diverged":
-            return f"{where}: diverged at step {record['diverged_at']}"
-        if self.model is None:
-            numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
-            return f"{where}: {', '.join(numbers)}, {summary['seconds']:.1f} s"
-        speed = summary["frames_per_second"]
-        how = "sharing its GPU" if speed is None else f"{speed:.0f} frames/s"
-        losses = f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"
-        since = record.get("resumed_at")
-        resumed = f", resumed at frame {since * record['configuration']['window']}" if since else ""
-        return f"{where}: {losses}, {summary['seconds']:.1f} s ({how}){resumed}"
+            step = record.get("diverged_at")  # a function does not say
+            return f"{where}: diverged{f' at step {step}' if step else ''}"
+        numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
+        usual = [f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"]
+        speed = f" ({summary['frames_per_second']:.0f} frames/s)" if summary.get("frames_per_second") else ""
+        return f"{where}: {', '.join(numbers or usual)}, {summary['seconds']:.1f} s{speed}"
 
 
 def train(
@@ -287,12 +276,10 @@ def train(
     notes = {"command": spec.command()}
     if registered:
         notes["registered"] = f"{Path(registered).stem} {hashlib.sha256(files.read(registered)).hexdigest()}"
-    if folder:
-        spec.check_known()
     with spec.in_force():
         if spec.model:
             spec.draw_weights()
-        identity = spec.identity(passport())
+        identity = spec.identity(passport(), kept=folder is not None)
         checkpoints = Checkpoints(folder, identity, checkpoint_seconds)
         if folder and resume:
             existing = stores.find(folder, identity)
@@ -351,11 +338,11 @@ def train_network(
     return resumed | end, training.history
 
 
-def _stored_run(spec: RunSpec, folder: Path, record: Any, history: Any, weights: dict[str, Tensor] | None) -> Run:
-    """A run at rest with its model, which is untrained where no weights were kept."""
-    if weights is not None and spec.model:
+def _stored_run(spec: RunSpec, folder: Path, record: Any, history: Any, weights: Any) -> Run:
+    """A run at rest, with its model where weights were kept."""
+    if weights is not None:
         spec.model.to(dtype=spec.setting.dtype).load_state_dict(weights)
-    return Run(spec.model, spec.data, history, record, folder, trained=weights is not None)
+    return Run(None if weights is None else spec.model, spec.data, history, record, folder)
 
 
 def history_columns(rows: Sequence[WindowNote]) -> stores.History:
@@ -366,7 +353,7 @@ def history_columns(rows: Sequence[WindowNote]) -> stores.History:
 
 def set_up(spec: RunSpec) -> Training:
     """The training as it begins, with the network on its device, whose weights have been drawn already."""
-    return Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.learning_rate)
+    return Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.configuration["learning_rate"])
 
 
 def engine_of(spec: RunSpec, training: Training, alone: bool = True) -> loop.Engine:

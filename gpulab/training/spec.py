@@ -103,18 +103,23 @@ class RunSpec:
         """
         parsed = Setting.parse(setting)
         given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
-        if isinstance(net, TrainingFunction) or is_function(net):
-            if data_options:
-                raise UsageError(f"data_options {data_options} go with gpulab's own networks")
+        if is_function(net):
             function = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
-            given_options = function.checked(given | (model_options or {}))
-            asked = {"net": function.text, "option": given_options} if function.text else None
-            train = functools.partial(function.train, given_options)
-            described = function.described(given_options)
-            return cls(function.name, parsed, seed, "own", rerun, *described, {}, asked, function=train)
+            of_data = {"data_options": data_options} if data_options else {}
+            options = function.checked({**given, **(model_options or {}), **of_data})
+            what = (*function.described(options), function.unknown)
+            asked = {"net": function.text, "option": options} if function.text else None
+            train = functools.partial(function.train, options)
+            return cls(function.name, parsed, seed, "own", rerun, *what, {}, asked, function=train)
         named = isinstance(net, str) and not isinstance(data, Data)
         name = net if isinstance(net, str) else type(net).__name__.lower()
-        usual = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
+        if not isinstance(net, str) and (model_options or type(net) not in MODELS.values()):
+            given_as = type(net).__name__ + f" with model_options {model_options}" * bool(model_options)
+            networks = f"{', '.join(MODELS)}, a network of these kinds"
+            raise UsageError(
+                f"net is a {given_as}: expected {networks}, or the function that trains yours, train(seed, setting)"
+            )
+        usual = protocol(name, profile)
         length = {key: given.get(key, getattr(usual, key)) for key in ("frames", "window", "learning_rate")}
         _check_length(**length)
         length["learning_rate"] = float(length["learning_rate"])  # 1 and 1.0 are one run
@@ -123,7 +128,7 @@ class RunSpec:
         _check_factors(model, factors)
         loaded = _data(data, model, usual, length["frames"], data_options or {})
         content = loaded.content if type(loaded).__module__.startswith("gpulab.") else None
-        options: Any = {"option": given | (model_options or {}), "data-option": data_options or {}}
+        flags = {"option": given | (model_options or {}), "data-option": data_options or {}}
         return cls(
             experiment=name,
             setting=parsed,
@@ -140,7 +145,7 @@ class RunSpec:
             contents={"code": str(CODE_VERSION), "content": content or ""},
             unknown=f"data {loaded.name!r}" if content is None else "",
             factors=factors,
-            asked={"net": net, **options} if named else None,
+            asked={"net": net, **flags} if named else None,
             model=model,
             data=loaded,
         )
@@ -161,11 +166,6 @@ class RunSpec:
         """How many of them the loss is noted for."""
         return self.configuration["window"]
 
-    @property
-    def learning_rate(self) -> float:
-        """Adam's."""
-        return self.configuration["learning_rate"]
-
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """What the training needs in force: its setting, and no more threads than the model can use."""
@@ -182,18 +182,15 @@ class RunSpec:
         if self.factors["flip"] is not None:
             flip_bit(self.model, self.factors["flip"])
 
-    def identity(self, here: Passport) -> Identity:
-        """What makes this run this run, and its id."""
+    def identity(self, here: Passport, kept: bool = True) -> Identity:
+        """What makes this run this run, and its id; `UsageError` for one to be kept that is known by no content."""
+        if kept and self.unknown:
+            why = "its content cannot be known, so that a store might take another run for this one"
+            raise UsageError(f"{self.unknown}: {why}; train it without a store")
         names = ("experiment", "profile", "seed", "rerun", "configuration")
         asked = {"setting": str(self.setting), **{name: getattr(self, name) for name in names}}
         asked |= {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
         return identified(asked, here, self.contents | ({"unknown": uuid.uuid4().hex} if self.unknown else {}))
-
-    def check_known(self) -> None:
-        """Raise `UsageError` for a run that a store could not tell from another."""
-        if self.unknown:
-            why = "its content cannot be known, so that a store might take another run for this one"
-            raise UsageError(f"{self.unknown}: {why}; train it without a store")
 
     def command(self) -> str | None:
         """The command line that makes this run, where there is one."""
@@ -230,13 +227,8 @@ def _check_factors(model: Trainable, factors: dict[str, Any]) -> None:
 
 def _model(net: Any, usual: Protocol, options: dict[str, Any]) -> Trainable:
     """A network of gpulab's: a copy of the one that is given, or a new one."""
-    if isinstance(net, Trainable) and type(net).__module__.startswith("gpulab.") and not options:
-        return copy.deepcopy(net)
     if not isinstance(net, str):
-        raise UsageError(
-            f"net is a {type(net).__name__}{f' with model_options {options}' * bool(options)}: expected one of "
-            f"{', '.join(MODELS)}, a network of these kinds, or the function that trains yours, train(seed, setting)"
-        )
+        return copy.deepcopy(net)
     try:
         with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
             return MODELS[net](**{"size": usual.size, **usual.model, **options})

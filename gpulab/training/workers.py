@@ -28,7 +28,7 @@ from gpulab.training.run import train
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
 MOST_THREADS = 16  # trainings that share a GPU: more gain nothing, and torch has 32 streams
 DEAF = 10.0  # seconds after which a process that was asked to end is killed
-IDLE = 60.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
+IDLE = 20.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
 WHOLE_FILM = 100  # chunks of frames: 5,000 frames of 160×120, 288 MB
 
 
@@ -41,8 +41,7 @@ class Workers(contextlib.AbstractContextManager):
 
     def __init__(self, count: int) -> None:
         self.count, self.stopping = count, threading.Event()
-        self.own = threading.local()  # each thread's own process
-        self.pools: list[ProcessPoolExecutor] = []
+        self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}  # by thread and setting, of one process each
 
     def passports(self, setting: str) -> list[Passport]:  # noqa: ARG002
         """Those of the machines on which a run may be done: this one."""
@@ -72,8 +71,13 @@ class Workers(contextlib.AbstractContextManager):
                     threads.shutdown()
 
     def _shared_setting(self, job: dict[str, Any]) -> str:
-        """The setting of a run that is to share a GPU, or nothing."""
-        return job["setting"] if self.count > 1 and may_share(job) else ""
+        """The setting of a run that is to share a GPU with others in threads, or nothing.
+
+        gpulab's own networks may: weights and orders are drawn from generators that each training has for itself, and a
+        stream keeps its kernels in their order. A function of the user's draws from torch's global generators.
+        """
+        may_share = isinstance(job["net"], str) and Setting.parse(job["setting"]).kind == "cuda"
+        return job["setting"] if may_share and self.count > 1 else ""
 
     def do(self, job: dict[str, Any]) -> str:
         """Do a run, and return its id when it is done and kept. `GpulabError` where its process ends by itself."""
@@ -87,46 +91,33 @@ class Workers(contextlib.AbstractContextManager):
         try:
             return self._pool(job["setting"]).submit(_do_pickled, pickled).result()
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
-            self.own.setting = None
+            self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
 
     def _pool(self, setting: str) -> ProcessPoolExecutor:
         """This thread's process, with the environment of a setting: a pool of one, whose end costs others nothing."""
-        if getattr(self.own, "setting", None) == setting:
-            return self.own.pool
-        if hasattr(self.own, "pool"):
-            self.own.pool.shutdown()
-        # Python does not look in the current folder while it starts, where a queue.py may lie.
-        environment = {**Setting.parse(setting).environment(), INSIDE: "1", "PYTHONSAFEPATH": "1"}
-        if self.count > 1 and not setting.startswith("cpu"):
-            environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
-        self.own.pool = ProcessPoolExecutor(1, timeout=IDLE, env=environment, initializer=_begin)
-        self.own.setting = setting
-        self.pools.append(self.own.pool)
-        return self.own.pool
+        key = threading.get_ident(), setting
+        if key not in self.pools:
+            # Python does not look in the current folder while it starts, where a queue.py may lie.
+            environment = {**Setting.parse(setting).environment(), INSIDE: "1", "PYTHONSAFEPATH": "1"}
+            if self.count > 1 and not setting.startswith("cpu"):
+                environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
+            self.pools[key] = ProcessPoolExecutor(1, timeout=IDLE, env=environment, initializer=_begin)
+        return self.pools[key]
 
     def stop(self, tasks: set[Future[Any]]) -> None:
         """Have what is under way save checkpoints and end; a process that does not hear is killed."""
         self.stopping.set()
-        for pool in self.pools:
+        for pool in list(self.pools.values()):
             for process in list(pool._processes.values()):
                 process.terminate()  # SIGTERM
         deaf = wait(tasks, DEAF)[1]
-        for pool in self.pools:
+        for pool in list(self.pools.values()):
             pool.shutdown(kill_workers=bool(deaf))
 
     def __exit__(self, *_: object) -> None:
-        for pool in self.pools:
+        for pool in self.pools.values():
             pool.shutdown()
-
-
-def may_share(job: dict[str, Any]) -> bool:
-    """Whether a training, given by the arguments of `gpulab.train`, may share a GPU with others in threads.
-
-    gpulab's own networks may: weights and orders are drawn from generators that each training has for itself, and a
-    stream keeps its kernels in their order. A function of the user's draws from torch's global generators.
-    """
-    return isinstance(job["net"], str) and Setting.parse(job["setting"]).kind == "cuda"
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
         assert (Loader("window", here).scaled == looked_up.scaled).all()
 
 
-@pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("prednet", {"batch_size": 2})])
+@pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("autoencoder", {"batch_size": 2})])
 def test_frames_one_by_one_are_refused_where_an_update_sees_several_at_a_time(net, options):
     with pytest.raises(gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"):
         RunSpec.of(net, profile="smoke", loader="copied", model_options=options)

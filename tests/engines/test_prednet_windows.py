@@ -137,10 +137,8 @@ def test_pixel_by_pixel_only_where_tf32_is_allowed():
             assert not uses_tf32(types.SimpleNamespace(is_cuda=True, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kernel_size", [1, 5])
-def test_with_another_kernel_and_one_layer(kernel_size):
-    check(unlike_fresh(kernel_size=kernel_size), torch.rand(13, 1, 3, 16, 24, dtype=torch.float64))
-    net = PredNet((3,), (4, 6), kernel_size=kernel_size).double()
+def test_written_out_gradient_of_one_layer_is_autograds():
+    net = PredNet((3,), (4, 6)).double()
     for (_, gradient, _), (_, same, _) in both_ways(net, torch.rand(13, 1, 3, 4, 6, dtype=torch.float64)):
         for name, expected in gradient.items():
             torch.testing.assert_close(same[name], expected)

@@ -9,12 +9,7 @@ from gpulab.models.prednet import TRUNCATIONS
 
 SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 REFUSED = {
-    gl.models.PredNet: {
-        "channels": [(), (3, 0)],
-        "kernel_size": [2, 3.5],
-        "truncation": ["none"],
-        "batch_size": [0],
-    },
+    gl.models.PredNet: {"channels": [(), (3, 0)], "truncation": ["none"]},
     gl.models.Autoencoder: {"hidden": [(), (8, -1)], "batch_size": [0, 2.0]},
     gl.models.Whitener: {"hidden": [-1], "code": [0], "batch_size": [24], "covariance": ["two-pass"]},
 }

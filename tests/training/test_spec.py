@@ -106,9 +106,7 @@ PER_MODEL = {
         "loader": st.sampled_from(LOADERS),
         "data": st.just("walk"),
         "data_options": st.fixed_dictionaries({}, optional={"speed": st.floats(0.5, 4), "seed": st.integers(0, 9)}),
-        "model_options": st.sampled_from(
-            [{"size": (8, 12), "channels": [3, 4], "kernel_size": 1}, {"truncation": "state"}]
-        ),
+        "model_options": st.sampled_from([{"size": (8, 12), "channels": [3, 4]}, {"truncation": "state"}]),
     },
     "whitener": {"model_options": st.just({"covariance": "centred", "hidden": 16})},
 }

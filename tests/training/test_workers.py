@@ -47,7 +47,7 @@ def do_each(jobs, count=4):
 @pytest.fixture
 def trained_together(monkeypatch):
     """What threads that share a device give; a CPU stands in for it where there is none."""
-    monkeypatch.setattr(workers, "may_share", lambda _: True)
+    monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"])
 
     def trained(store, setting="cpu:threads=1"):
         run_ids = do_each([*jobs(store, setting)])
@@ -85,7 +85,7 @@ def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(traine
 
 
 def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
-    monkeypatch.setattr(workers, "may_share", lambda _: True)
+    monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"])
     seen = []
 
     def do(number):
@@ -101,7 +101,8 @@ def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("share", [True, False])
 def test_run_that_cannot_be_begun_does_not_stop_the_next(share, monkeypatch, tmp_path):
-    monkeypatch.setattr(workers, "may_share", lambda job: share and "77" not in job["setting"])
+    shares = {"cpu:threads=1"} if share else set()
+    monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"] * (job["setting"] in shares))
     (good, *_), (bad, *_) = jobs(tmp_path), jobs(tmp_path, "cuda:77")
     one, two, three = do_each([bad, bad, good], 2)
     assert "cuda:77' cannot run here" in one
@@ -131,7 +132,7 @@ def test_process_that_does_not_hear_is_killed(monkeypatch):
     job = {"net": goes_on, "setting": "cpu:threads=1", "seed": 0}
     with contextlib.suppress(KeyboardInterrupt), workers.Workers(1) as engine:
         for _ in engine.each(lambda _: engine.do(job), {0: job}, 8.0):
-            (process,) = engine.pools[0]._processes
+            ((process,),) = (pool._processes for pool in engine.pools.values())
             raise KeyboardInterrupt
     assert not psutil.pid_exists(process)
 

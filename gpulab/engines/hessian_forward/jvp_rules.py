@@ -133,9 +133,7 @@ class ByTorch:
         return torch.func.vmap(self._directional)(*tangents)
 
     def _directional(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own rules
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore"):  # of torch, about its own rules
             return torch.func.jvp(self._call, tuple(self.flat[index] for index in self.indices), tangents)[1]
 
     def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
