@@ -27,6 +27,7 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 FORMATS = "3g2,asf,av1,avi,dv,flv,gif,h264,hevc,ivf,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,nut,obu,ogg,wav"
 FORMATS += ",yuv4mpegpipe"
 OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
+ASK_FOR_GREY = "ask for grey=True (--option grey=true) to read one channel"
 MOST_PIXELS = 1 << 27  # of a frame; of an image Pillow has a bound of its own
 
 
@@ -41,7 +42,7 @@ class Video(Sequence):
         self.stamps = {file: stamp(file)}
         count, pixels = _look(file, self.stamps[file])
         if pixels.startswith("gray") and not grey:
-            raise DataError(f"{file}: is grey ({pixels}); ask for grey=True (--grey) to read one channel")
+            raise DataError(f"{file}: is grey ({pixels}); {ASK_FOR_GREY}")
         super().__init__(name, 1 if grey else 3, size, *_split(name, count, frames))
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
@@ -136,7 +137,9 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
     for file in images:
         with _opened(file) as image:
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
-                raise DataError(f"{file}: is grey (mode {image.mode}); ask for grey=True (--grey) to read one channel")
+                raise DataError(
+                    f"{file}: is grey (mode {image.mode}); ask for grey=True (--option grey=true) to read one channel"
+                )
     return stamps
 
 
