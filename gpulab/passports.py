@@ -57,8 +57,7 @@ class Passport(dict[str, Any]):
 
     def summary(self) -> str:
         """One line: the GPUs or, without one, the CPU, and torch's version."""
-        names = [gpu["name"] for gpu in self["gpus"]] or [self["cpu"]["model"]]
-        return f"{', '.join(names)}, torch {self['software']['torch']}"
+        return f"{machine(self)}, torch {self['software']['torch']}"
 
     def _repr_html_(self) -> str:
         row = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>"
