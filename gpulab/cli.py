@@ -148,11 +148,12 @@ def say(text: object, to: IO[str] | None = None) -> None:
     """Print a text, whatever is in it: it may come from a file of a stranger's."""
     stream = to or sys.stdout
     try:
-        print(printable(str(text)), file=stream, flush=True)  # who reads a pipe reads it now
-    except OSError as error:
+        with files.writing("standard output"):
+            print(printable(str(text)), file=stream, flush=True)  # who reads a pipe reads it now
+    except (BrokenPipeError, GpulabError) as error:
         files.write_nowhere(stream)  # a disk that is full is met once: not again when Python ends
         # A command that nobody reads any more, as in `gpulab runs | head`, goes on to its end.
-        if stream is not sys.stderr and not isinstance(error, BrokenPipeError):
+        if stream is not sys.stderr and isinstance(error, GpulabError):
             raise
 
 
