@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
 from gpulab import __version__, files, signals
-from gpulab.errors import DataError, GpulabError, UsageError, in_one_line
-from gpulab.options import (
-    MARGIN,
-    SETTING,
-    STEP,
-    STORE,
-    OneSetting,
-    Picture,
-    Profile,
-    Store,
-    StoreArgument,
-    StoreOption,
-    Training,
-    Where,
-    argument,
-    either,
-    of_a_run,
-    option,
-    prepared,
-    rows_where,
-    value,
-    writable,
-)
-from gpulab.store.factors import whole_numbers
-from gpulab.terminal import printing, save_plot, say, say_csv, say_runs, say_table
+from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
+from gpulab.settings import Setting
+from gpulab.store.factors import OPTIONS, whole_numbers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from gpulab.report import Report
 
 
 class Commands(typer.core.TyperGroup):
@@ -45,7 +30,7 @@ class Commands(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
-        with signals.Raising("gpulab: interrupted; run the same command again to go on"):
+        with signals.interrupting("gpulab: interrupted; run the same command again to go on"):
             return super().invoke(ctx)
 
 
@@ -57,6 +42,151 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# --- options that several commands have ------------------------------------------------------------------
+
+
+def option(words: str, usually: str | bool = True, flag: str = "", **more: Any) -> Any:
+    """What an option says, and what holds where nothing is said, if the parameter's default does not tell."""
+    return typer.Option(*filter(None, [flag]), help=words, show_default=usually, **more)
+
+
+def argument(words: str, usually: str | bool = False, **more: Any) -> Any:
+    """What an argument says, and what holds where it is left out."""
+    return typer.Argument(help=words, show_default=usually, **more)
+
+
+def writable(file: Path | None) -> Path | None:
+    """A file that a command is to write, tried before any work; `GpulabError` where it could not be written after."""
+    if file:
+        files.check_writable(file)
+    return file
+
+
+def prepared(setting: str) -> str:
+    """A setting, whose instruction set this process shall have: torch reads that when it is loaded."""
+    Setting.parse(setting).prepare()
+    return setting
+
+
+STEP = "module:name or file.py:name of a gpulab.Step or a function of one step"
+SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
+MARGIN = "largest difference that would not matter, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
+STORE = "folder in which runs are kept, or a file of packed runs"
+USUAL_STORE = "$GPULAB_STORE or ./runs"
+USUAL = "the profile's"
+PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
+REGISTERED = "file written before the runs, with the question and how it will be answered; its digest is kept"
+MORE = "another option of a run, its data, model or function, such as size=[48,64] or flip=0; several times"
+
+OneSetting = Annotated[str, option(SETTING, callback=prepared)]
+Store = Annotated[Path | None, option(STORE, USUAL_STORE)]
+Picture = Annotated[Path | None, option("draw every run and difference into this PNG file", callback=writable)]
+Where = Annotated[list[str] | None, option("only runs with column=value; several times")]
+# Those of a run.
+Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
+Profile = Annotated[str, option(PROFILE)]
+Fresh = Annotated[bool, option("train again, whatever run or checkpoint is there", flag="--fresh")]
+Registered = Annotated[Path | None, option(REGISTERED)]
+DataName = Annotated[str | None, option(OPTIONS["data"].help, USUAL)]
+Frames = Annotated[int | None, option(OPTIONS["frames"].help, USUAL)]
+Loader = Annotated[str | None, option(OPTIONS["loader"].help, "window")]
+MoreOptions = Annotated[list[str] | None, option(MORE, flag="--option")]
+DataOptions = Annotated[list[str] | None, option("an option of the data, such as seed=3; several times")]
+
+# --- what texts mean -------------------------------------------------------------------------------------
+
+
+def options_of_run(model: str, flags: dict[str, Any], more: list[str] | None, of_data: list[str] | None) -> Any:
+    """What is trained, in arguments of `gpulab.train`, or in options of a function."""
+    given = {name: chosen for name, chosen in flags.items() if chosen is not None} | read_options(more)
+    if ":" in model:
+        if of_data:
+            raise UsageError(f"--data-option {of_data[0]}: a function takes what it has as --option")
+        return given
+    options: dict[str, Any] = {"data_options": read_options(of_data), "model_options": {}}
+    for name, chosen in given.items():
+        of = OPTIONS[name].of if name in OPTIONS else "model"
+        (options if of == "run" else options[f"{of}_options"])[name] = chosen
+    return options
+
+
+def read_options(texts: list[str] | None) -> dict[str, Any]:
+    """The values of options written `name=text`."""
+    return {name: value(text) for name, text in pairs(texts)}
+
+
+def pairs(options: list[str] | None) -> Iterator[tuple[str, str]]:
+    """The names and the texts of options written `name=text`."""
+    for option in options or ():
+        name, _, text = option.partition("=")
+        if not (name and text):
+            raise UsageError(f"{option!r}: expected name=value")
+        yield name, text
+
+
+def value(text: str) -> Any:
+    """A number, a list of them, true or false; or else a word."""
+    for read in (int, float, json.loads):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text
+
+
+def rows_where(frame: pd.DataFrame, where: list[str] | None) -> pd.DataFrame:
+    """The rows of runs that `--where` asks for."""
+    from gpulab.stats.pairs import find_column
+
+    for name, text in pairs(where):
+        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
+    return frame
+
+
+# --- what is printed -------------------------------------------------------------------------------------
+
+
+def say(text: object, to: IO[str] | None = None) -> None:
+    """Print a text, whatever is in it: it may come from a file of a stranger's."""
+    stream = to or sys.stdout
+    try:
+        with files.writing("standard output"):
+            print(printable(str(text)), file=stream, flush=True)  # who reads a pipe reads it now
+    except (BrokenPipeError, GpulabError) as error:
+        files.write_nowhere(stream)  # a disk that is full is met once: not again when Python ends
+        # A command that nobody reads any more, as in `gpulab runs | head`, goes on to its end.
+        if stream is not sys.stderr and isinstance(error, GpulabError):
+            raise
+
+
+def say_runs(frame: pd.DataFrame, where: str = "") -> None:
+    """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
+    from gpulab.store import runs as stores
+    from gpulab.store.factors import FACTORS
+
+    differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
+    of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
+    columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
+    columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
+    rows = frame[columns].itertuples(index=False)
+    cells = ([f"{v:.5g}" if isinstance(v, float) else str(v) for v in row] for row in rows)
+    say(f"{len(frame)} runs{where}\n{aligned([columns, *cells])}")
+
+
+def aligned(rows: Iterable[Iterable[str]]) -> str:
+    """A table of texts in columns."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+def save_plot(result: Report, file: Path | None) -> None:
+    """Draw a result into a file, where one was asked for, and say so where a table is not disturbed."""
+    if file:
+        result.plot().save(file)
+        say(f"picture in {file}", sys.stderr)
+
+
+# --- commands --------------------------------------------------------------------------------------------
+
 
 @app.callback(invoke_without_command=True)
 def _main(version: Annotated[bool, option("print the version and exit", flag="--version")] = False) -> None:
@@ -66,88 +196,87 @@ def _main(version: Annotated[bool, option("print the version and exit", flag="--
         raise typer.Exit
 
 
-# --- commands --------------------------------------------------------------------------------------------
-
-
 @app.command()
-def devices(as_json: Annotated[bool, option("print the passport as JSON", flag="--json")] = False) -> None:
+def devices() -> None:
     """Show this machine's passport and the settings that it can run."""
     from gpulab.passports import passport
     from gpulab.settings import available_settings
 
-    here = passport()
-    if as_json:
-        say(here.to_json())
-        return
-    say_table("This machine", ["", ""], here.rows())
+    say(passport())
     say("Settings that run here: " + "  ".join(available_settings()))
 
 
 @app.command()
-@of_a_run
 def train(
     model: Training,
-    how: dict[str, Any],
-    options: dict[str, Any],
     setting: OneSetting = "cpu",
     seed: Annotated[int, option("draws the initial weights and the order of images", min=0)] = 0,
-    profile: Profile = "quick",
     rerun: Annotated[int, option("numbers repetitions of the same run", min=0)] = 0,
+    checkpoint_seconds: Annotated[float, option("time between checkpoints of gpulab's own networks", min=0)] = 10.0,
+    profile: Profile = "quick",
     store: Store = None,
-    picture: Annotated[
-        Path | None, option("write what the trained network makes to this PNG file", callback=writable)
-    ] = None,
+    fresh: Fresh = False,
+    registered: Registered = None,
+    data: DataName = None,
+    frames: Frames = None,
+    loader: Loader = None,
+    more: MoreOptions = None,
+    data_option: DataOptions = None,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     from gpulab.store import runs as stores
     from gpulab.training.run import train as train_one
 
-    if ":" in model:
-        if picture:
-            raise UsageError("--picture draws what gpulab's own networks make")
-        options = {"model_options": options}
-    asked = {"setting": setting, "seed": seed, "profile": profile, "rerun": rerun, **options}
-    run = train_one(model, **asked, store=stores.store_folder(store), **how)
-    say(run)
-    say(f"kept in {run.path}")
-    if picture:
-        from gpulab import plots
-
-        plots.sample(run).save(picture)
-        say(f"picture in {picture}", sys.stderr)
+    options = options_of_run(model, {"data": data, "frames": frames, "loader": loader}, more, data_option)
+    run = train_one(
+        model,
+        setting=setting,
+        seed=seed,
+        profile=profile,
+        rerun=rerun,
+        store=stores.store_folder(store),
+        resume=not fresh,
+        checkpoint_seconds=checkpoint_seconds,
+        registered=registered,
+        **({"model_options": options} if ":" in model else options),
+    )
+    say(f"{run}\nkept in {run.path}")
 
 
 @app.command()
-@of_a_run
 def experiment(
     model: Training,
-    how: dict[str, Any],
-    options: dict[str, Any],
     setting: Annotated[list[str], option(f"{SETTING}; give it several times")],
     seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
-    profile: Profile = "quick",
-    reruns: Annotated[int, option("how often each seed and setting is run", min=1)] = 1,
     workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
     metric: Annotated[str | None, option("what the verdict compares", "final_loss, or the first")] = None,
-    store: Store = None,
     picture: Picture = None,
     engine: Annotated[str, option("local, or ray (a cluster)")] = "local",
     address: Annotated[str | None, option("of the Ray cluster", "$RAY_ADDRESS or a local")] = None,
+    profile: Profile = "quick",
+    store: Store = None,
+    fresh: Fresh = False,
+    registered: Registered = None,
+    data: DataName = None,
+    frames: Frames = None,
+    loader: Loader = None,
+    more: MoreOptions = None,
+    data_option: DataOptions = None,
 ) -> None:
     """Train every seed under every setting, here or on a cluster, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.store import runs as stores
     from gpulab.training.experiment import Experiment
 
+    options = options_of_run(model, {"data": data, "frames": frames, "loader": loader}, more, data_option)
     numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
+    how = {"resume": not fresh, "registered": registered}
+    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=options, how=how)
     frame = exp.run(engine=engine, address=address)
     say_runs(frame, f", kept in {exp.folder}")
     named = (stores.record_of(run).get("metrics", ["final_loss", "heldout_loss"]) for run in frame.itertuples())
     metrics = list(next(filter(None, named), ["final_loss"]))
-    if metric and metric not in metrics:
-        raise UsageError(f"--metric {metric!r}: the runs have {', '.join(metrics)}")
     answer = compare(frame, metric or ("final_loss" if "final_loss" in metrics else metrics[0]))
     say(answer)
     save_plot(answer, picture)
@@ -187,8 +316,7 @@ def verdict(
 
 @app.command()
 def runs(
-    store: StoreArgument = None,
-    kept_in: StoreOption = None,
+    store: Annotated[Path | None, argument(STORE, USUAL_STORE)] = None,
     recorded: Annotated[bool, option("the runs shipped with gpulab", flag="--recorded")] = False,
     where: Where = None,
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
@@ -196,12 +324,12 @@ def runs(
     """List the runs in a store."""
     from gpulab.store import runs as stores
 
-    folder = stores.store_folder(either(store, kept_in))
+    folder = stores.store_folder(store)
     if not recorded and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = rows_where(stores.recorded_runs() if recorded else stores.runs(folder), where)
     if csv:
-        say_csv(frame)
+        say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
         below = sorted({str(record.parents[1]) for record in Path(folder).glob("*/*/run.json")})
         say(f"no runs in {folder}{'; there are some in ' * bool(below)}{', '.join(below)}")
@@ -310,14 +438,9 @@ def main(commands: typer.Typer = app) -> None:
     """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
     with contextlib.suppress(AttributeError):  # where a terminal has no ×
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    warnings.formatwarning = lambda message, *_, **__: files.printable(f"gpulab: {message}\n")
+    warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
-        try:
-            commands()
-        finally:
-            for stream in (sys.stderr, sys.stdout):
-                with printing(stream):
-                    stream.flush()
+        commands()
     except GpulabError as error:
         say(f"gpulab: {error}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -6,8 +6,6 @@ import contextlib
 import functools
 import html
 import importlib.metadata
-import json
-import os
 import platform
 import re
 import subprocess
@@ -20,8 +18,7 @@ from gpulab import __version__
 
 PASSPORT_FORMAT = 1
 LIBRARIES = ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")  # that train as well: `benchmarks/frameworks.py`
-OTHERS = ("chainer", "cupy", "numpy", *LIBRARIES)  # the first three run the published network
-CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")  # its package is named after the version of CUDA
+OTHERS = ("chainer", "cupy-cuda13x", "cupy-cuda12x", "numpy", *LIBRARIES)  # the first four run the published network
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
 
 
@@ -54,15 +51,13 @@ class Passport(dict[str, Any]):
             rows.append((f"GPU {index}", ", ".join(filter(None, details))))
         if not self["gpus"]:
             rows.append(("GPU", "none"))
-        libraries = ("cuda", "rocm", "cudnn", "blas", "onednn", "torch", *OTHERS, "python", "os")
-        rows += [(name, software[name]) for name in libraries if software.get(name)]
+        rows += [(name, version) for name, version in software.items() if version and name not in ("gpulab", "commit")]
         commit = f" ({software['commit'][:10]})" if software["commit"] else ""
         return [*rows, ("gpulab", software["gpulab"] + commit)]
 
     def summary(self) -> str:
         """One line: the GPUs or, without one, the CPU, and torch's version."""
-        names = [gpu["name"] for gpu in self["gpus"]] or [self["cpu"]["model"]]
-        return f"{', '.join(names)}, torch {self['software']['torch']}"
+        return f"{machine(self)}, torch {self['software']['torch']}"
 
     def _repr_html_(self) -> str:
         row = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>"
@@ -70,10 +65,6 @@ class Passport(dict[str, Any]):
 
     def __str__(self) -> str:
         return "\n".join(f"{what:18} {value}" for what, value in self.rows())
-
-    def to_json(self) -> str:
-        """The passport as JSON text."""
-        return json.dumps(self, indent=1)
 
 
 def machine(passport: Mapping[str, Any], kind: str = "") -> str:
@@ -89,8 +80,8 @@ def passport() -> Passport:
     The first call takes about a second.
 
     Returns:
-        A `Passport`, which is a dictionary. It prints in lines, `summary()` gives one line, and `to_json()` gives JSON.
-        Its keys are:
+        A `Passport`, which is a dictionary that JSON can carry. It prints in lines, and `summary()` gives one line. Its
+        keys are:
 
         - `format`: The version of this layout.
         - `cpu`: `model`, `architecture`, `physical_cores`, `logical_cores`, and `vector_extensions` (a list of names
@@ -99,8 +90,8 @@ def passport() -> Passport:
         - `gpus`: A list with a dictionary for each GPU that torch can use: `kind` (`cuda`, `mps` or `xpu`), `name`, and
           what torch knows of `compute_capability`, `multiprocessors`, `memory_bytes` and `driver`.
         - `software`: The versions of `torch`, `cuda`, `rocm`, `cudnn`, `blas`, `onednn`, `python`, `os` and `gpulab`,
-          each None where there is none; the `commit` of the checkout that gpulab runs from; and the versions of JAX,
-          Keras, TensorFlow and Chainer where they are installed.
+          each None where there is none; the `commit` of the checkout that gpulab runs from; and the versions of NumPy,
+          and of JAX, Keras, TensorFlow and Chainer where they are installed.
 
     Examples:
         >>> import gpulab as gl
@@ -194,36 +185,32 @@ def _software() -> dict[str, str | None]:
     blas = (built_with(r"BLAS_INFO=(\w+)"), built_with(r"oneAPI Math Kernel Library Version ([\w.-]+)"))
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         "cudnn": str(cudnn) if cudnn else None,
         "blas": " ".join(filter(None, blas)) or None,
         "onednn": built_with(r"MKL-DNN v([\w.]+)"),
+        "torch": torch.__version__,
+        **_others(),
         "python": platform.python_version(),
         "os": platform.platform(),
         "gpulab": __version__,
         "commit": _commit(),
-        **_others(),
     }
 
 
 @functools.cache
 def _others() -> dict[str, str]:
-    """The versions of other libraries that train, and of what computes for Chainer, where they are installed."""
     versions = {}
-    for package in ("chainer", "numpy", *reversed(CUPY), *LIBRARIES):  # of several CuPys the newest
+    for name in OTHERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions["cupy" if package in CUPY else package] = importlib.metadata.version(package)
-    shown = OTHERS if "chainer" in versions else LIBRARIES
-    return {name: versions[name] for name in shown if name in versions}
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of the checkout that gpulab runs from; `GPULAB_COMMIT` where there is no git."""
-    if commit := os.environ.get("GPULAB_COMMIT"):
-        return commit
+    """The commit of the checkout that gpulab runs from."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None

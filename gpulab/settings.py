@@ -196,11 +196,11 @@ class Setting:
             OPTIONS[name].parse(name, text)
 
     @classmethod
-    def parse(cls, text: str | Setting | AbstractContextManager[Setting]) -> Setting:
+    def parse(cls, text: str | Setting) -> Setting:
         """Read a setting from its text.
 
         Args:
-            text: `device[:index][:option=value,…]`. A `Setting`, or what `gpulab.setting` returned, is taken as it is.
+            text: `device[:index][:option=value,…]`. A `Setting` is taken as it is.
 
         Returns:
             The setting, with its options in a fixed order.
@@ -210,8 +210,6 @@ class Setting:
                 a value that is none. The formats and orders of `emulate` and `order` are checked later, when the
                 setting is applied.
         """
-        if isinstance(text, _UnenteredSetting):
-            return text.parsed
         if isinstance(text, Setting):
             return text
         try:
@@ -369,26 +367,6 @@ class Setting:
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Setting)[1:]}
 
 
-class _UnenteredSetting(ExitStack):
-    """A setting that `with` puts in force. What asks for its device before that would train as if there were none."""
-
-    def __init__(self, parsed: Setting) -> None:
-        super().__init__()
-        self.parsed = parsed
-
-    def __enter__(self) -> Setting:  # type: ignore[override]
-        return self.enter_context(self.parsed.apply())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(Setting, name):
-            raise AttributeError(name)
-        text = str(self.parsed)
-        raise UsageError(
-            f"gpulab.setting({text!r}) has no {name} before it is in force: "
-            f"with gpulab.setting({text!r}) as setting: train(0, setting)"
-        )
-
-
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     """Compute under a setting inside a `with` block, and restore every global flag afterwards.
 
@@ -403,8 +381,7 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
         `tensor.to`. New tensors have the floating-point type that the setting's `precision` names.
 
     Raises:
-        UsageError: For a malformed text. When the block is entered, for an unknown format or order to emulate. Also for
-            a look at its `device` or another attribute before the block is entered.
+        UsageError: For a malformed text. When the block is entered, for an unknown format or order to emulate.
         GpulabError: When the block is entered, for what this machine lacks, or for an `isa` that this process was not
             started with.
 
@@ -417,7 +394,7 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
         >>> torch.zeros(1).dtype
         torch.float32
     """
-    return _UnenteredSetting(Setting.parse(text))
+    return Setting.parse(text).apply()
 
 
 def available_settings(device: str = "auto") -> list[str]:

@@ -9,11 +9,8 @@ import contextlib
 import os
 import signal
 import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 heard: list[int] = []  # the signals that came while there was work
 
@@ -23,7 +20,8 @@ def leave_quietly() -> None:
     _on_signals(_leave)
 
 
-class Raising:
+@contextlib.contextmanager
+def interrupting(words: str) -> Iterator[None]:
     """Inside, a signal raises `KeyboardInterrupt`, for work to be saved; whatever comes out of that is one line.
 
     The exit status is 128 and the signal's number, as a shell has it. While a module is imported, or in a child that
@@ -32,32 +30,26 @@ class Raising:
     Args:
         words: The line.
     """
+    process = os.getpid()
 
-    def __init__(self, words: str) -> None:
-        self.words, self.process = words, os.getpid()
-
-    def __enter__(self) -> None:
-        self.usual, sys.unraisablehook = sys.unraisablehook, self._lost
-        _on_signals(self._interrupt)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        leave_quietly()
-        if kind and heard:
-            with contextlib.suppress(OSError):  # nobody reads it
-                print(self.words, file=sys.stderr)
-            sys.exit(128 + heard[-1])
-
-    def _interrupt(self, number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: Any) -> None:
         heard.append(number)
-        if os.getpid() != self.process or _is_importing(frame):
+        if os.getpid() != process or _is_importing(frame):
             _leave(number)
         raise KeyboardInterrupt
 
-    def _lost(self, what: Any) -> None:  # where Python prints a traceback, and forgets the error
-        if isinstance(what.exc_value, KeyboardInterrupt):
-            _leave(heard[-1])
+    _on_signals(interrupt)
+    try:
+        yield
+    except BaseException:
+        leave_quietly()
         if not heard:
-            self.usual(what)
+            raise
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(words, file=sys.stderr)
+        sys.exit(128 + heard[-1])
+    finally:
+        leave_quietly()
 
 
 def _is_importing(frame: Any) -> bool:

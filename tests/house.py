@@ -18,7 +18,6 @@ FLOORS = [
     ["training"],
     ["saddles"],
     ["plots"],
-    ["options", "terminal"],
     ["cli", "pytest_plugin"],
     ["__main__"],
 ]

@@ -171,20 +171,7 @@ def test_every_flag_is_restored_also_after_an_exception(text, user, request):
     assert flags_and_denormals() == before
 
 
-def test_a_setting_that_is_not_in_force_names_the_cure():
-    def train(seed, setting):
-        return torch.full((), float(seed), device=setting.device, dtype=setting.dtype).item()
-
-    for name in ("cpu", "cpu:precision=float64"):
-        unentered = gl.setting(name)
-        cure = re.escape(f"with gpulab.setting({name!r}) as setting: train(0, setting)")
-        with pytest.raises(gl.UsageError, match=f"has no device before it is in force: {cure}"):
-            train(0, unentered)
-        assert not hasattr(unentered, "__dataclass_fields__")
-        with unentered as setting:
-            assert train(3, setting) == 3.0
-        assert gl.seed_runs(train, gl.setting(name), seeds=1, progress=False).setting.tolist() == [name]
-    assert gl.Experiment(train, "cpu", 1).settings == ["cpu"]
+def test_values_that_a_setting_cannot_have_are_refused():
     with pytest.raises(gl.UsageError, match=re.escape("Setting.parse('cpu:threads=1')")):
         gl.Setting("cpu:threads=1")
     with pytest.raises(gl.UsageError, match="threads='-1' must be a number"):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from rich.filesize import decimal
 
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.steps import PreparedStep, ready
@@ -108,7 +107,7 @@ class Placement(Report):
         floors = ", ".join(f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items())
         lines = [
             f"The step takes {1e3 * self.seconds:.3g} ms (spread {self.spread:.0%}) under {self.setting}: "
-            f"{self.operations} operations, {decimal(self.moved)} moved, Gflop: {kinds or 'none'}.",
+            f"{self.operations} operations, {self.moved / 1e6:.3g} MB moved, Gflop: {kinds or 'none'}.",
             f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
             f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%} of the roof; launches "
             f"take {self.launch_share:.0%} of the time or more.",

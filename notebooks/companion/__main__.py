@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from gpulab import cli, signals
+from gpulab.cli import Profile, argument, option, say
 from gpulab.errors import extra
-from gpulab.options import Profile, argument, option
-from gpulab.terminal import say
 
 NOTEBOOKS = Path(__file__).parents[1]
 
