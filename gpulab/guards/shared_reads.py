@@ -33,6 +33,7 @@ from gpulab.guards.copies_under_way import CopiesUnderWay, waiting
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory_digest
 from gpulab.guards.memory import Holder, Line, is_plain, line_of, nearest_holder, span_of, user_frame
+from gpulab.guards.own_work import uncompiled
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
@@ -107,7 +108,7 @@ class SharedReads(TorchDispatchMode):
         super().__init__()
         self.tell = tell
         self.copies = CopiesUnderWay(tell)
-        self.checked = 0
+        self.checked = self.unchecked = 0
         self.births: dict[int, _Birth] = {}  # by the identity of the storage
         self.holders: dict[Line, Holder | None] = {}  # of the memory of the tensors that a line made
         self.latest: dict[int, _Birth] = {}  # by the address of the memory
@@ -127,6 +128,11 @@ class SharedReads(TorchDispatchMode):
         elif ended:
             self.copies.forget()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would do what `uncompiled` does, and import the compiler for it
+
+    @uncompiled
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check what an operation reads, and run it."""
         kwargs = kwargs or {}
@@ -173,6 +179,7 @@ class SharedReads(TorchDispatchMode):
 
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Look at what an operation of this name is about to read."""
+        self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         births = [self.birth_of(tensor) for tensor in tensors]
         addresses = [birth.address for birth in births if birth]
         for tensor, birth in zip(tensors, births, strict=True):
