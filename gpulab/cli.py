@@ -39,7 +39,6 @@ from gpulab.options import (
 from gpulab.store.factors import whole_numbers
 from gpulab.terminal import printing, save_plot, say, say_csv, say_runs, say_table
 
-
 PYTHONS_WARNINGS = warnings.formatwarning
 
 

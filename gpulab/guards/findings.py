@@ -14,6 +14,7 @@ SAVED = "the backward pass of {function} ({operation}) was given {operand}, {ten
 READ = "{function} read a tensor, {tensor}: "
 COPIED = "a pinned tensor, {tensor}: "
 WROTE = "something other than torch wrote there, and another tensor was made of it"
+COPY_IT = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
 GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
 CAUSES = {  # what happened, why, and what to do
     "inplace": (
@@ -35,16 +36,8 @@ CAUSES = {  # what happened, why, and what to do
         "that fills one buffer again and again",
         "copy it before it is overwritten: .clone()",
     ),
-    "stale": (
-        READ + "its memory was overwritten before it was read again",
-        WROTE,
-        "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())",
-    ),
-    "together": (
-        READ + "several tensors that should differ share one memory",
-        WROTE,
-        "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())",
-    ),
+    "stale": (READ + "its memory was overwritten before it was read again", WROTE, COPY_IT),
+    "together": (READ + "several tensors that should differ share one memory", WROTE, COPY_IT),
     "leaving": (
         COPIED + "its memory was overwritten before its copy to the GPU was waited for",
         GOES_ON,

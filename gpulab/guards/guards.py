@@ -154,7 +154,7 @@ class Guard:
         self._threads: list[int] = []  # who is inside the block
         self._last_thread = threading.get_ident()
         self._holders: dict[Line, Any] = {}
-        self._pending: dict[int, list[tuple[Tensor, Tensor, _Found]]] = {}  # by autograd's number of a backward pass
+        self._pending: dict[int, list[_Compared]] = {}  # by autograd's number of a backward pass
 
     @property
     def findings(self) -> list[Overwritten]:
@@ -246,7 +246,7 @@ class Guard:
         if later:
             with self._lock:
                 pending = self._pending.setdefault(task, [])
-                pending.append((digest, saved.digest, found))
+                pending.append(_Compared(digest, saved.digest, found))
                 first = len(pending) == 1
             if first:
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
@@ -261,11 +261,12 @@ class Guard:
         with self._lock:
             pending = self._pending.pop(task, [])
         if pending:
-            device = pending[0][0].device
-            now, then = (torch.stack([entry[side].to(device) for entry in pending]) for side in (0, 1))
-            for differs, (_, _, found) in zip((now != then).tolist(), pending, strict=True):
+            device = pending[0].now.device
+            now = torch.stack([compared.now.to(device) for compared in pending])
+            then = torch.stack([compared.then.to(device) for compared in pending])
+            for differs, compared in zip((now != then).tolist(), pending, strict=True):
                 if differs:
-                    self._report(found)
+                    self._report(compared.found)
 
     def _report(self, found: _Found) -> None:
         """Tell of a finding of the backward pass, with who changed or shares the memory."""
@@ -311,6 +312,14 @@ class _Found(NamedTuple):
     finding: Overwritten
     span: Span
     steps: int  # of optimizers, that had been made when the tensor was saved
+
+
+class _Compared(NamedTuple):
+    """Two fingerprints that stay on an accelerator until `backward` ends, and the finding if they differ."""
+
+    now: Any
+    then: Any
+    found: _Found
 
 
 class _Saved:

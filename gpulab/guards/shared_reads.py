@@ -60,10 +60,8 @@ class _Birth:
 
     def look(self, blocks: range) -> list[int]:
         """Numbers that stand for what is in some blocks of the memory now."""
-        numbers = []
-        for begin in range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK):
-            numbers.append(memory_digest(self.address + begin, min(BLOCK, self.size - begin)))
-        return numbers
+        begins = range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK)
+        return [memory_digest(self.address + at, self.address + min(at + BLOCK, self.size)) for at in begins]
 
     def remember(self, version: int) -> None:
         """Take all that is in the memory now for right."""
@@ -240,7 +238,7 @@ def _noting_birth(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
             reads.birth_of(tensor)
         return tensor
 
-    return call
+    return uncompiled(call)
 
 
 def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -252,7 +250,7 @@ def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         finally:
             _thread.copies = False
 
-    return call
+    return uncompiled(call)
 
 
 def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,7 +263,7 @@ def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
                 reads.copies.check([tensor], take.__name__)
         return take(tensor, *args, **kwargs)
 
-    return call
+    return uncompiled(call)
 
 
 def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -276,7 +274,7 @@ def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
             waiting()
         return finished
 
-    return call
+    return uncompiled(call)
 
 
 # What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.

@@ -150,7 +150,7 @@ def data_loader():
     ("loader", "cause", "words"),
     [
         (numpy_loader, "numpy", "the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"),
-        (data_loader, "shared", "shared memory"),
+        (data_loader, "data", "a loader that fills one buffer again and again"),
     ],
 )
 def test_a_loader_that_fills_one_buffer_again_and_again(loader, cause, words):
