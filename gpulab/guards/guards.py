@@ -74,6 +74,8 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
       written in C++ as a member of its own;
     - what a hook of a tensor or module, or any other closure, keeps for backward;
     - a graph that another thread builds: enter the same guard in that thread, too;
+    - what a graph that `torch.compile` made keeps for itself; what it saves through autograd is compared. With
+      `reads="any"` torch compiles nothing inside the block, so there a compiled model runs as if it were not;
     - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
       guard inside `save_on_cpu` takes its place.
 
