@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from gpulab.report import Report
 
+PYTHONS_WARNINGS = warnings.formatwarning
+
 
 class Commands(typer.core.TyperGroup):
     """Saves what was done when Ctrl-C comes, and says how to go on."""
@@ -402,35 +404,37 @@ def audit(
 def guard_script(
     script: Annotated[str, argument("a Python script, which knows nothing of gpulab")],
     arguments: Annotated[list[str] | None, argument("what the script is given", "nothing")] = None,
+    is_module: Annotated[bool, option("SCRIPT is the name of a module, as for python -m", flag="-m")] = False,
     reads: Annotated[str, option("any: every later read of shared memory; backward: what autograd saved")] = "any",
     stop: Annotated[bool, option("end the script at the first finding", flag="--stop")] = False,
     json: Annotated[
         Path | None, option("write each finding to this file, as a line of JSON", callback=writable)
     ] = None,
 ) -> None:
-    """Run a script and tell which tensors were overwritten before they were used. Exit status 1 if one was."""
-    from gpulab.errors import OverwrittenError
+    """Run a script or module, and tell which tensors were overwritten before they were used. Exit status 1 if one was.
+
+    A script that ends with an error or a status of its own ends so.
+    """
     from gpulab.guards import guards, scripts
 
     for given in {"--reads", "--stop", "--json"}.intersection(arguments or ()):
         say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
     file = json and json.absolute()  # the script may go to another folder
-    scripts.check_script(script)
+    scripts.check_script(script, is_module)
+    warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
-            scripts.run_script(script, arguments or (), report)
-        except OverwrittenError:
-            if not report.findings:  # another guard's
-                raise
+            failed = scripts.run_script(script, arguments or (), report, is_module)
         except SystemExit as ended:
             if ended.code or not report.findings:  # the script's own status
                 raise
+            failed = False
         finally:
             say(report, sys.stderr)
             if file:
                 files.write(file, "".join(f"{line}\n" for line in scripts.json_lines(report)).encode())
-    if report.findings:
+    if failed or report.findings:
         raise typer.Exit(1)
 
 

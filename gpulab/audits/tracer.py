@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -20,6 +19,7 @@ from gpulab.audits import count_sketch as sk
 from gpulab.audits import trace_files
 from gpulab.audits.rounding import NOT_UNIQUE, forward_error
 from gpulab.audits.twins import outcome, writes
+from gpulab.guards.own_work import at_work
 from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
@@ -143,7 +143,7 @@ class Tracer(UncompiledDispatchMode):
         """Run an operation and note what it did."""
         kwargs = kwargs or {}
         name = operation._schema.name.partition("::")[2].rstrip("_")
-        if self.paused or name in SILENT or _called_by_the_guard():
+        if self.paused or name in SILENT or at_work():
             return operation(*args, **kwargs)
         if name.startswith(EMPTY):
             out = operation(*args, **kwargs)
@@ -386,14 +386,3 @@ def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout"))
-
-
-def _called_by_the_guard() -> bool:
-    frame = sys._getframe(1).f_back  # none on a thread of autograd's, where a GPU's backward pass runs
-    for _ in range(16):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename.endswith("guards.py"):
-            return True
-        frame = frame.f_back
-    return False

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory_digest
 from gpulab.guards.memory import Span, is_plain, line_of, overlap, span_of, user_frame
+from gpulab.guards.own_work import uncompiled
 
 
 @dataclass
@@ -43,7 +44,7 @@ class _Copy:
 
     def overwritten(self) -> bool:
         """Whether the source holds something else than when the copy was asked for."""
-        return self.finding.cause == "leaving" and _digest(self.span) != self.content
+        return self.finding.cause == "leaving" and memory_digest(*self.span) != self.content
 
 
 class CopiesUnderWay:
@@ -76,7 +77,7 @@ class CopiesUnderWay:
         _going_on.add(self)
         span, event = span_of(host), torch.cuda.Event()
         event.record(torch.cuda.current_stream(device.device))
-        content = _digest(span) if cause == "leaving" else 0
+        content = memory_digest(*span) if cause == "leaving" else 0
         name = operation.overloadpacket.__name__
         finding = Overwritten.of(cause, name, host, {"copied by": line_of(user_frame(sys._getframe(1)))})
         copy = _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
@@ -137,13 +138,10 @@ class CopiesUnderWay:
         _going_on.discard(self)
 
 
-def _digest(span: Span) -> int:
-    return memory_digest(span[0], span[1] - span[0])
-
-
 _going_on: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()  # those that know of a copy
 
 
+@uncompiled
 def waiting(*_: Any) -> None:
     """Somebody waits for a GPU."""
     for copies in list(_going_on):

@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from gpulab.guards.memory import Holder, Line
+from gpulab.guards.optimizer_steps import Step
 
 SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
 READ = "{function} read a tensor, {tensor}: "
 COPIED = "a pinned tensor, {tensor}: "
 WROTE = "something other than torch wrote there, and another tensor was made of it"
+COPY_IT = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
 GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
 CAUSES = {  # what happened, why, and what to do
     "inplace": (
@@ -22,15 +24,11 @@ CAUSES = {  # what happened, why, and what to do
     ),
     "replaced": (SAVED, "other values were assigned to its `.data`", "assign to it after backward"),
     "numpy": (SAVED, "NumPy wrote into its memory", "copy it: torch.tensor(array) or torch.as_tensor(array.copy())"),
-    "shared": (
+    "step": (
         SAVED,
-        "it lies in shared memory, such as a loader's buffer that is filled again and again",
-        "copy each batch as it arrives: batch.clone()",
-    ),
-    "foreign": (
-        SAVED,
-        "it lies in memory that torch does not own, such as the buffer of a NumPy array or of another library",
-        "copy it as it arrives: .clone(), or torch.tensor(array)",
+        "it is a parameter that was changed in place after the forward pass, as the step of an optimizer does",
+        "step after backward: call `backward` of every loss that was computed with the parameter before the step, or "
+        "compute that loss anew after it",
     ),
     "data": (
         SAVED,
@@ -38,16 +36,8 @@ CAUSES = {  # what happened, why, and what to do
         "that fills one buffer again and again",
         "copy it before it is overwritten: .clone()",
     ),
-    "stale": (
-        READ + "its memory was overwritten before it was read again",
-        WROTE,
-        "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())",
-    ),
-    "together": (
-        READ + "several tensors that should differ share one memory",
-        WROTE,
-        "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())",
-    ),
+    "stale": (READ + "its memory was overwritten before it was read again", WROTE, COPY_IT),
+    "together": (READ + "several tensors that should differ share one memory", WROTE, COPY_IT),
     "leaving": (
         COPIED + "its memory was overwritten before its copy to the GPU was waited for",
         GOES_ON,
@@ -133,6 +123,18 @@ class Overwritten:
     def key(self) -> tuple[Any, ...]:
         """What two findings have in common that are told as one."""
         return self.operation, *self.lines.items()
+
+    def because(self, cause: str) -> Overwritten:
+        """The same finding, in the words of another cause."""
+        _, explanation, remedy = CAUSES[cause]
+        return replace(self, cause=cause, explanation=explanation, remedy=remedy)
+
+    def changed_by(self, step: Step) -> Overwritten:
+        """The same finding, with the step of an optimizer that changed the tensor."""
+        changer = f"the step of the optimizer {step.optimizer}"
+        explanation = f"it is a parameter, which {changer} changed after the forward pass"
+        lines = {**self.lines, "changed by": step.line}
+        return replace(self.because("step"), lines=lines, explanation=explanation)
 
     def held_by(self, holder: Holder) -> Overwritten:
         """The same finding, with the variable that shares the memory."""

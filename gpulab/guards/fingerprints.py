@@ -97,9 +97,9 @@ def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
 
 
-def memory_digest(address: int, length: int) -> int:
-    """A number of 64 bits that stands for what lies in some bytes of the host's memory, which must outlive the call."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * length).from_address(address))
+def memory_digest(begin: int, end: int) -> int:
+    """A number of 64 bits that stands for what lies in the host's memory from one address to before another."""
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * (end - begin)).from_address(begin))
 
 
 def content(tensor: Tensor) -> int:

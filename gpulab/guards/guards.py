@@ -17,31 +17,25 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
-from gpulab.guards.findings import CAUSES, Overwritten
+from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import fingerprint
-from gpulab.guards.memory import (
-    Holder,
-    Line,
-    Span,
-    is_plain,
-    line_of,
-    nearest_holder,
-    overlap,
-    span_of,
-    user_frame,
-)
+from gpulab.guards.memory import Line, Span, is_plain, line_of, nearest_holder, overlap, span_of, user_frame
+from gpulab.guards.optimizer_steps import OptimizerSteps
+from gpulab.guards.own_work import at_work, own_work, uncompiled
 from gpulab.guards.shared_reads import SharedReads
 
 
+@own_work
 def drain() -> None:
     """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in the thread does.
 
@@ -55,8 +49,6 @@ def drain() -> None:
 class _Thread(threading.local):
     """What each thread has of its own, made when it first enters a guard or uses what one saved."""
 
-    inside = False  # while the guard itself reads what a node has saved
-
     def __init__(self) -> None:
         self.ident = threading.get_ident()
         self.life: set[None] = set()  # ends with the thread, before torch destroys the thread's queue
@@ -66,11 +58,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def drain_at_the_end() -> None:
-    """Have this thread's ready queue drained when the thread ends: for whoever has autograd save through hooks."""
-    _thread.life  # noqa: B018 - which is made now, if there was none
-
-
+@uncompiled
 def guard(on: str = "raise", reads: str = "backward") -> Guard:
     """Refuse, inside the `with` block, tensors that something overwrites before they are used.
 
@@ -86,6 +74,8 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
       written in C++ as a member of its own;
     - what a hook of a tensor or module, or any other closure, keeps for backward;
     - a graph that another thread builds: enter the same guard in that thread, too;
+    - what a graph that `torch.compile` made keeps for itself; what it saves through autograd is compared. With
+      `reads="any"` torch compiles nothing inside the block, so there a compiled model runs as if it were not;
     - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
       guard inside `save_on_cpu` takes its place.
 
@@ -143,7 +133,8 @@ class Guard:
         findings: What was found, as a list of `Overwritten`.
         checked: how many uses of saved tensors were compared.
         unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
-            transform such as vmap, while a CUDA graph is being captured).
+            transform such as vmap, while a CUDA graph is being captured). With `reads="any"` it counts, too, the reads
+            of tensors that are no plain memory, such as those of a subclass. `print` says how many there were.
 
     Examples:
         >>> import torch
@@ -157,15 +148,15 @@ class Guard:
 
     def __init__(self, on: str = "raise", reads: str = "backward") -> None:
         self.on, self.reads = on, reads
-        self._shared = SharedReads(self._tell)
-        self.checked = self.unchecked = 0
+        self.checked = self._unchecked = 0
+        self._shared, self._steps = SharedReads(self._tell), OptimizerSteps()
         self._findings: dict[tuple[Any, ...], Overwritten] = {}
         self._warned = 0
         self._lock = threading.Lock()
         self._threads: list[int] = []  # who is inside the block
         self._last_thread = threading.get_ident()
-        self._holders: dict[Line, Holder | None] = {}
-        self._pending: dict[int, list[tuple[tuple[Any, Any], Callable[[], None]]]] = {}
+        self._holders: dict[Line, Any] = {}
+        self._pending: dict[int, list[_Compared]] = {}  # by autograd's number of a backward pass
 
     @property
     def findings(self) -> list[Overwritten]:
@@ -173,9 +164,9 @@ class Guard:
         return list(self._findings.values())
 
     @property
-    def inside(self) -> bool:
-        """Whether a thread is inside the block."""
-        return bool(self._threads)
+    def unchecked(self) -> int:
+        """How many uses and reads were not compared."""
+        return self._unchecked + self._shared.unchecked
 
     def __len__(self) -> int:
         return len(self._findings)
@@ -184,11 +175,17 @@ class Guard:
         uses = f"{self.checked} uses of saved tensors"
         if self.reads == "any":
             uses += f" and {self._shared.checked} reads of memory that tensors share with others"
-        return "\n".join(map(str, self.findings)) or f"nothing was overwritten in {uses}"
+        lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
+        if self.unchecked:
+            lines.append(
+                f"not compared: {self.unchecked} others, because torch does not give the tensor's content away"
+            )
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<guard on={self.on!r}: {len(self)} findings, {self.checked} checked, {self.unchecked} unchecked>"
 
+    @uncompiled
     def __enter__(self) -> Guard:
         try:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
@@ -196,15 +193,19 @@ class Guard:
             raise _forbidden(error) from error
         if not self._threads:
             self._holders.clear()
+            self._steps_seen = register_optimizer_step_post_hook(self._steps.note)
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
         if self.reads == "any":
             self._shared.__enter__()
         return self
 
+    @uncompiled
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._threads.remove(_thread.ident)
+        if not self._threads:
+            self._steps_seen.remove()
         if self.reads == "any":
             self._shared.__exit__(kind, error, trace)  # which may raise
         if error is not None or self._findings:
@@ -214,66 +215,73 @@ class Guard:
         if not self._threads:
             self._warn()
 
+    @own_work
     def _pack(self, tensor: Tensor) -> _Saved:
         frame = user_frame(sys._getframe(1)) or user_frame(sys._current_frames().get(self._last_thread))
-        saved = _Saved(tensor, line_of(frame))
+        saved = _Saved(tensor, line_of(frame), self._steps.count)
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
-        if saved.foreign and saved.line not in self._holders and not tensor.is_shared():
-            self._holders[saved.line] = nearest_holder(span_of(saved.tensor), str(tensor.device), self._last_thread)
+        if saved.foreign and saved.line not in self._holders:
+            self._holders[saved.line] = nearest_holder(saved.span, str(tensor.device), self._last_thread)
         return saved
 
+    @uncompiled
     def _unpack(self, saved: _Saved) -> Tensor:
-        if not _thread.inside:
+        if not at_work():
             self._check(saved, _current_node(sys._getframe().f_back))
         return saved.tensor
 
+    @own_work
     def _check(self, saved: _Saved, node: Any) -> None:
         if saved.tensor._version != saved.version:
-            self._report(*saved.finding(node, "inplace"))
+            self._report(saved.found(node, "step" if saved.is_parameter else "inplace"))
             return
         now = saved.current()
         digest = None if saved.digest is None else fingerprint(now)
         with self._lock:
             self.checked += digest is not None
-            self.unchecked += digest is None
+            self._unchecked += digest is None
         task = torch._C._current_graph_task_id()
         later = isinstance(digest, Tensor) and task >= 0  # on an accelerator: looked at once, when `backward` ends
         if (not later and (digest is None or bool(digest == saved.digest))) or _is_scratch(node, saved.tensor):
             return
-        cause = "data" if now is saved.tensor else "replaced"
+        found = saved.found(node, "data" if now is saved.tensor else "replaced", name_operand=not later)
         if later:
-            finding, span = saved.finding(node, cause, name_operand=False)
-            report = functools.partial(self._report, finding, span)  # which keeps no content alive
             with self._lock:
                 pending = self._pending.setdefault(task, [])
-                pending.append(((digest, saved.digest), report))
+                pending.append(_Compared(digest, saved.digest, found))
                 first = len(pending) == 1
             if first:
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
         else:
-            self._report(*saved.finding(node, cause))
+            self._report(found)
             if self.reads == "any":
                 self._shared.accept(now)  # told once: the operation is about to read it
 
+    @own_work
     def _settle(self, task: int) -> None:
+        """Report what has changed of what a backward pass used on an accelerator."""
         with self._lock:
             pending = self._pending.pop(task, [])
         if pending:
-            device = pending[0][0][0].device
-            now, then = (torch.stack([digests[side].to(device) for digests, _ in pending]) for side in (0, 1))
-            for differs, (_, report) in zip((now != then).tolist(), pending, strict=True):
+            device = pending[0].now.device
+            now = torch.stack([compared.now.to(device) for compared in pending])
+            then = torch.stack([compared.then.to(device) for compared in pending])
+            for differs, compared in zip((now != then).tolist(), pending, strict=True):
                 if differs:
-                    report()
+                    self._report(compared.found)
 
-    def _report(self, finding: Overwritten, span: Span) -> None:
-        """Tell of a finding of the backward pass, with who shares the memory."""
+    def _report(self, found: _Found) -> None:
+        """Tell of a finding of the backward pass, with who changed or shares the memory."""
+        finding, span = found.finding, found.span
+        step = self._steps.since(found.steps, span)
+        if step:
+            finding = finding.changed_by(step)
         if finding.key not in self._findings:
             holder = self._holders.get(finding.line)
             if holder is None or not (holder.array and overlap(holder.span, span)):
                 holder = nearest_holder(span, finding.device, self._last_thread)
-            if holder and holder.array and finding.cause in ("data", "foreign", "shared"):
-                _, explanation, remedy = CAUSES["numpy"]
-                finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
+            if holder and holder.array and finding.cause == "data":
+                finding = finding.because("numpy")
             if holder:
                 finding = finding.held_by(holder)
         if self.on == "raise":
@@ -300,20 +308,39 @@ class Guard:
             warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=3)
 
 
+class _Found(NamedTuple):
+    """What a guard remembers of a finding until it is told, which does not keep the tensor's content alive."""
+
+    finding: Overwritten
+    span: Span
+    steps: int  # of optimizers, that had been made when the tensor was saved
+
+
+class _Compared(NamedTuple):
+    """Two fingerprints that stay on an accelerator until `backward` ends, and the finding if they differ."""
+
+    now: Any
+    then: Any
+    found: _Found
+
+
 class _Saved:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("digest", "foreign", "line", "original", "plain", "tensor", "version")
+    __slots__ = ("digest", "foreign", "is_parameter", "line", "original", "plain", "span", "steps", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, line: Line) -> None:
+    def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
         # Detached: an operation that keeps its own output would otherwise keep itself alive for ever.
         self.tensor: Tensor = tensor.detach()
         self.version = self.tensor._version
         # Without a guard a leaf is kept itself, and sees what is assigned to its `.data`.
         self.original = weakref.ref(tensor) if tensor.is_leaf else None
-        self.line = line
+        owner = tensor if tensor._base is None else tensor._base
+        self.is_parameter = owner.is_leaf and owner.requires_grad
+        self.line, self.steps = line, steps
         self.digest = fingerprint(self.tensor)
         self.plain = is_plain(self.tensor)
+        self.span = span_of(self.tensor) if self.plain else (0, 0)
         self.foreign = self.plain and not self.tensor.untyped_storage().resizable()
 
     def current(self) -> Tensor:
@@ -323,21 +350,17 @@ class _Saved:
             return self.tensor
         return original.detach()
 
-    def finding(self, node: Any, cause: str, name_operand: bool = True) -> tuple[Overwritten, Span]:
-        """What is known without asking who shares the memory, and where that lies; the content is not kept alive."""
-        tensor = self.tensor
-        if cause == "data" and self.plain:
-            shared = tensor.device.type == "cpu" and tensor.is_shared()
-            cause = "shared" if shared else "foreign" if self.foreign else "data"
+    def found(self, node: Any, cause: str, name_operand: bool = True) -> _Found:
+        """What is known without asking who shares the memory."""
         backward = torch._C._current_graph_task_id() >= 0
         operation = node.name() if node is not None else "recomputation" if backward else "no operation"
-        operands = _saved_names(node, tensor) if name_operand else []
-        operand = next(iter(operands), None)
-        finding = Overwritten.of(cause, operation, tensor, {"saved by": self.line}, _function(operation), operand)
+        operands = _saved_names(node, self.tensor) if name_operand else []
+        operand, lines = next(iter(operands), None), {"saved by": self.line}
+        finding = Overwritten.of(cause, operation, self.tensor, lines, _function(operation), operand)
         if cause == "inplace":
-            versions = f"version {self.version} when saved, {tensor._version} now"
+            versions = f"version {self.version} when saved, {self.tensor._version} now"
             finding = replace(finding, explanation=f"{finding.explanation} ({versions})")
-        return finding, span_of(tensor) if self.plain else (0, 0)
+        return _Found(finding, self.span, self.steps)
 
 
 # --- what a finding says -----------------------------------------------------------------------------------
@@ -361,17 +384,13 @@ def _current_node(caller: types.FrameType | None) -> Any:
 def _saved_names(node: Any, tensor: Tensor, among: Iterable[str] | None = None) -> list[str]:
     """Under which names a node has saved this tensor: what has its shape, and begins where it does in memory."""
     names = []
-    _thread.inside = True
-    try:
-        for attribute in dir(node) if among is None else among:
-            with contextlib.suppress(RuntimeError):
-                value = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
-                if not isinstance(value, Tensor) or value.shape != tensor.shape:
-                    continue
-                if value.data_ptr() == tensor.data_ptr() != 0:
-                    names.append(attribute.removeprefix("_saved_"))
-    finally:
-        _thread.inside = False
+    for attribute in dir(node) if among is None else among:
+        with contextlib.suppress(RuntimeError):
+            value = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
+            if not isinstance(value, Tensor) or value.shape != tensor.shape:
+                continue
+            if value.data_ptr() == tensor.data_ptr() != 0:
+                names.append(attribute.removeprefix("_saved_"))
     return names
 
 

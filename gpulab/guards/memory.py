@@ -20,8 +20,7 @@ from torch import Tensor
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-OWN_FILES = ("memory.py", "guards.py", "shared_reads.py", "copies_under_way.py")
-OWN = tuple(str(Path(__file__).with_name(name)) for name in OWN_FILES)  # nobody's
+OWN = str(Path(__file__).parent) + os.sep  # the guard, which is nobody's
 Span = tuple[int, int]  # the first address of a piece of memory and the one after its last
 
 
@@ -63,7 +62,7 @@ def span_of(tensor: Tensor) -> Span:
 @functools.cache
 def _is_users(file: str) -> bool:
     """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
-    own = file in OWN or file.startswith("<frozen")
+    own = file.startswith((OWN, "<frozen"))
     return not own and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
 
 
@@ -74,7 +73,7 @@ def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
         file = frame.f_code.co_filename
         if _is_users(file):
             return frame
-        if outside_torch is None and file not in OWN and not file.startswith(TORCH):
+        if outside_torch is None and not file.startswith((OWN, TORCH)):
             outside_torch = frame
         frame = frame.f_back
     return outside_torch

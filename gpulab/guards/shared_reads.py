@@ -33,6 +33,7 @@ from gpulab.guards.copies_under_way import CopiesUnderWay, waiting
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory_digest
 from gpulab.guards.memory import Holder, Line, is_plain, line_of, nearest_holder, span_of, user_frame
+from gpulab.guards.own_work import uncompiled
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
@@ -59,10 +60,8 @@ class _Birth:
 
     def look(self, blocks: range) -> list[int]:
         """Numbers that stand for what is in some blocks of the memory now."""
-        numbers = []
-        for begin in range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK):
-            numbers.append(memory_digest(self.address + begin, min(BLOCK, self.size - begin)))
-        return numbers
+        begins = range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK)
+        return [memory_digest(self.address + at, self.address + min(at + BLOCK, self.size)) for at in begins]
 
     def remember(self, version: int) -> None:
         """Take all that is in the memory now for right."""
@@ -107,7 +106,7 @@ class SharedReads(TorchDispatchMode):
         super().__init__()
         self.tell = tell
         self.copies = CopiesUnderWay(tell)
-        self.checked = 0
+        self.checked = self.unchecked = 0
         self.births: dict[int, _Birth] = {}  # by the identity of the storage
         self.holders: dict[Line, Holder | None] = {}  # of the memory of the tensors that a line made
         self.latest: dict[int, _Birth] = {}  # by the address of the memory
@@ -127,6 +126,11 @@ class SharedReads(TorchDispatchMode):
         elif ended:
             self.copies.forget()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would do what `uncompiled` does, and import the compiler for it
+
+    @uncompiled
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check what an operation reads, and run it."""
         kwargs = kwargs or {}
@@ -173,6 +177,7 @@ class SharedReads(TorchDispatchMode):
 
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Look at what an operation of this name is about to read."""
+        self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         births = [self.birth_of(tensor) for tensor in tensors]
         addresses = [birth.address for birth in births if birth]
         for tensor, birth in zip(tensors, births, strict=True):
@@ -233,7 +238,7 @@ def _noting_birth(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
             reads.birth_of(tensor)
         return tensor
 
-    return call
+    return uncompiled(call)
 
 
 def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -245,7 +250,7 @@ def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         finally:
             _thread.copies = False
 
-    return call
+    return uncompiled(call)
 
 
 def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +263,7 @@ def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
                 reads.copies.check([tensor], take.__name__)
         return take(tensor, *args, **kwargs)
 
-    return call
+    return uncompiled(call)
 
 
 def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -269,7 +274,7 @@ def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
             waiting()
         return finished
 
-    return call
+    return uncompiled(call)
 
 
 # What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.

@@ -150,7 +150,7 @@ def data_loader():
     ("loader", "cause", "words"),
     [
         (numpy_loader, "numpy", "the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"),
-        (data_loader, "shared", "shared memory"),
+        (data_loader, "data", "a loader that fills one buffer again and again"),
     ],
 )
 def test_a_loader_that_fills_one_buffer_again_and_again(loader, cause, words):
@@ -609,3 +609,26 @@ def test_real_models_are_left_alone_and_their_gradients_are_the_same_bits(name, 
         plain, guarded = two_steps(name, False, device), two_steps(name, True, device)
     if device == "cpu":
         assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*guarded)))
+
+
+def test_report_says_how_many_uses_were_not_compared():
+    seen, unseen = torch.rand(3, requires_grad=True), torch.rand(3, device="meta", requires_grad=True)
+    with gl.guard() as report:
+        seen.exp().sum().backward()
+        assert "not compared" not in str(report)
+        unseen.exp().sum().backward()
+    assert str(report) == (
+        "nothing was overwritten in 1 uses of saved tensors\n"
+        "not compared: 1 others, because torch does not give the tensor's content away"
+    )
+
+
+def test_report_counts_reads_of_tensors_of_a_subclass_as_not_compared():
+    class Picture(torch.Tensor):
+        pass
+
+    picture = torch.from_numpy(np.ones(3, np.float32)).as_subclass(Picture)
+    with gl.guard(reads="any") as report:
+        picture.sum()
+    assert report.unchecked == 1
+    assert "not compared: 1 others" in str(report)

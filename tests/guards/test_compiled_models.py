@@ -1,0 +1,131 @@
+"""Models that `torch.compile` has compiled, under a guard: the guard itself is never compiled."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gpulab as gl
+from gpulab.guards import own_work
+
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(18, 4))
+
+
+@pytest.fixture
+def compiled_frames(monkeypatch):
+    """The files of the frames that TorchDynamo compiles."""
+    from torch._dynamo import convert_frame
+
+    torch._dynamo.reset()
+    compile_frame, files = convert_frame.compile_frame, []
+
+    def noting(code, *arguments, **options):
+        files.append(code.co_filename)
+        return compile_frame(code, *arguments, **options)
+
+    monkeypatch.setattr(convert_frame, "compile_frame", noting)
+    yield files
+    torch._dynamo.reset()
+
+
+def gradients(step, net):
+    every = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        net.zero_grad(set_to_none=True)
+        step(net, torch.ones(5, 2, 8))
+        every += [parameter.grad.clone() for parameter in net.parameters()]
+    return every
+
+
+def forward_compiled(backend):
+    compiled = {}
+
+    def step(net, x):
+        compiled.setdefault(net, torch.compile(net, backend=backend))(x).square().sum().backward()
+
+    return step
+
+
+def whole_step_compiled(backend):
+    """The backward pass runs between two graphs, where TorchDynamo compiles what it meets."""
+    return torch.compile(lambda net, x: net(x).square().sum().backward(), backend=backend)
+
+
+@BACKENDS
+@pytest.mark.parametrize("reads", ["backward", "any"])
+@pytest.mark.parametrize("way", [forward_compiled, whole_step_compiled])
+def test_guard_leaves_a_compiled_model_its_gradients_and_is_not_compiled(way, reads, backend, compiled_frames):
+    step = way(backend)
+    plain = gradients(step, network())
+    with gl.guard(reads=reads) as report:
+        guarded = gradients(step, network())
+    assert all(map(torch.equal, plain, guarded))
+    assert not report.findings
+    assert report.checked > 0
+    assert not [file for file in compiled_frames if "/guards/" in file and file != __file__]
+
+
+@BACKENDS
+def test_guard_inside_a_compiled_function_is_not_compiled(backend, compiled_frames):
+    @torch.compile(backend=backend)
+    def guarded(net, x):
+        with gl.guard():
+            net(x).square().sum().backward()
+
+    def plain(net, x):
+        net(x).square().sum().backward()
+
+    assert all(map(torch.equal, gradients(guarded, network()), gradients(plain, network())))
+    assert not [file for file in compiled_frames if "/guards/" in file and file != __file__]
+
+
+@BACKENDS
+def test_guard_finds_an_overwritten_input_of_a_compiled_model(backend, compiled_frames):
+    net, buffer = nn.Linear(3, 2), np.ones((4, 3), np.float32)
+    compiled = torch.compile(net, backend=backend)
+    with gl.guard():
+        loss = compiled(torch.from_numpy(buffer)).sum()
+    buffer[:] = 2
+    with pytest.raises(gl.OverwrittenError, match="NumPy array `buffer`"):
+        loss.backward()
+    assert compiled_frames
+
+
+def test_guard_imports_no_compiler(python):
+    python(
+        """
+        import sys
+        import numpy as np, torch
+        import gpulab as gl
+
+        weight = torch.ones(3, requires_grad=True)
+        with gl.guard(reads="any") as report:
+            (weight * torch.from_numpy(np.ones(3, np.float32))).sum().backward()
+        assert report.checked
+        assert "torch._dynamo" not in sys.modules
+        """
+    )
+
+
+def test_guard_says_when_it_is_at_work_on_the_thread_of_a_backward_pass():
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            seen.append((operation.overloadpacket.__name__, own_work.at_work()))
+            return operation(*args, **(kwargs or {}))
+
+    matrix = torch.eye(3).to_sparse().requires_grad_()
+    with gl.guard(), Watch():
+        torch.sparse.mm(matrix, torch.ones(3, 2)).sum().backward()
+    guards_own = {name for name, at_work in seen if at_work}
+    assert {"_indices", "_values"} <= guards_own
+    assert {name for name, at_work in seen if not at_work} >= {"sum", "_sparse_addmm"}
+    assert not own_work.at_work()

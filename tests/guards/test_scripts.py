@@ -1,0 +1,58 @@
+"""`gpulab guard` runs scripts and modules as Python does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FILES = {
+    "shop/__init__.py": "",
+    "shop/sums.py": "import torch\n\ndef add(x):\n    return x + torch.ones(3)\n",
+    "shop/train.py": (
+        "import sys, warnings\nimport torch\nfrom .sums import add\n"
+        "print(__name__, __package__, sys.argv[1:], sys.argv[0] == __file__)\n"
+        "warnings.warn('of the script')\nadd(torch.ones(int(sys.argv[1])))\n"
+    ),
+    "chained.py": "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('b') from error\n",
+    "mistyped.py": "x = (\n",
+    "message.py": "import sys\nsys.exit('not today')\n",
+    "status.py": "raise SystemExit(7)\n",
+    "hook.py": "import sys\nsys.excepthook = lambda *error: print('caught', error[1])\nraise ValueError('c')\n",
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["-m shop.train 3", "-m shop.train 2", "chained.py", "mistyped.py", "message.py", "status.py", "hook.py"],
+)
+def test_guard_runs_a_script_with_the_output_and_status_of_python(command, tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if command.endswith(".py"):
+        command = str(tmp_path / command)
+
+    def run(*before):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path]))}
+        words = [sys.executable, *before, *command.split()]
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    def errors(done):
+        lines = done.stderr.splitlines()
+        return [line for line in lines if "<frozen runpy>" not in line and not line.startswith("nothing was overw")]
+
+    plain, guarded = run(), run("-m", "gpulab", "guard")
+    assert (guarded.returncode, guarded.stdout) == (plain.returncode, plain.stdout)
+    assert errors(guarded) == errors(plain)
+    assert "nothing was overwritten" in guarded.stderr
+
+
+def test_guard_refuses_a_module_that_is_not_there(capsys):
+    from gpulab.cli import app, main
+
+    for words, status in ((["-m", "no_such_module"], 1), (["no_such_file.py"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main(lambda words=words: app(["guard", *words]))
+        assert ended.value.code == status
+        assert f"{words[-1]}: no such" in capsys.readouterr().err
