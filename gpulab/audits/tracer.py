@@ -242,8 +242,7 @@ class Tracer(UncompiledDispatchMode):
                     return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
 
-    def _clear_unwritten"); j=s.index("    def _written(self")
-s=s[:i]+'''    def _clear_unwritten(
+    def _clear_unwritten(
         self, operation: Any, name: str, before: Any, results: list[Tensor], again: list[Tensor]
     ) -> None:
         """Write zeros where an operation left its results unwritten, and those of another call of it.

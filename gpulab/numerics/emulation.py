@@ -113,9 +113,7 @@ FUSED = re.compile(
     r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward).*"
 )
 # Operations whose kernels call others for their products. In inference mode so do all that consist of others.
-COMPOSED = re.compile(
-    r"affine_grid_generator(_backward)?|linalg_(matrix_exp|matrix_sqrth|polar)|_linear_cross_entropy.*"
-)
+COMPOSED = re.compile(r"affine_grid_generator.*|linalg_(matrix_exp|matrix_sqrth|polar)|_linear_cross_entropy.*")
 
 
 class _Emulator(UncompiledDispatchMode):
@@ -207,10 +205,8 @@ def _key_of_composed(operation: Any, args: Sequence[Any]) -> Any:
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    multiplies = (
-        name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS or FUSED.fullmatch(name) or COMPOSED.fullmatch(name)
-    )
-    return name if multiplies else None
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS
+    return name if multiplies or FUSED.fullmatch(name) or COMPOSED.fullmatch(name) else None
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:
