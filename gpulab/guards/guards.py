@@ -215,7 +215,7 @@ class Guard:
             self._warn()
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        frame = user_frame(sys._getframe(1)) or user_frame(sys._current_frames().get(self._last_thread))
+        frame = user_frame(sys._getframe().f_back) or user_frame(sys._current_frames().get(self._last_thread))
         saved = _Saved(tensor, line_of(frame))
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
         if saved.foreign and saved.line not in self._holders and not tensor.is_shared():
