@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -358,13 +359,16 @@ def pack(
 @app.command()
 def record(
     step: Annotated[str, argument(STEP)],
+    trace_file: Annotated[Path | None, argument("the trace file", "NAME-SETTING.trace")] = None,
     setting: OneSetting = "cpu",
-    output: Annotated[Path | None, option("trace file", "NAME-SETTING.trace")] = None,
+    output: Annotated[Path | None, option("the trace file", "NAME-SETTING.trace")] = None,
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
     from gpulab.audits import steps, traces
 
-    file = output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
+    if trace_file and output:
+        raise UsageError(f"the trace file is given twice: {trace_file}, and --output {output}")
+    file = trace_file or output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
     files.check_writable(file)
     trace = traces.record(steps.find_step(step), setting, file)
     say(f"{trace}\nkept in {file}")
@@ -384,7 +388,15 @@ def audit(
     for text in setting or ():
         prepared(text)
     from gpulab.audits import audits, steps
+    from gpulab.report import render
     from gpulab.store.recorded import shipped
+
+    drawn = find_spec("matplotlib") is not None
+    if html and not drawn:
+        say(
+            "gpulab: the report will have no picture, which needs matplotlib: pip install 'gpulab[notebooks]'",
+            sys.stderr,
+        )
 
     if (b is None) == (len(setting or ()) != 2):
         raise UsageError("expected two traces, or a step with --setting twice")
@@ -394,7 +406,10 @@ def audit(
         report = audits.audit(shipped(a), shipped(b), confirm=confirm)
     say(report)
     if html:
-        report.save(html)
+        if drawn:
+            report.save(html)
+        else:
+            files.write(html, render("page.html", title="Audit", body=report.words()).encode())
         say(f"report in {html}")
     if report.faulty:
         raise typer.Exit(1)

@@ -413,3 +413,13 @@ def test_a_name_that_is_not_utf8_is_refused_before_it_is_written_into_a_store(ar
     assert got.status == 2
     assert re.fullmatch(r"gpulab: \S*\\udcff\S*: this name is not UTF-8, .*\n", got.errors)
     assert not list(tmp_path.glob("runs*"))
+
+
+def test_record_takes_a_file_and_a_pipe_shows_no_bar(tmp_path):
+    step = "import gpulab as gl, torch\nstep = gl.Step(torch.nn.Linear(3, 2), torch.ones(4, 3))\n"
+    (tmp_path / "own.py").write_text(step)
+    command = [sys.executable, "-m", "gpulab.cli", "record", "own.py:step", "here.trace"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert "kept in here.trace" in ended.stdout
+    assert ended.stderr == ""
+    assert (tmp_path / "here.trace").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from gpulab.audits.confirmation import confirm as confirm_lines
 from gpulab.audits.count_sketch import WITH_FLOAT64, distance
 from gpulab.audits.findings import KINDS, Finding, described, in_module
 from gpulab.audits.judgement import Judge
+from gpulab.audits.steps import check_step
 from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace, record
 from gpulab.errors import UsageError
@@ -311,16 +313,30 @@ def audit(
             raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
         check_same_step(*traces)
-        return Audit(*traces)
+        files = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
+        return Audit(*_named_apart(traces[0], traces[1], *files))
     if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
         raise UsageError('audit of a step: expected two settings, as audit(step, "cpu", "cuda")')
+    check_step(step)
     first, second = map(Setting.parse, (a, b))
     first.check()
     second.check()
     on = first.device if first.device == second.device and first.kind in WITH_FLOAT64 else "cpu"  # where it is quickest
     trace = record(step, a, on=on, progress=progress)
-    report = Audit(trace, record(step, b, reference=trace, on=on, progress=progress))
+    report = Audit(*_named_apart(trace, record(step, b, reference=trace, on=on, progress=progress)))
     if confirm:
         report.confirmed = confirm_lines(step, report.judge, report.findings, progress)
         report.findings = ranked(report.judge, {one.line: one.share for one in report.confirmed})
     return report
+
+
+def _named_apart(a: Trace, b: Trace, file_a: str = "", file_b: str = "") -> list[Trace]:
+    """Two traces of two names: their own; or else by file, by what differs in machine or flags, or by order."""
+    if a.title == b.title:
+        about_a, about_b = (trace.passport | trace.arithmetic for trace in (a, b))
+        differing = [name for name in about_a if name in about_b and about_a[name] != about_b[name]]
+        by_machine = [f"{differing[0]} {about[differing[0]]}" if differing else "" for about in (about_a, about_b)]
+        pairs = ((file_a, file_b), by_machine, ("first", "second"))
+        names = next(pair for pair in pairs if all(pair) and pair[0] != pair[1])
+        return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]
+    return [a, b]

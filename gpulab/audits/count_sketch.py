@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,23 @@ BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory f
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """The tensors with content among nested values, in order; of a sparse one its parts."""
-    return [component for value in leaves(values) for component in component_tensors(value) if component.numel()]
+    """The tensors with content among nested values, in order; of a sparse, nested or quantised one its parts."""
+    plain = (opened for value in leaves(values) for opened in _opened(value))
+    return [component for value in plain for component in component_tensors(value) if component.numel()]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers lie in memory by its strides, as they are."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _opened(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor, or plain ones that hold the same numbers where it hides its parts."""
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    return tensor.unbind() if tensor.is_nested and tensor.layout == torch.strided else [tensor]
 
 
 def leaves(values: Any) -> list[Tensor]:
@@ -93,8 +108,8 @@ def _sums(numbers: Tensor, block_index: int) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         if numbers.device.type == "cpu":
             signed = np.zeros(width) if width > count else np.empty(width)
-            if numbers.dtype == torch.bfloat16:  # which NumPy lacks
-                numbers = numbers.float()
+            if numbers.is_floating_point() and numbers.dtype not in (torch.float32, torch.float64):
+                numbers = numbers.float()  # NumPy lacks bfloat16, and those of 8 bits
             np.multiply(numbers.numpy(), _signs("cpu").numpy()[:count], out=signed[:count])
             folded = signed.reshape(SKETCH, -1, SKETCH).sum(1)
         else:

@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ class PreparedStep:
 
     Attributes:
         parameters: Afterwards, the model's parameters by name as they were under the setting, with their gradients.
+        loss_taken: Afterwards, in words, what was differentiated where the step names no loss.
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
@@ -108,7 +109,7 @@ class PreparedStep:
             return converted(value) if isinstance(value, Tensor) else value
 
         self.batch = tree_map(moved_value, step.batch)
-        before = _State(self.model)
+        before = State([self.model])
         any_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
         try:
             for tensor, _, _, _ in before.tensors:
@@ -119,12 +120,12 @@ class PreparedStep:
             for tensor, data, _, _ in before.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
                     tensor.data = data.clone()
-            self.state = _State(self.model)
+            self.state = State([self.model])
         finally:
             before.restore()
 
     def __enter__(self) -> PreparedStep:
-        self.before = _State(self.model)
+        self.before = State([self.model])
         self.state.restore()
         return self
 
@@ -135,7 +136,7 @@ class PreparedStep:
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
         with contextlib.nullcontext() if hasattr(self, "before") else self:
-            loss = loss_of(self.model, self.batch, self.loss)
+            loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
             loss.backward()
             for name, parameter in self.model.named_parameters():
                 self.parameters[name] = nn.Parameter(parameter.data, parameter.requires_grad)
@@ -143,17 +144,29 @@ class PreparedStep:
             return loss.detach()
 
 
-class _State:
-    """All that a model holds: the attributes of its modules, what is in them, and the memory of its tensors."""
+class State:
+    """All that models hold: the attributes of their modules, what is in them, and the memory of their tensors.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(vars(module), dict(vars(module))) for module in model.modules()]
+    That of other `tensors`, too. With an `owner` what lies in the memory is copied, and an optimizer that is the owner
+    is put back as well.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], tensors: Sequence[Tensor] = (), owner: Any = None) -> None:
+        self.modules = [(vars(module), dict(vars(module))) for model in models for module in model.modules()]
         attribute_values = (value for _, attributes in self.modules for value in attributes.values())
         self.containers = [
             (value, copy.copy(value)) for value in attribute_values if type(value) in (dict, OrderedDict, list, set)
         ]
-        tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
-        self.tensors = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors]
+        of_models = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        self.tensors = [
+            (tensor, tensor.data, tensor.grad, tensor.requires_grad)
+            for tensor in (*of_models, *tensors)
+            if not is_lazy(tensor)
+        ]
+        held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
+        self.contents = [(memory, memory.clone()) for memory in held if owner is not None]
+        self.optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
+        self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
     def restore(self) -> None:
         """Put it back. Parameters and containers stay the same objects, for others may hold them."""
@@ -167,10 +180,14 @@ class _State:
             tensor.grad, tensor.data = None, data
             tensor.requires_grad_(needs_gradient)
             tensor.grad = gradient
+        for memory, content in self.contents:
+            memory.detach().copy_(content)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(self.progress)
 
 
-def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """What a step differentiates."""
+def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> tuple[Tensor, str]:
+    """What a step differentiates; and what that is, in words, where it names no loss."""
     if loss is None:
         return _own_loss(model, batch)
     if isinstance(batch, Mapping):
@@ -181,7 +198,7 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
         raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
     output = _output(model, inputs, drop_unknown=targets is batch)
     try:
-        return loss(output, targets)
+        return loss(output, targets), ""
     except (TypeError, AttributeError) as error:
         if isinstance(output, Tensor):
             raise
@@ -191,26 +208,31 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
         ) from error
 
 
-def _own_loss(model: Any, batch: Any) -> Tensor:
+def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
     """What a model calls its loss, as `Step` says; where it names none, the mean square of what it gives."""
     name = "training_step" if hasattr(model, "training_step") else "output"
     if name == "output":
         output = _output(model, batch)
     else:
-        numbers = {"batch_idx": 0} if "batch_idx" in inspect.signature(model.training_step).parameters else {}
-        output = model.training_step(batch, **numbers)
+        _, *others = inspect.signature(model.training_step).parameters.values()
+        needed = [p for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        numbers = {"batch_idx": 0} if "batch_idx" in (p.name for p in others) else {}
+        output = model.training_step(batch, **numbers) if numbers else model.training_step(batch, *[0] * len(needed))
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if named is None else named
+    source = "what training_step gives" if name == "training_step" else "the output's loss"
+    if named is None and name == "output":
+        source = "the output"
     if isinstance(loss, list | tuple) and loss and isinstance(loss[0], Tensor) and loss[0].ndim == 0:
-        loss = loss[0]
+        loss, source = loss[0], f"the first of {source}"
     if isinstance(loss, Tensor) and (loss.ndim == 0 or name == "training_step"):
-        return loss
+        return loss, source
     if named is not None or name == "training_step":
         raise UsageError(f"the {name} of {type(model).__name__} gives no loss, but {_described(output)}; give loss=")
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors or (isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)):
         raise UsageError(f"which loss is meant? {type(model).__name__} gave {_described(output)}; give loss=")
-    return tensors[0].square().mean()
+    return tensors[0].square().mean(), "the mean square of the output"
 
 
 def _output(model: nn.Module, inputs: Any, drop_unknown: bool = False) -> Any:
@@ -243,6 +265,40 @@ def _described(value: Any) -> str:
         return f"{description} of {len(value)}"
     names = list(value) if isinstance(value, Mapping) else [*getattr(value, "__dict__", ())]
     return f"{description} with {names}" if names else description
+
+
+def check_step(step: Any) -> None:
+    """Raise `UsageError` for what is no step, with what to give instead."""
+    if isinstance(step, nn.Module) and not hasattr(step, "prepared"):
+        name = type(step).__name__
+        raise UsageError(f"step is a {name}, which is a network; expected gpulab.Step(model, batch, loss) with it")
+    if not callable(step):
+        raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
+
+
+def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) -> Exception:
+    """What to raise for an error in a step: of one that its setting led to, a sentence that names what stayed behind.
+
+    That is a tensor of another format or device which is a plain attribute of a module: `Module.to` does not reach it.
+    """
+    left = [
+        f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})"
+        for module in modules
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers")
+        for tensor in tree_leaves(value)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and _elsewhere(tensor, setting)
+    ]
+    if not left and setting.dtype == torch.float32:
+        return error
+    words = next(iter(str(error).splitlines()), type(error).__name__)
+    if left:
+        words += f"; .to() does not reach {', '.join(dict.fromkeys(left))}: keep it as a buffer, by register_buffer"
+    return UsageError(f"the step cannot be done under {setting}: {words}")
+
+
+def _elsewhere(tensor: Tensor, setting: Setting) -> bool:
+    return tensor.dtype != setting.dtype or tensor.device.type != setting.kind
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class Trace(TypedDict):
     overwritten: list[Overwritten]
     passport: dict[str, Any]
     arithmetic: dict[str, Any]
+    notes: NotRequired[dict[str, str]]
 
 
 def as_json(argument: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -13,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.audits import count_sketch as sk
 from gpulab.audits import trace_files
-from gpulab.audits.rounding import NOT_UNIQUE, forward_error
+from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
+from gpulab.audits.steps import PreparedStep, State
 from gpulab.audits.twins import outcome, writes
 from gpulab.guards.own_work import at_work
-from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode
+from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode, is_composite
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 # What computes nothing: changes of shape, and memory that has not been written yet.
@@ -31,6 +35,8 @@ EMPTY = ("empty", "new_empty")
 NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
 # Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+# Operations that leave a part of what they return unwritten; what is found to do so is added.
+PARTLY_WRITTEN = {"_ctc_loss"}
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
 
 
@@ -111,6 +117,8 @@ class Tracer(UncompiledDispatchMode):
         results_only: whether nothing but the step's results is noted.
         change: is called with each `Call` before its results are noted, and may write to them; then inputs are
             not noted, and every value has a name of its own.
+        unwritten: what new memory holds until it is written. A step that reads it gives other results with another.
+        restores: whether modules and optimizers that the step uses are put back afterwards, as they were.
     """
 
     def __init__(
@@ -120,10 +128,13 @@ class Tracer(UncompiledDispatchMode):
         measured: bool = False,
         results_only: bool = False,
         change: Callable[[Call], None] | None = None,
+        unwritten: int = 0,
     ) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
         self.results_only, self.change = results_only, change
+        self.fill, self.restores = unwritten, True
+        self.states: dict[int, State] = {}
         self.operations: list[Operation] = []
         self.path: list[str] = []
         self.names: dict[int, str] = {}
@@ -147,9 +158,19 @@ class Tracer(UncompiledDispatchMode):
             return operation(*args, **kwargs)
         if name.startswith(EMPTY):
             out = operation(*args, **kwargs)
-            if isinstance(out, Tensor):
-                self.unwritten[id(out)] = weakref.ref(out), out._version
+            if type(out) is Tensor and sk.is_plain(out):
+                out.fill_(self.fill)
+                if not out.is_inference():
+                    self.unwritten[id(out)] = weakref.ref(out), out._version
             return out
+        if operation.is_view and self.unwritten and not self._written(args, args, blind=False):
+            return operation(*args, **kwargs)  # a part of memory that nobody has written
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            self._find_leaves(args)
+            return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
+        if is_composite(operation):
+            with self:
+                return operation.decompose(*args, **kwargs)
         if self.results_only:
             self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
             return operation(*args, **kwargs)
@@ -170,6 +191,15 @@ class Tracer(UncompiledDispatchMode):
         if not results:
             return out
         rounded = [t for t in results if sk.rounds(t)]
+        measured = self.measured and not random and not operation.is_view and bool(rounded or name in NOT_UNIQUE)
+        again = None
+        if measured:
+            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
+            again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
+        steady = again is None or _same(again, results)
+        if not steady or (name in PARTLY_WRITTEN and not self.results_only):
+            self._clear_unwritten(operation, name, before, results, again or results)
+            steady = again is None or _same(again, results)
         if self.change:
             self.change(Call(len(self.operations), name, operation, before, results))
         phase, module, line = self.callers.of_this(self.path[-1] if self.path else "")
@@ -186,17 +216,14 @@ class Tracer(UncompiledDispatchMode):
             defaults=defaults,
             changed=self._changed(before, (args, kwargs), blind) if changes and not self.change else [],
             random=random,
-            # The sum is quicker, and NaN if any number is.
-            nans=self.measured and any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in rounded),
+            nans=self.measured and any(map(_has_nan, rounded)),
         )
-        if self.measured and not random and not operation.is_view and (rounded or name in NOT_UNIQUE):
-            error = forward_error(operation, name, before[0], before[1], raw_results)
+        if again is not None:
+            plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
+            error = forward_error(operation, name, before[0], before[1], raw_results) if plain else ForwardError()
             op.error, op.bound, op.format, op.rounded_before = astuple(error)
-            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
-            again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
-            op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
-            if not op.steady:
-                op.spread = _spread(again, results)
+            op.steady = steady
+            op.spread = None if steady else _spread(again, results)
         self.operations.append(op)
         self.tell()
         return out
@@ -215,12 +242,36 @@ class Tracer(UncompiledDispatchMode):
                     return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
 
+    def _clear_unwritten(
+        self, operation: Any, name: str, before: Any, results: list[Tensor], again: list[Tensor]
+    ) -> None:
+        """Write zeros where an operation left its results unwritten, and those of another call of it.
+
+        Torch marks memory that nobody has written, where it is asked to compute deterministically.
+        """
+        args, kwargs = sk.mapped(_copy, before)
+        flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                marked = _results(operation, outcome(operation, args, operation(*args, **kwargs)))
+        finally:
+            torch._C._set_deterministic_algorithms(flags[0], warn_only=flags[1])
+        for mark, result, other in zip(marked, results, again, strict=False):
+            if mark.shape == result.shape == other.shape:
+                unwritten = _is_mark(mark) & ~(_is_mark(result) & _is_mark(other))
+                if bool(unwritten.any()):
+                    PARTLY_WRITTEN.add(name)
+                    result.data.masked_fill_(unwritten, 0)
+                    other.data.masked_fill_(unwritten, 0)
+
     def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
         """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
         written = []
         for index, (now, then) in enumerate(zip(sk.leaves(arguments), sk.leaves(before), strict=True)):
-            memory, version = self.unwritten.get(id(now), (lambda: None, 0))
-            if not (blind and index == 0) and (memory() is not now or version != now._version):
+            owner = now if now._base is None else now._base
+            memory, version = self.unwritten.get(id(owner), (lambda: None, 0))
+            if not (blind and index == 0) and (memory() is not owner or version != owner._version):
                 written.append(then)
         return written
 
@@ -237,7 +288,7 @@ class Tracer(UncompiledDispatchMode):
     def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
         """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
         leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
-        before_and_after = [(then, now) for then, now in leaves if now.numel() and not now.is_sparse]
+        before_and_after = [(then, now) for then, now in leaves if now.numel() and sk.is_plain(now)]
         changed = [now for then, now in before_and_after if then.shape != now.shape or not _same_bits(then, now)]
         bases = [now._base for now in changed if now._base is not None]  # which has changed with its part
         return [self._value(t) for t in ([] if blind else changed) + bases]
@@ -249,9 +300,11 @@ class Tracer(UncompiledDispatchMode):
         def enter(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
             if not self.path:
                 self.names = {
-                    id(submodule): name or type(module).__name__ for name, submodule in module.named_modules()
+                    id(submodule): _as_written(name) or type(module).__name__
+                    for name, submodule in module.named_modules()
                 }
                 if id(module) not in self.roots:
+                    self._keep(module, module)
                     self.roots[id(module)] = module, self._buffers(module)
             self.path.append(self.names.get(id(module), type(module).__name__))
 
@@ -259,7 +312,11 @@ class Tracer(UncompiledDispatchMode):
             if self.path:
                 self.path.pop()
 
+        def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._keep(optimizer)
+
         self.handles += (
+            register_optimizer_step_pre_hook(update),
             hooks.register_module_forward_pre_hook(enter),
             hooks.register_module_forward_hook(leave, always_call=True),
         )
@@ -268,6 +325,15 @@ class Tracer(UncompiledDispatchMode):
         finally:
             for handle in self.handles:
                 handle.remove()
+            for state in reversed(self.states.values()):
+                state.restore()
+
+    def _keep(self, owner: Any, *modules: nn.Module, tensors: Sequence[Tensor] = ()) -> None:
+        """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
+        if self.restores and id(owner) not in self.states:
+            before, self.paused = self.paused, True
+            self.states[id(owner)] = State(modules, tensors, owner)
+            self.paused = before
 
     # --- what the step is for ------------------------------------------------------------------------------
 
@@ -277,6 +343,7 @@ class Tracer(UncompiledDispatchMode):
                 continue
             if id(t) not in self.leaves and not t.is_inference():
                 self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
+                self._keep(t, tensors=[t])
             self.leaves[id(t)] = t
             if _as_it_is(t) not in self.leaf_contents:
                 self.leaf_contents[_as_it_is(t)] = self._quietly(t)
@@ -293,14 +360,27 @@ class Tracer(UncompiledDispatchMode):
             self.paused = before
 
     def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
-        return {name: self._quietly(buffer) for name, buffer in module.named_buffers()}
+        return {_as_written(name): self._quietly(buffer) for name, buffer in module.named_buffers()}
+
+    def used_modules(self, run: Any) -> list[nn.Module]:
+        """The modules that a step called, and their own; of a `Step`, its model's."""
+        models = [run.model] if isinstance(run, PreparedStep) else [module for module, _ in self.roots.values()]
+        return [submodule for model in models for submodule in model.modules()]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a module is compiled; torch runs it as it is written where operations are watched."""
+        submodules = (submodule for module, _ in self.roots.values() for submodule in module.modules())
+        return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in submodules)
 
     def note_results(self, returned: Any) -> None:
         """Note as last operations what the step returned, each gradient, and every parameter and buffer it changed."""
         names: dict[int, str] = {}
         for module, _ in self.roots.values():
             names |= {
-                id(parameter): name for name, parameter in module.named_parameters() if id(parameter) not in names
+                id(parameter): _as_written(name)
+                for name, parameter in module.named_parameters()
+                if id(parameter) not in names
             }
         entries: list[tuple[str, str, list[str]]] = []
         returned_leaves, _ = tree_flatten_with_path(returned)
@@ -323,6 +403,11 @@ class Tracer(UncompiledDispatchMode):
             if values:
                 shape, dtype = list(self.sketches[values[-1]].shape), "float64"
                 self.operations.append(Operation(label, RESULT, name, "", values, values, shape, dtype))
+
+
+def _as_written(name: str) -> str:
+    """The name of a module or parameter, without what `torch.compile` puts before it."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
 
 
 def _numeric_tensors(values: Any) -> list[Tensor]:
@@ -364,6 +449,22 @@ def _spread(again: list[Tensor], results: list[Tensor]) -> float:
     return max(distances, default=math.inf)
 
 
+def _has_nan(tensor: Tensor) -> bool:
+    tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
+
+
+def _is_mark(tensor: Tensor) -> Tensor:
+    """Where a tensor holds what torch writes to memory that nobody has written."""
+    if sk.rounds(tensor):
+        return tensor.isnan()
+    return tensor == (1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+def _same(again: list[Tensor], results: list[Tensor]) -> bool:
+    return len(again) == len(results) and all(map(_same_bits, again, results))
+
+
 def _same_bits(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
@@ -375,7 +476,7 @@ def _copy(value: Any) -> Any:
     """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel."""
     if not isinstance(value, Tensor):
         return value
-    if value.layout != torch.strided or value.is_conj() or value.is_neg() or not value.numel():
+    if not sk.is_plain(value) or value.is_conj() or value.is_neg() or not value.numel():
         return value.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())

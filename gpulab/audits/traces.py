@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from gpulab.audits import count_sketch as sk
 from gpulab.audits import trace_files
 from gpulab.audits.rounding import ATTENTION, FACTORS, SAFETY
-from gpulab.audits.steps import ready, seeded
+from gpulab.audits.steps import PreparedStep, check_step, ready, refused, seeded
 from gpulab.audits.tracer import RESULT, Call, Operation, Tracer
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.guards.guards import guard
@@ -52,6 +52,8 @@ class Trace:
         passport: The machine.
         arithmetic: The flags in force, such as TF32.
         label: What reports call the trace, instead of its setting.
+        notes: What else is known of the step: the `loss` that was taken where it names none, the format of `autocast`,
+            and that a `compiled` model was not run as such.
 
     Examples:
         >>> import torch
@@ -69,11 +71,13 @@ class Trace:
     passport: dict[str, Any] = field(default_factory=dict)
     arithmetic: dict[str, Any] = field(default_factory=dict)
     label: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
-        """What the trace is called in reports: its label, or the setting."""
-        return self.label or self.setting
+        """What the trace is called in reports: its label, or the setting, with autocast's format."""
+        autocast = f"autocast to {self.notes['autocast']}" if "autocast" in self.notes else ""
+        return self.label or ", ".join(filter(None, (self.setting, autocast, self.notes.get("compiled"))))
 
     def __repr__(self) -> str:
         count = sum(op.phase != RESULT for op in self.operations)
@@ -81,7 +85,7 @@ class Trace:
 
     def save(self, file: str | Path) -> Path:
         """Write the trace to one file (Parquet, compressed), whole or not at all."""
-        names = ("setting", "label", "overwritten", "passport", "arithmetic")
+        names = ("setting", "label", "overwritten", "passport", "arithmetic", "notes")
         rows = [vars(op) | {"reference": False} for op in self.operations]
         rows += [vars(op) | {"reference": True} for op in self.reference]
         trace_files.write(file, {name: getattr(self, name) for name in names}, rows, self.sketches)
@@ -127,6 +131,7 @@ def record(
     *,
     reference: Trace | None = None,
     on: str = "cpu",
+    label: str = "",
     progress: bool = True,
 ) -> Trace:
     """Do a step under a setting and note what every operation computed.
@@ -144,6 +149,7 @@ def record(
         file: where the trace is kept, if anywhere.
         reference: another trace of the step, whose execution in float64 serves again.
         on: the device of the execution in float64; traces for other machines need the CPU's.
+        label: what reports call the trace, instead of its setting.
         progress: whether to show a bar.
 
     Returns:
@@ -165,18 +171,20 @@ def record(
     from gpulab.progress import Progress
 
     parsed = Setting.parse(setting)
-    if not callable(step):
-        raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
+    check_step(step)
     parsed.check()
     exact_setting = Setting.parse(f"{on}:precision=float64")
     sketches = dict(reference.sketches) if reference else {}
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        first = perform(step, parsed, sketches, bar.update, results_only=True)
+        first = perform(step, parsed, sketches, bar.update, results_only=True, unwritten=1)
         trace = perform(step, parsed, sketches, bar.update, measured=True)
         bar.total = len(trace.operations) * (1 if reference else 2 + DRAWS)
-        results = [op for op in trace.operations if op.phase == RESULT]
-        if not results or [op.outputs for op in results] != [op.outputs for op in first.operations]:
-            first = perform(step, parsed, sketches, bar.update)  # every operation, to see which does not repeat itself
+        if not _results(trace) or _results(trace) != _results(first):
+            # Every operation, to see which does not repeat itself; with what the first time was other in new memory
+            # where that alone made the results differ.
+            first = perform(step, parsed, sketches, bar.update)
+            if _results(trace) and _results(trace) == _results(first):
+                first = perform(step, parsed, sketches, bar.update, unwritten=1)
         exact = reference.reference if reference else perform(step, exact_setting, sketches, bar.update).operations
         amounts = _roundings(trace, exact)
         trace.reference = exact
@@ -195,7 +203,7 @@ def record(
         if op is not None and twin is not None:
             op.carried = carried.get(id(twin))
     _compare_executions(first, trace)
-    trace.passport = dict(passport())
+    trace.label, trace.passport = label, dict(passport())
     trace.sketches = {value: sketches[value] for op in (*trace.operations, *exact) for value in op.values}
     if file is not None:
         trace.save(file)
@@ -211,19 +219,28 @@ def perform(
     measured: bool = False,
     results_only: bool = False,
     change: Callable[[Call], None] | None = None,
+    unwritten: int = 0,
 ) -> Trace:
     """Do the step once under a setting, watched; the arguments are those of `Tracer`."""
-    watcher = Tracer(sketches, tell, measured, results_only, change)
+    watcher = Tracer(sketches, tell, measured, results_only, change, unwritten)
     with (
         seeded(setting, SEED),
         setting.apply(),
         ready(step, setting) as run,
+        _autocast(setting) as formats,
         watcher.modules(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         guard(on="warn") if measured else contextlib.nullcontext() as report,
         watcher,
     ):
-        returned = run()
+        watcher.restores = not isinstance(run, PreparedStep)
+        warnings.filterwarnings(
+            "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
+        )  # the Tracer's
+        try:
+            returned = run()
+        except (RuntimeError, TypeError) as error:
+            raise refused(error, setting, watcher.used_modules(run)) from error
         flags = arithmetic()
         watcher.note_results(returned)
     if measured and not any(
@@ -234,7 +251,39 @@ def perform(
         {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
         for f in (report.findings if report else [])
     ]
-    return Trace(str(setting), watcher.operations, [], sketches, overwritten, arithmetic=flags)
+    notes = {"loss": getattr(run, "loss_taken", ""), "autocast": " and ".join(dict.fromkeys(formats))}
+    notes["compiled"] = "not compiled" * watcher.compiled  # torch runs a model as it is written where it is watched
+    notes = {name: words for name, words in notes.items() if words}
+    return Trace(str(setting), watcher.operations, [], sketches, overwritten, arithmetic=flags, notes=notes)
+
+
+@contextlib.contextmanager
+def _autocast(setting: Setting) -> Iterator[list[str]]:
+    """Collect the formats that autocast computes in, if any. In float64 it is kept from computing in others."""
+    formats: list[str] = []
+    allowed, enter, kind = setting.dtype != torch.float64, torch.autocast.__enter__, setting.kind
+
+    def enter_and_note(self: torch.autocast) -> Any:
+        if self._enabled:
+            formats.append(str(self.fast_dtype).removeprefix("torch."))
+        enabled, self._enabled = self._enabled, self._enabled and allowed
+        try:
+            return enter(self)
+        finally:
+            self._enabled = enabled
+
+    torch.clear_autocast_cache()  # which holds weights that another execution has cast
+    around = torch.is_autocast_enabled(kind)
+    torch.autocast.__enter__ = enter_and_note  # type: ignore[method-assign]
+    try:
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=around):
+            yield formats
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+def _results(trace: Trace) -> list[list[str]]:
+    return [op.outputs for op in trace.operations if op.phase == RESULT]
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:
@@ -250,7 +299,8 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
         if before is not None and before.inputs != op.inputs:
             pairs = zip(before.inputs, op.inputs, strict=False)
             op.anew = any(x != y and x not in values_made_before and y not in values_made for x, y in pairs)
-        same = before is not None and (before.inputs != op.inputs or before.outputs == op.outputs)
+        made = (op.outputs, op.changed)
+        same = before is not None and (before.inputs != op.inputs or (before.outputs, before.changed) == made)
         op.repeats = op.steady and same and not op.anew
         if before is not None and before.inputs == op.inputs and before.outputs != op.outputs:
             outputs = zip(before.outputs, op.outputs, strict=False)
@@ -299,6 +349,8 @@ def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
         if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
             return
         for t in filter(sk.rounds, call.results):  # by .data, which autograd does not count
+            if t.element_size() == 1:
+                continue  # float8 is computed with by casts alone
             moves = sk.moves(t, 131 * call.position + draw)
             size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if call.name in FACTORS else math.nan
             if math.isfinite(size):

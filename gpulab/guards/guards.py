@@ -217,7 +217,7 @@ class Guard:
 
     @own_work
     def _pack(self, tensor: Tensor) -> _Saved:
-        frame = user_frame(sys._getframe(1)) or user_frame(sys._current_frames().get(self._last_thread))
+        frame = user_frame(sys._getframe().f_back) or user_frame(sys._current_frames().get(self._last_thread))
         saved = _Saved(tensor, line_of(frame), self._steps.count)
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
         if saved.foreign and saved.line not in self._holders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
@@ -37,15 +39,24 @@ class Callers:
 
 
 class UncompiledDispatchMode(TorchDispatchMode):
-    """A dispatch mode as it is written.
+    """A dispatch mode that torch's compiler leaves alone, with all that it calls, where a compiled model is at work.
 
-    torch wraps the method of every other one so that its compiler leaves it alone; the wrapper imports the compiler,
-    which takes 120 MB.
+    torch wraps the method of every other mode to that end; the wrapper imports the compiler, which takes 120 MB.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
+        if hasattr(eval_frame, "set_code_exec_strategy"):  # since torch 2.7
+            cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
+            skip = eval_frame._FrameAction.SKIP
+            strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
+            eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+
+
+@functools.cache
+def is_composite(operation: Any) -> bool:
+    """Whether an operation consists of others, which a mode sees instead of it except in inference mode."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
 
 
 def _users_line() -> str:
@@ -53,7 +64,7 @@ def _users_line() -> str:
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != OUTSIDE:
         file = frame.f_code.co_filename
-        if not file.startswith((TORCH, GPULAB)) or file.startswith(f"{GPULAB}models{os.sep}"):
+        if not file.startswith((TORCH, GPULAB, "<eval_with_key>")) or file.startswith(f"{GPULAB}models{os.sep}"):
             return f"{os.path.basename(file)}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

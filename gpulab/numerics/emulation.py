@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass_type
 
 from gpulab.errors import GpulabError
 from gpulab.numerics.arithmetic import CHIPS, CONVOLUTION, WEIGHT, Arithmetic, arithmetic_of
-from gpulab.numerics.call_sites import UncompiledDispatchMode
+from gpulab.numerics.call_sites import UncompiledDispatchMode, is_composite
 from gpulab.numerics.formats import round_to
 
 
@@ -112,6 +112,8 @@ FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
     r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward).*"
 )
+# Operations whose kernels call others for their products. In inference mode so do all that consist of others.
+COMPOSED = re.compile(r"affine_grid_generator.*|linalg_(matrix_exp|matrix_sqrth|polar)|_linear_cross_entropy.*")
 
 
 class _Emulator(UncompiledDispatchMode):
@@ -127,7 +129,12 @@ class _Emulator(UncompiledDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, a product as the chip would."""
         kwargs = kwargs or {}
+        if not self.paused and any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
         name = None if self.paused else _product_in(operation)
+        if not self.paused and (is_composite(operation) or (name and COMPOSED.fullmatch(name))):
+            with self:
+                return operation._op_dk(_key_of_composed(operation, args), *args, **kwargs)
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
         if name is None or not self._concerns(args[first : first + 2]):
             return operation(*args, **kwargs)
@@ -145,8 +152,18 @@ class _Emulator(UncompiledDispatchMode):
         return _matrix_product(operation, name, args, kwargs, arithmetic)
 
     def _concerns(self, factors: Sequence[Any]) -> bool:
-        """Whether these are numbers that the chip would treat in its own way: float32; 16-bit ones in its order."""
-        dtypes = {factor.dtype for factor in factors if isinstance(factor, Tensor)}
+        """Whether these are numbers that the chip would treat in its own way: float32; 16-bit ones in its order.
+
+        Those of a sparse matrix do not pass the tensor cores.
+        """
+        tensors = [factor for factor in factors if isinstance(factor, Tensor)]
+        if any(factor.layout != torch.strided for factor in tensors):
+            return False
+        if any(factor.is_nested for factor in tensors):
+            raise GpulabError(
+                "emulation does not reach the products of nested tensors of the strided layout: use layout=torch.jagged"
+            )
+        dtypes = {factor.dtype for factor in tensors}
         halves = self.arithmetic.order == "tensor-core" and dtypes in ({torch.float16}, {torch.bfloat16})
         return dtypes == {torch.float32} or halves
 
@@ -175,12 +192,21 @@ def _allows_tf32(name: str) -> bool:
     return (backends.cudnn.conv if by_cudnn else backends.cuda.matmul).fp32_precision == "tf32"
 
 
+def _key_of_composed(operation: Any, args: Sequence[Any]) -> Any:
+    """By torch's key, the kernel of an operation that calls others, in which its products can be seen."""
+    keys = torch._C.DispatchKey
+    for key in (keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
+            return key
+    return getattr(keys, torch._C._dispatch_key_for_device(args[0].device.type))
+
+
 @functools.cache
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS or FUSED.fullmatch(name)
-    return name if multiplies else None
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS
+    return name if multiplies or FUSED.fullmatch(name) or COMPOSED.fullmatch(name) else None
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:

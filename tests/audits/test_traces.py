@@ -182,6 +182,26 @@ def test_a_backward_pass_in_a_thread_of_autograds_is_recorded():
     assert {op.repeats for op in trace.operations if op.phase != RESULT} == {True}
 
 
+class PenaltyInBackward(BackwardInBackward):
+    """Differentiates twice where autograd computes in a thread of its own."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = torch.ones(2, requires_grad=True)
+            if ctx.depth:
+                PenaltyInBackward.apply(x, ctx.depth - 1).sum().backward()
+            else:
+                (slope,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+                slope.square().sum().backward()
+        return gradient, None
+
+
+def test_a_gradient_of_a_gradient_in_a_thread_of_autograds_is_recorded():
+    trace = recorded(lambda: PenaltyInBackward.apply(torch.ones(2, requires_grad=True), 61).sum().backward())
+    assert {op.repeats for op in trace.operations if op.phase != RESULT} == {True}
+
+
 # --- what the step is for -------------------------------------------------------------------------------------
 
 

@@ -306,3 +306,24 @@ def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
     with emulate(replace(CHIPS["hopper"], order=order)):
         assert apart(made, gradient("cpu")) < 1e-6
     assert apart(made, plain) > 1e-5
+
+
+def test_products_inside_affine_grid_and_matrix_exp_are_emulated():
+    angles = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0))
+    for function in (
+        lambda x: torch.nn.functional.affine_grid(x, [2, 1, 5, 5], align_corners=False),
+        lambda x: torch.linalg.matrix_exp(x[..., :2]),
+    ):
+        with gl.emulate("tf32"):
+            emulated = function(angles)
+        assert 1e-6 < (emulated - function(angles)).abs().max() < 1e-2
+
+
+def test_products_in_inference_mode_are_emulated():
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    layer = torch.nn.Linear(7, 3)
+    with torch.no_grad(), gl.emulate("tf32"):
+        expected = layer(x)
+    with torch.inference_mode(), gl.emulate("tf32"):
+        assert torch.equal(layer(x), expected)
+    assert not torch.equal(layer(x), expected)
