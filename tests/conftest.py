@@ -24,6 +24,17 @@ EVERY_DAY = ("00_start_here", "03_autoencoder", "05_the_anomaly", "10_verdict")
 OTHER_NOTEBOOKS = pytest.mark.slow("a notebook that daily work seldom breaks")
 
 
+@pytest.fixture(scope="module")
+def two_threads():
+    """`cpu` leaves the number of threads as it is: on a machine with one core too, it shall not be that of B."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_modifyitems(items):
     """A test that `make test` leaves to `make test-all` says why: `@pytest.mark.slow("starts a server")`."""
     for item in items:

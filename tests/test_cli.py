@@ -243,7 +243,7 @@ def test_steps_are_recorded_and_compared(my_steps, answer, output):
     output("record", "my_steps:step", "--setting", "cpu:threads=1", "--output", "deep/b.trace")
     assert gl.audits.Trace.load("deep/b.trace").setting == "cpu:threads=1"
     text = output("audit", "step-cpu.trace", "deep/b.trace", "--html", "pages/report.html")
-    assert "all is well: rounding alone" in text
+    assert "identical to the last bit" in text
     page = (my_steps / "pages" / "report.html").read_text(encoding="utf-8")
     assert "data:image/png;base64," in page
     assert "cpu:threads=1" in page

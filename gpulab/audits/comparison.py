@@ -93,6 +93,7 @@ class Comparison:
         self.partners = {id(op): pair for pair in self.matched for op in pair}
         self.makers = _makers(a), _makers(b)
         self.sources = _makers(a, passed_on=True), _makers(b, passed_on=True)
+        self.calls = Counter(map(_call, a.operations)), Counter(map(_call, b.operations))
         # Where the step makes other values each time, or computed with wrong memory, they may differ.
         unsteady = any(_makes_other_values(op) for trace in (a, b) for op in trace.operations)
         self.values_may_differ = bool(a.overwritten or b.overwritten or unsteady)
@@ -176,6 +177,10 @@ class Comparison:
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
         return self.short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
+
+    def in_doubt(self, op: Operation) -> bool:
+        """Whether its module called it more often under one setting: which call stands for which is a guess."""
+        return self.calls[0][_call(op)] != self.calls[1][_call(op)]
 
     def maker(self, side: int, value: str) -> Operation | None:
         """The operation that first made a value, if one did."""

@@ -229,7 +229,7 @@ def test_a_trace_is_compared_with_the_recorded_one_of_its_step_or_two_are_asked_
     assert "cuda:tf32=off (mine.trace) against cuda:tf32=off (recorded)" in answer
     assert "<img alt=" in answer
     assert "no recorded trace is of this step; upload two" in audit.compare([("mine.trace", trace)])
-    assert "all is well" in audit.compare([("mine.trace", trace), ("theirs.trace", trace)])
+    assert "identical to the last bit" in audit.compare([("mine.trace", trace), ("theirs.trace", trace)])
     assert "3 files: expected one trace, or two" in audit.compare([("a", trace)] * 3)
     assert "of different steps" in audit.compare([("mine.trace", trace), ("theirs.trace", resnet())])
 
