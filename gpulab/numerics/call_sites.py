@@ -55,8 +55,13 @@ class UncompiledDispatchMode(TorchDispatchMode):
 
 @functools.cache
 def is_composite(operation: Any) -> bool:
-    """Whether an operation consists of others, which a mode sees instead of it except in inference mode."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+    """Whether an operation consists of others, which a mode sees instead of it except in inference mode.
+
+    One that also has a kernel of a device, as the backward pass of SiLU has, is an operation of its own.
+    """
+    keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "MPS")
+    composite, *own = (torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in keys)
+    return composite and not any(own)
 
 
 def _users_line() -> str:
