@@ -183,6 +183,8 @@ class Audit(report.Report):
             f"{len(matched) - results} operations and {results} results were matched{unpaired}; {checked} were checked "
             "against float64."
         )
+        if "loss" in self.a.notes:
+            text += f" The loss was {self.a.notes['loss']}."
         if not results:
             text += " The step returned nothing and left no gradient: what it is for could not be compared."
         elif not any(pair.one.name in ("gradient", "updated") for pair in self.pairs if pair.one.phase == RESULT):

@@ -99,6 +99,11 @@ def test_audit_says_identical_where_all_bits_are_the_same():
     assert "identical to the last bit" in str(report).partition("\n")[0]
 
 
+def test_audit_says_which_loss_it_took_of_a_step_without_one():
+    report = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), drawn(3, 4)))
+    assert "The loss was the mean square of the output." in str(report).partition("\n")[0]
+
+
 def test_audit_says_last_what_both_settings_share():
     def step():
         x = drawn(8, 3).to(torch.bfloat16).requires_grad_()
