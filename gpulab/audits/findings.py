@@ -59,9 +59,9 @@ ADVICE = {
     "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
 }
 DETAILS = {
-    "makes it": "makes {what} of numbers; {reaches}{of}; {exact}",
+    "makes it": "makes {what} of numbers; {reaches}{of}{exact}",
     "is given it": (
-        "is given {what}, which no operation of the step made: it is in the data or the weights; {reaches}; {exact}"
+        "is given {what}, which no operation of the step made: it is in the data or the weights; {reaches}{exact}"
     ),
     "of infinity": "; it was given the infinity that {maker} makes",
     "anew": "was given other values when the step was done again, which no operation of the step had made",

@@ -41,6 +41,21 @@ def test_audit_tells_nan_of_a_masked_sentence_before_tf32(b):
     assert "mismatch" not in {finding.kind for finding in report.findings}
 
 
+def test_audit_tells_nan_of_gradients_behind_a_finite_loss():
+    """The loss does not see the sentence; its gradient is NaN times nothing, in float64 as well."""
+
+    class Picked(nn.Linear):
+        def forward(self, words, hidden):
+            weights = words.sum(-1).masked_fill(hidden, -torch.inf).softmax(-1)
+            return (weights[:, None] @ super().forward(words))[:2]
+
+    step = gl.Step(seeded(lambda: Picked(16, 16)), masked_step(2).batch)
+    first = audited(step).findings[0]
+    assert (first.kind, first.operation) == ("not finite", "_softmax")
+    assert "it reaches gradient of" in first.detail
+    assert first.detail.endswith("; so it is in float64")
+
+
 def test_audit_takes_masks_of_infinity_that_softmax_removes():
     report = audited(masked_step([]), A, TF32)
     assert report.kind == "reduced precision"
