@@ -49,9 +49,9 @@ def load(
     """Load a data set by its name: images or films to learn from, in a training part and a held-out part.
 
     - `digits`: scikit-learn's 1,797 handwritten digits, enlarged to 28×28, the last 297 of them held out.
-    - `mnist`: MNIST's 70,000 digits, 28×28, which torchvision downloads once; the test split is held out. `mnist:DIR`
-      reads the files that torchvision has below a folder, in `MNIST/raw`; where only the images of the test split are
-      there, a tenth of them is held out.
+    - `mnist`: MNIST's 70,000 digits, 28×28, from the original files, which are downloaded once; the test split is held
+      out. `mnist:DIR` finds the files in a folder, or where torchvision keeps them below it; where only those of the
+      test split are there, a tenth of it is held out.
     - `walk`: a first-person walk through a town. `moving-digits`: two digits that drift and bounce. Both are sequences
       of frames that are rendered from a seed, the same bytes on every machine.
     - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names (2.png before

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpulab import files
 from gpulab.content import Stamp, Stamps, stamp
+from gpulab.data import pictures
 from gpulab.data.base import HELD_OUT, Bytes, Sequence, check_folder
-from gpulab.errors import DataError
+from gpulab.errors import DataError, reason
 
 if TYPE_CHECKING:
     import PIL.Image
 
-IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 # Not those that open further files or addresses, which their content names: playlists, and lists of images.
 FORMATS = "3g2,asf,av1,avi,dv,flv,gif,h264,hevc,ivf,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,nut,obu,ogg,wav"
 FORMATS += ",yuv4mpegpipe"
 OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
 ASK_FOR_GREY = "ask for grey=True (--option grey=true) to read one channel"
-MOST_PIXELS = 1 << 27  # of a frame; of an image Pillow has a bound of its own
 
 
 class Video(Sequence):
@@ -50,11 +48,11 @@ class Video(Sequence):
         stop = self.frames + self.held if stop is None else stop
         with _film(self.file) as film:
             for frame in itertools.islice(film.decode(video=0), start, stop):
-                yield _fit(_upright(self.file, frame), self.size, self.grey)
+                yield pictures.fit(_upright(self.file, frame), self.size, self.grey)
 
 
 class Folder(Sequence):
-    """The images of a folder in the order of their names, 2.png before 10.png."""
+    """The images of a folder in the order of their names, 2.png before 10.png, all of one size."""
 
     def __init__(self, folder: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.stamps, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
@@ -65,7 +63,7 @@ class Folder(Sequence):
         stop = self.frames + self.held if stop is None else stop
         for file in itertools.islice(self.stamps, start, stop):
             with _opened(file) as image:
-                yield _fit(image, self.size, self.grey)
+                yield pictures.fit(image, self.size, self.grey)
 
 
 # --- films ---------------------------------------------------------------------------------------------
@@ -100,18 +98,22 @@ def _upright(file: Path, frame: Any) -> PIL.Image.Image:
 
 @contextlib.contextmanager
 def _film(file: Path) -> Iterator[Any]:
-    """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MOST_PIXELS`."""
+    """A film as PyAV's container, which opens nothing but this file, nor frames of more than `pictures.MOST_PIXELS`."""
     import av
 
-    with (
-        files.reading(file, "not a video that can be read"),
-        av.open(f"file:{file}", options=OPTIONS, metadata_errors="replace") as container,
-    ):
-        codec = container.streams.video[0].codec_context if container.streams.video else None
-        if codec is None:
-            raise DataError(f"{file}: holds no video of a known codec")
-        codec.options = {"max_pixels": str(MOST_PIXELS)}
-        yield container
+    try:
+        with av.open(f"file:{file}", options=OPTIONS, metadata_errors="replace") as container:
+            if not container.streams.video:
+                raise DataError(f"{file}: holds no video")
+            codec = container.streams.video[0].codec_context
+            if not codec:
+                raise DataError(f"{file}: not a video that can be read: its codec is not known here")
+            if (pixels := codec.width * codec.height) > pictures.MOST_PIXELS:
+                raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {pictures.MOST_PIXELS:,}")
+            codec.options = {"max_pixels": str(pictures.MOST_PIXELS)}
+            yield container
+    except (av.FFmpegError, IndexError, ValueError) as error:  # the latter two are PyAV's own, at a damaged file
+        raise DataError(f"{file}: not a video that can be read: {reason(error)}") from None
 
 
 # --- both, and folders of images -------------------------------------------------------------------------
@@ -130,16 +132,20 @@ def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
 def _image_files(folder: Path, grey: bool) -> Stamps:
     """The images of a folder by name, as they are now, after a look at the header of each."""
     check_folder(folder, "'frames:DIR' reads a folder of images, 'video:FILE' a film")
-    images = sorted((file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES), key=_natural_key)
-    if not images:
+    files = sorted((file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES), key=_natural_key)
+    if not files:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    stamps = {file: stamp(file) for file in images}
-    for file in images:
+    stamps = {file: stamp(file) for file in files}
+    size = None
+    for file in files:
         with _opened(file) as image:
+            width, height = pictures.upright_size(image)
+            size = size or (width, height)
+            if (width, height) != size:
+                sizes = f"is {width}×{height} pixels, the images before it {size[0]}×{size[1]}"
+                raise DataError(f"{file}: {sizes}; all must have one size")
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
-                raise DataError(
-                    f"{file}: is grey (mode {image.mode}); ask for grey=True (--option grey=true) to read one channel"
-                )
+                raise DataError(f"{file}: is grey (mode {image.mode}); {ASK_FOR_GREY}")
     return stamps
 
 
@@ -152,29 +158,15 @@ def _natural_key(file: Path) -> tuple[list[str | int], str]:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[PIL.Image.Image]:
     """An image whose pixels are read inside the block; whatever is wrong with it is said with its name."""
-    from PIL import Image
-
-    with (
-        files.reading(file, f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"),
-        warnings.catch_warnings(action="ignore"),  # of what surrounds the pixels
-        Image.open(file, formats=IMAGE_FORMATS) as image,
-    ):
-        # A photograph's second picture is its preview, or what another lens saw.
-        if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
-            raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
-        yield image
-
-
-def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
-    """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W) bytes."""
-    from PIL import Image, ImageOps
-
-    image = ImageOps.exif_transpose(image)
-    scale = min(image.width / size[1], image.height / size[0])
-    width, height = size[1] * scale, size[0] * scale
-    left, top = (image.width - width) / 2, (image.height - height) / 2
-    if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255
-        image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
-    box = (left, top, left + width, top + height)
-    image = image.convert("L" if grey else "RGB").resize(size[::-1], Image.Resampling.BILINEAR, box=box)
-    return np.ascontiguousarray(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))
+    try:
+        with warnings.catch_warnings(), pictures.opened(file) as image:
+            warnings.simplefilter("ignore")  # of what surrounds the pixels
+            # A photograph's second picture is its preview, or what another lens saw.
+            if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
+                raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
+            yield image
+    except DataError:
+        raise
+    except Exception as error:  # Pillow raises almost anything at a broken file
+        known = f"not a whole image of a known format ({', '.join(pictures.FORMATS)})"
+        raise DataError(f"{file}: {known}: {reason(error)}") from None

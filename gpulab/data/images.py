@@ -1,21 +1,33 @@
-"""Sets of images: scikit-learn's digits, and MNIST's as torchvision downloads and reads them."""
+"""Sets of images: scikit-learn's digits, and MNIST's from their original files."""
 
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import importlib.util
+import itertools
+import math
+import os
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
 
-from gpulab import files
 from gpulab.data.base import HELD_OUT, Bytes, Data, Window, check_folder
-from gpulab.errors import DataError
+from gpulab.errors import DataError, reason
+from gpulab.files import cache_folder
+
+MOST_BYTES = 1 << 28  # of MNIST's images, unpacked
+MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
+SHA256 = {  # of MNIST's images, as they are downloaded
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+}
 
 
 class Images(Data):
@@ -81,27 +93,62 @@ def digits() -> Bytes:
 
 
 def mnist(folder: str) -> Images:
-    """MNIST's images: both splits, or the test split alone, as torchvision keeps them below a folder, or downloads."""
-    from torchvision.datasets.mnist import MNIST, read_image_file
-
-    if folder:
-        check_folder(Path(folder), "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
-    root = Path(folder) if folder else platformdirs.user_cache_path("gpulab")
-    if not folder:
-        with files.reading(root, "MNIST could not be downloaded to here"):
-            MNIST(root, download=True)
-    raw = root / "MNIST" / "raw"
-    found = [file for file in (raw / f"{split}-images-idx3-ubyte" for split in ("train", "t10k")) if file.is_file()]
-    if not found:
-        raise DataError(
-            f"{raw}: holds neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte; 'mnist' downloads them"
-        )
-    parts = []
-    for file in found:
-        with files.reading(file, "not a whole file of MNIST's images"):
-            parts.append(read_image_file(str(file)).numpy()[:, None])
+    """MNIST's images: both splits, or the test split alone, as found in a folder; with none, downloaded."""
+    files = _find_mnist(Path(folder)) if folder else list(map(_downloaded, SHA256))
+    parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
-        parts = np.split(parts[0], [len(parts[0]) - len(parts[0]) // HELD_OUT])
+        count = len(parts[0])
+        if count < HELD_OUT:
+            raise DataError(f"{files[0]}: holds {count} images; at least {HELD_OUT} are needed")
+        parts = np.split(parts[0], [count - count // HELD_OUT])
     if parts[0].shape[1:] != parts[1].shape[1:]:
-        raise DataError(f"{found[1]}: images of another size than in {found[0]}")
+        raise DataError(f"{files[1]}: images of another size than in {files[0]}")
     return Images("mnist", *parts)
+
+
+def _find_mnist(folder: Path) -> list[Path]:
+    """The files of the training and of the test images, as far as they are there, in one of their usual places."""
+    check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
+    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):  # the latter two are torchvision's
+        files: list[Path] = []
+        for split in ("train", "t10k"):
+            names = (f"{split}-images{dot}idx3-ubyte{suffix}" for dot in "-." for suffix in ("", ".gz"))
+            files += itertools.islice(filter(os.path.isfile, map(place.joinpath, names)), 1)
+        if files:
+            return files
+    there = ", ".join(sorted(file.name for file in itertools.islice(folder.iterdir(), 5))) or "nothing"
+    neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
+    raise DataError(f"{folder}: holds {neither}, here or in MNIST/raw, but {there}; 'mnist' downloads them")
+
+
+def _downloaded(name: str) -> Path:
+    """A file of MNIST in the user's cache: as it is there, or fetched from the first mirror that has it."""
+    import pooch
+
+    folder, reasons = cache_folder() / "mnist", []
+    for mirror in MIRRORS:
+        try:
+            return Path(pooch.retrieve(mirror + name, f"sha256:{SHA256[name]}", name, folder, progressbar=True))
+        except (OSError, ValueError) as error:
+            reasons.append(f"{mirror}: {reason(error)}")
+    raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
+
+
+def _read_idx(file: Path) -> Bytes:
+    """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+            magic, *shape = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
+            promised = math.prod(shape)
+            if magic != 2051 or not 0 < promised <= MOST_BYTES:
+                raise DataError(
+                    f"{file}: no IDX file of images that can be read: begins with {magic} (expected 2051) and promises "
+                    f"{shape[0]} images of {shape[1]}×{shape[2]} (1 to {MOST_BYTES:,} bytes are read)"
+                )
+            content = stream.read(promised + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: cannot be unpacked: {reason(error)}") from None
+    if len(content) != promised:
+        held = f"{len(content):,} bytes" if len(content) < promised else "more"
+        raise DataError(f"{file}: promises {shape[0]} images of {shape[1]}×{shape[2]} and holds {held}")
+    return np.frombuffer(content, np.uint8).reshape(shape[0], 1, *shape[1:])

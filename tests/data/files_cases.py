@@ -1,5 +1,6 @@
 """Films, folders of images and files of MNIST, as the tests of data write them."""
 
+import gzip
 import io
 import struct
 
@@ -54,10 +55,6 @@ def idx(images, magic=2051):
     return struct.pack(">4I", magic, *images.shape) + images.tobytes()
 
 
-def write_mnist(root, **splits):
-    """Files of MNIST's images by split, `train` and `t10k`, where torchvision keeps them."""
-    folder = root / "MNIST" / "raw"
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, images in splits.items():
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(idx(images))
-    return folder
+def write_idx(file, images):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(idx(images)) if file.suffix == ".gz" else idx(images))

@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from files_cases import SMALL, noise, write_images, write_mnist, write_video
+from files_cases import SMALL, noise, write_idx, write_images, write_video
 
 import gpulab as gl
 
@@ -39,8 +39,8 @@ def test_a_folder_is_the_names_and_bytes_of_its_images_in_order(tmp_path):
 
 
 def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path):
-    write_mnist(tmp_path / "one", train=noise(30, 28, 28))
-    write_mnist(tmp_path / "two", t10k=noise(30, 28, 28))
+    write_idx(tmp_path / "one" / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
+    write_idx(tmp_path / "two" / "train-images-idx3-ubyte", noise(30, 28, 28))
     one, two = (gl.load(f"mnist:{tmp_path / name}").content for name in ("one", "two"))
     assert one == two
     assert gl.load("digits").content not in ("", None, one)

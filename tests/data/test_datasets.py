@@ -1,20 +1,17 @@
 import functools
-import gzip
 import hashlib
 import http.server
 import itertools
-import struct
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from files_cases import SMALL, encoded, idx, noise, write_images, write_mnist, write_video
+from files_cases import SMALL, encoded, noise, write_idx, write_images, write_video
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torchvision.datasets import MNIST
 
 import gpulab as gl
 from gpulab.data import images
@@ -60,7 +57,7 @@ def numbers(window):
 
 
 def test_every_kind_of_name_loads_and_describes_itself(tmp_path, files):
-    write_mnist(tmp_path, t10k=noise(30, 28, 28))
+    write_idx(tmp_path / "t10k-images-idx3-ubyte", noise(30, 28, 28))
     names = ["digits", f"mnist:{tmp_path}", "walk", "moving-digits"]
     names += [f"video:{files.mkv}", f"frames:{files.images}"]
     assert {name.partition(":")[0] for name in names} == {name.partition(":")[0] for name in NAMES}
@@ -168,25 +165,24 @@ def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
     assert min(alike) > 0.95  # in scikit-learn's order: no image is in both parts
 
 
-def test_mnist_is_read_where_torchvision_keeps_it(tmp_path):
-    write_mnist(tmp_path, t10k=noise(20, 28, 28))
+@pytest.mark.parametrize("place", ["{}-images-idx3-ubyte", "{}-images.idx3-ubyte.gz", "MNIST/raw/{}-images-idx3-ubyte"])
+def test_mnist_is_found_under_its_usual_names(tmp_path, place):
+    for split, count in (("train", 30), ("t10k", 20)):
+        write_idx(tmp_path / place.format(split), noise(count, 28, 28))
     data = gl.load(f"mnist:{tmp_path}")
-    assert (len(data.train), len(data.held)) == (18, 2), "of the test split alone a tenth is held out"
-    write_mnist(tmp_path, train=noise(30, 28, 28))
-    data = gl.load(f"mnist:{tmp_path}")
-    assert (data.train[:, 0] == noise(30, 28, 28)).all()
-    assert (data.held[:, 0] == noise(20, 28, 28)).all()
+    assert (len(data.train), len(data.held)) == (30, 20)
+
+
+def sha256(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.fixture
 def mirror(tmp_path, monkeypatch):
     """A mirror of MNIST on this machine, after one that has nothing, and a cache to download to."""
-    served, raw = tmp_path / "mirror", write_mnist(tmp_path, train=noise(30, 28, 28), t10k=noise(10, 28, 28))
-    for split, count in (("train", 30), ("t10k", 10)):
-        (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, count) + bytes(count))
-    served.mkdir()
-    for file in raw.iterdir():
-        (served / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    served = tmp_path / "mirror"
+    write_idx(served / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
+    write_idx(served / "t10k-images-idx3-ubyte.gz", noise(10, 28, 28))
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
@@ -195,31 +191,37 @@ def mirror(tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=served)) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
-        sums = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in served.iterdir()]
-        monkeypatch.setattr(MNIST, "mirrors", [f"{address}nowhere/", address])
-        monkeypatch.setattr(MNIST, "resources", sums)
-        monkeypatch.setattr(images.platformdirs, "user_cache_path", lambda _: tmp_path / "cache")
+        monkeypatch.setattr(images, "MIRRORS", [f"{address}nowhere/", address])
+        monkeypatch.setattr(images, "SHA256", {name: sha256(served / name) for name in images.SHA256})
+        monkeypatch.setattr(images, "cache_folder", lambda: tmp_path / "cache")
         yield served
         server.shutdown()
 
 
+@pytest.mark.parametrize("name", images.SHA256)
 @pytest.mark.parametrize("how", ["missing", "of another content"])
-def test_mnist_is_downloaded_and_checked(mirror, how):
-    file = mirror / "train-images-idx3-ubyte.gz"
-    good = file.read_bytes()
+def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how):
+    good = (mirror / name).read_bytes()
     if how == "missing":
-        file.unlink()
+        (mirror / name).unlink()
     else:
-        file.write_bytes(gzip.compress(idx(noise(30, 28, 28) // 2)))
+        write_idx(mirror / name, noise(30, 28, 28) // 2)
     for _ in range(2):  # what is there of it is not taken for the whole
-        with pytest.raises(gl.DataError, match=rf"MNIST could not be downloaded.*{file.name}.*nowhere.*http://127"):
+        with pytest.raises(gl.DataError, match=rf"{name} could not be downloaded.*nowhere.*http://127"):
             gl.load("mnist")
-    file.write_bytes(good)
+    assert not (tmp_path / "cache" / "mnist" / name).exists()
+    (mirror / name).write_bytes(good)
     data = gl.load("mnist")
     assert (data.train[:, 0] == noise(30, 28, 28)).all()
     assert (data.held[:, 0] == noise(10, 28, 28)).all()
-    file.unlink()
-    assert (gl.load("mnist").train == data.train).all(), "what is in the cache is not downloaded again"
+    (tmp_path / "cache" / "mnist" / name).write_bytes(good[:-1])
+    assert (gl.load("mnist").train == data.train).all(), "a damaged one is fetched again"
+
+
+def test_mnist_comes_from_https_alone_and_is_what_it_was(shared):
+    assert all(mirror.startswith("https://") for mirror in images.MIRRORS)
+    file = shared / "mnist" / "t10k-images-idx3-ubyte.gz"
+    assert sha256(file) == images.SHA256[file.name]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("mkv", 44), ("mp4", 44), ("avi", 44), ("images", 22)])

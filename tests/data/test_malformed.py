@@ -1,37 +1,56 @@
 """Files that are damaged, cut off, too large or of another kind: an error names the file, and what is wrong with it."""
 
+import gzip
 import os
+import struct
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
-from files_cases import SMALL, encoded, idx, noise, write_images, write_mnist, write_sound, write_video
+from files_cases import SMALL, encoded, idx, noise, write_images, write_sound, write_video
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpulab as gl
 
 WHOLE = idx(noise(30, 28, 28))
+PACKED = gzip.compress(WHOLE, mtime=0)
 IMAGE = encoded(noise(24, 32, 3))
 TRAIN, TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
 PROSE = b"Call me Ishmael.\n" * 100
-NO_IMAGE, NO_MNIST = "not a whole image", "not a whole file of MNIST's images"
+NO_IMAGE = "not a whole image"
 
 
 def damaged(content, place, by=b"\xff\xff\xff\xff"):
     return content[:place] + by + content[place + len(by) :]
 
 
+def a_png_of(edge):
+    """84 bytes that promise so many pixels to either side."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">2I5B", edge, edge, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
 MALFORMED = [
-    (TEST, idx(noise(30, 28, 28), magic=2049), NO_MNIST),  # the number of a file of labels
-    (TEST, WHOLE + b"x", NO_MNIST),
-    (TEST, b"", NO_MNIST),
-    (TEST, PROSE, NO_MNIST),
-    (TRAIN, WHOLE[:10], NO_MNIST),
+    (f"{TEST}.gz", damaged(PACKED, 12), "cannot be unpacked"),
+    (f"{TEST}.gz", b"", "begins with 0"),
+    (f"{TEST}.gz", gzip.compress(WHOLE[:4] + struct.pack(">3I", 2**31, 28, 28)), "2147483648 images"),
+    (TEST, idx(noise(30, 28, 28), magic=2049), "2049"),
+    (TEST, WHOLE + b"x", "30 images of 28×28"),
+    (TRAIN, WHOLE[:10], "30 images of 0×0"),
     ("004.png", PROSE, NO_IMAGE),
     ("004.png", damaged(IMAGE, IMAGE.index(b"IDAT") - 1, b"\x07"), NO_IMAGE),  # the next chunk begins elsewhere
+    ("004.png", encoded(noise(20, 32, 3)), "is 32×20 pixels, the images before it 32×24"),
     ("004.png", encoded(*noise(3, 24, 32, 3)), "3 pictures"),
     # Pillow would hand an EPS file, whatever its name, to Ghostscript, which runs it.
     ("004.png", encoded(noise(24, 32, 3), suffix="eps"), f"{NO_IMAGE} of a known format (PNG, JPEG"),
+    ("004.png", a_png_of(12_000), "12,000×12,000 pixels"),  # more than gpulab allows
+    ("004.png", a_png_of(16_000), "256000000 pixels"),  # and than Pillow does
     ("text.mp4", PROSE, "not a video"),
     ("list.mp4", b"ffconcat version 1.0\nfile 'film.mkv'\n", "not a video"),  # which would open another file
     ("hls.mp4", b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfilm.mkv\n#EXT-X-ENDLIST\n", "not a video"),
@@ -48,7 +67,7 @@ if hasattr(os, "mkfifo"):  # Windows has no pipes in folders
 def load(file):
     """All that is loaded from an image's or IDX file's folder, or from a film."""
     if "idx" in file.name:
-        data = gl.load(f"mnist:{file.parents[2]}")
+        data = gl.load(f"mnist:{file.parent}")
         return np.concatenate([data.train, data.held])
     name = f"frames:{file.parent}" if file.name.startswith("00") else f"video:{file}"
     return np.stack(list(gl.load(name, size=SMALL).stream()))
@@ -60,7 +79,7 @@ def test_a_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, nam
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
     write_video(tmp_path / "film.mkv", noise(5, 24, 32, 3))
     write_images(tmp_path, noise(5, 24, 32, 3))
-    file = (write_mnist(tmp_path) if "idx" in name else tmp_path) / name
+    file = tmp_path / name
     content(file) if callable(content) else file.write_bytes(content)
     with pytest.raises(gl.DataError) as error:
         load(file)
@@ -68,7 +87,7 @@ def test_a_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, nam
     assert "object at 0x" not in str(error.value)
 
 
-SUMMED = ["004.png"]  # holds a sum of its content; of others only the length can be told to be wrong
+SUMMED = ["004.png", f"{TEST}.gz"]  # hold a sum of their content; of others only the length can be told to be wrong
 ENDING = [*SUMMED, TEST, *(f"004.{suffix}" for suffix in ("jpg", "webp", "bmp", "tiff"))]
 
 
@@ -79,7 +98,7 @@ def valid(tmp_path_factory):
     for name in ENDING:
         file = tmp_path_factory.mktemp("valid") / name
         if "idx" in name:
-            file = write_mnist(file.parent, t10k=noise(30, 28, 28)) / name
+            file.write_bytes(PACKED if name.endswith("gz") else WHOLE)
         else:
             write_images(file.parent, noise(5, 24, 32, 3), file.suffix[1:])
         found[name] = file, file.read_bytes(), load(file)
@@ -103,7 +122,7 @@ def test_a_valid_file_that_is_damaged_or_cut_anywhere_never_loads_as_something_e
     assert (str(file) in said and "\n" not in said) if said else np.array_equal(found, expected)
 
 
-def test_a_folder_without_what_is_looked_for_is_named(tmp_path):
+def test_a_folder_without_what_is_looked_for_or_with_images_of_two_sizes_is_named(tmp_path):
     def refused(name, why):
         with pytest.raises(gl.DataError, match=rf"(?s){tmp_path}.*{why}"):
             gl.load(name)
@@ -111,9 +130,10 @@ def test_a_folder_without_what_is_looked_for_is_named(tmp_path):
     refused(f"frames:{tmp_path / 'missing'}", "missing: no such folder")
     refused(f"frames:{tmp_path}", "holds no images")
     (tmp_path / "train.csv").touch()
-    refused(f"mnist:{tmp_path}", f"MNIST/raw: holds neither {TRAIN} nor {TEST}")
+    refused(f"mnist:{tmp_path}", f"neither {TRAIN} nor {TEST}.*MNIST/raw, but train.csv")
     refused(f"mnist:{tmp_path / 'train.csv'}", "train.csv: a file, not a folder; 'mnist:DIR'")
-    write_mnist(tmp_path, train=noise(30, 28, 28), t10k=noise(12, 8, 8))
+    (tmp_path / TRAIN).write_bytes(WHOLE)
+    (tmp_path / TEST).write_bytes(idx(noise(12, 8, 8)))
     refused(f"mnist:{tmp_path}", f"{TEST}: images of another size")
 
 
@@ -122,3 +142,15 @@ def test_a_real_video_with_a_hole_is_named(shared, tmp_path):
     (tmp_path / "hole.mp4").write_bytes(damaged(content, len(content) // 2, bytes(20_000)))
     with pytest.raises(gl.DataError, match=r"\A.*hole\.mp4: not a video that can be read: .*\Z"):
         gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
+
+
+def test_a_small_archive_cannot_ask_for_much_memory(tmp_path):
+    """100 kB that unpack to 100 MB are read as far as the header says."""
+    (tmp_path / f"{TEST}.gz").write_bytes(gzip.compress(WHOLE[:16] + bytes(100 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(gl.DataError, match=r"promises 30 images of 28×28 and holds more"):
+            gl.load(f"mnist:{tmp_path}")
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
