@@ -163,17 +163,6 @@ class Comparison:
         size = next((size for size in map(float, map(np.linalg.norm, values)) if size), math.inf)  # as `gap` has it
         return max(least, CARRIED * (a.carried[number] + b.carried[number]) / size)
 
-    def cancelled(self, op: Operation) -> float:
-        """What a normalisation may lose, relative to its result, where it subtracts a mean of many deviations.
-
-        The variance is the mean of squares minus the square of the mean in some kernels: see `rounding`.
-        """
-        if "norm" not in op.name or "backward" in op.name or len(op.outputs) != 3:
-            return 0.0
-        mean, reciprocal = (self.trace_of[id(op)].sketches[value] for value in op.outputs[1:])
-        deviations = float(np.linalg.norm(mean) * np.linalg.norm(reciprocal)) / mean.size
-        return ROUNDOFF * (deviations + deviations**2 / 2) if mean.shape == reciprocal.shape else 0.0
-
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
         return self.short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))

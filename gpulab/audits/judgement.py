@@ -238,7 +238,7 @@ class Judge:
             if a.name in NOT_UNIQUE and gap > UNEXPLAINED:
                 yield self._between("another valid answer", b, gap, "not unique")
                 return
-            if gap > CARRIED * (tolerance + self.comparison.cancelled(a)):
+            if gap > CARRIED * tolerance:
                 yield self._between("mismatch", b, gap, "other kernel", "other kernel", tolerance=tolerance)
                 return
 

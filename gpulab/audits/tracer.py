@@ -197,7 +197,7 @@ class Tracer(UncompiledDispatchMode):
             again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
         steady = again is None or _same(again, results)
-        if not steady or (name in PARTLY_WRITTEN and not self.results_only):
+        if not steady or name in PARTLY_WRITTEN:
             self._clear_unwritten(operation, name, before, results, again or results)
             steady = again is None or _same(again, results)
         if self.change:

@@ -329,8 +329,24 @@ def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
             amount = max(op.bound, SAFETY * (op.error or 0.0))
         else:
             amount = op.bound if op.error else 0.0  # what computes exactly has nothing to round
+            amount = max(amount, _cancelled(op, trace.sketches))
         amounts.append(min(amount, 1.0) if np.isfinite(amount) else 0.0)
     return amounts
+
+
+def _cancelled(op: Operation, sketches: dict[str, np.ndarray]) -> float:
+    """What a normalisation loses by subtracting a mean of many deviations: so many units in the last place.
+
+    Its error and bound may be those of another of its results, the mean or the reciprocal of the deviation.
+    """
+    if "norm" not in op.name or "backward" in op.name or len(op.outputs) != 3:
+        return 0.0
+    if normalized := op.arguments.get("normalized_shape"):
+        groups = math.prod(op.shape) / math.prod(normalized)
+    else:
+        groups = op.arguments["N"] * op.arguments["group"] if "group" in op.arguments else op.shape[1]
+    mean, reciprocal = (float(np.linalg.norm(sketches[value])) for value in op.outputs[1:])
+    return ROUNDOFF * mean * reciprocal / groups
 
 
 def _apart(x: np.ndarray, y: np.ndarray) -> float:

@@ -39,7 +39,6 @@ class Option:
         factor: Whether a device may do it otherwise and what is to be learned stays the same. A factor is a column
             of `gpulab.runs`, and runs that differ in nothing else can be compared.
         choices: The values that there are, if they can be listed.
-        flag: Whether the commands have an option of this name; `--option` sets those of a model that have none.
     """
 
     help: str
@@ -48,7 +47,6 @@ class Option:
     usual: Any = None
     factor: bool = False
     choices: tuple[Any, ...] = ()
-    flag: bool = True
 
     def says_nothing(self, value: Any) -> bool:
         """Whether a value is what holds where nothing is said."""
@@ -71,7 +69,7 @@ OPTIONS: dict[str, Option] = {
         choices=("window", "copied", "reused", "imitated"),
     ),
     # Of recorded runs only, made while frames could be encoded as JPEG and decoded by a decoder of one's choice.
-    "decoder": Option("who decoded the JPEG frames", of="data", factor=True, flag=False),
+    "decoder": Option("who decoded the JPEG frames", of="data", factor=True),
     "flip": Option("which initial weight, by its number, has its last bit changed", int, factor=True),
     "fast": Option(
         "compute gradients in fewer operations where that can be done, equal up to rounding",
@@ -83,14 +81,13 @@ OPTIONS: dict[str, Option] = {
     "draws": Option(
         "whose generator draws the initial weights: cpu or device", usual="cpu", factor=True, choices=("cpu", "device")
     ),
-    "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
+    "covariance": Option("how the whitener computes it", of="model", factor=True),
     # A record that does not say was made with the whole state cut off.
     "truncation": Option(
         "what PredNet's backpropagation through time is cut off from: loss or state",
         of="model",
         usual="state",
         factor=True,
-        flag=False,
     ),
 }
 FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}

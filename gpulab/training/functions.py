@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ class TrainingFunction:
 
     def train(self, options: Mapping[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
         """Train, under a setting that is in force; returns what the record says of the end, and the history."""
-        begin, given = time.perf_counter(), {"seed": seed, "setting": setting}
+        allocated, begin = _allocated(setting), time.perf_counter()
+        given = {"seed": seed, "setting": setting}
         metrics: dict[str, Any] = {}
         with seeded(setting, seed):
             try:
@@ -103,6 +105,9 @@ class TrainingFunction:
                 raise
             except (Exception, SystemExit) as error:
                 raise GpulabError(in_one_line(error, self.file or "")) from error
+        if allocated is not None and _allocated(setting) == allocated:
+            left = f"{self.name} left {setting.device} alone"
+            warnings.warn(f"{left}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=2)
         if taken := ({*COLUMNS, "options", *self.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys():
             clash = f"a metric cannot be called {min(taken)!r}, a column of gpulab.runs or an option"
             raise GpulabError(f"{clash}; give it another name")
@@ -122,6 +127,13 @@ def is_function(net: Any) -> bool:
     if isinstance(net, str):
         return ":" in net
     return isinstance(net, TrainingFunction) or (callable(net) and not isinstance(net, torch.nn.Module))
+
+
+def _allocated(setting: Setting) -> int | None:
+    """How often torch took memory of a GPU of CUDA, ever; None for another device."""
+    if setting.kind != "cuda":
+        return None
+    return torch.cuda.memory_stats(setting.device).get("allocation.all.allocated", 0)
 
 
 def _numbers(value: Any) -> dict[str, Any]:

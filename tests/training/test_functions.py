@@ -279,3 +279,13 @@ def test_store_refuses_a_function_that_is_bound_to_an_object(tmp_path):
     assert gl.train(train, **QUIET).final_loss == 1
     with pytest.raises(gl.UsageError, match=r"a Linear in it has no text: write all of it into a file"):
         gl.train(train, store=tmp_path, **QUIET)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_training_that_leaves_the_gpu_alone_is_told(moved, recwarn):
+    def train(seed, setting):
+        return torch.nn.Linear(4, 1).to(setting.device if moved else "cpu").weight.sum().item()
+
+    gl.seed_runs(train, "cuda", seeds=1)
+    assert any("left cuda alone" in str(one.message) for one in recwarn) != moved
