@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpulab.audits.comparison import Comparison, largest, or_infinite
+from gpulab.audits.comparison import Comparison, or_infinite
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import Judge
 from gpulab.audits.tolerances import (
@@ -225,10 +225,12 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
         first = _first_explainer(finding, explainers)
         of_line[first.kind, first.place] += 0.0 if math.isnan(weights[id(finding)]) else weights[id(finding)]
 
-    results = [(a, b) for a, b in comparison.matched if a.phase == RESULT]
     parted = any(
-        id(a) in judge.parted or largest(comparison.gaps(a.outputs, b.outputs)) > UNEXPLAINED for a, b in results
+        id(a) in judge.parted or any(or_infinite(gap) > UNEXPLAINED for gap in comparison.gaps(a.outputs, b.outputs))
+        for a, b in comparison.matched
+        if a.phase == RESULT
     )
+
     origins = [comparison.position[id(f.op)] for f in findings if f.kind == "not finite"]
 
     def tier(finding: Finding) -> int:

@@ -159,6 +159,18 @@ def test_audit_takes_singular_values_whose_vectors_differ_in_sign(alone):
     assert "another valid answer" in {finding.kind for finding in report.findings}
 
 
+def test_audit_names_vectors_whose_signs_make_nan_under_one_setting():
+    sign = torch.linalg.svd(drawn(8, 5), full_matrices=False)[0][0, 0].sign().item()
+
+    def step(setting):
+        u = torch.linalg.svd(drawn(8, 5).to(setting.dtype), full_matrices=False)[0]
+        return (sign * u[0, 0]).sqrt()
+
+    with FaultyKernels(_linalg_svd=mirrored):
+        report = audited(step)
+    assert report.kind == "another valid answer"
+
+
 def rougher(operation, x, *args):
     """A kernel whose means are off by half a unit in the last place of 10,000: the result of a row is shifted."""
     result, mean, reciprocal = operation(x, *args)
