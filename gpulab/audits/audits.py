@@ -19,8 +19,8 @@ from gpulab.audits.comparison import Comparison, check_same_step
 from gpulab.audits.confirmation import Confirmation
 from gpulab.audits.confirmation import confirm as confirm_lines
 from gpulab.audits.count_sketch import WITH_FLOAT64, distance
-from gpulab.audits.findings import KINDS, Finding, described, in_module
-from gpulab.audits.judgement import Judge
+from gpulab.audits.findings import KINDS, Finding, described, in_module, named
+from gpulab.audits.judgement import judge
 from gpulab.audits.steps import check_step
 from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace, record
@@ -43,7 +43,6 @@ class Audit(report.Report):
         findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
         pairs: Each operation as it is in `a` and in `b`, where it is, with the same one in float64.
         confirmed: With `confirm`, what was left of the difference when the lines that were found were put right.
-        first_nan: For each trace the operation that made the first NaN, or None.
 
     Examples:
         >>> import torch
@@ -57,9 +56,9 @@ class Audit(report.Report):
     def __init__(self, a: Trace, b: Trace) -> None:
         self.a, self.b = a, b
         comparison = self.comparison = Comparison(a, b)
-        self.judge = Judge(comparison)
+        self.judgement = judge(comparison)
         self.confirmed: list[Confirmation] = []
-        self.pairs, self.findings, self.first_nan = comparison.pairs, ranked(self.judge), comparison.first_nan
+        self.pairs, self.findings = comparison.pairs, ranked(self.judgement)
 
     @property
     def kind(self) -> str:
@@ -69,7 +68,7 @@ class Audit(report.Report):
     @property
     def faulty(self) -> bool:
         """Whether something is wrong that no correct device explains: mismatch, overwritten, or cause not found."""
-        return any(finding.kind in FAULTS and finding.explained_by is None for finding in self.findings)
+        return any(finding.kind in FAULTS for finding in self.findings)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -94,12 +93,12 @@ class Audit(report.Report):
 
         sizes = [size(pair.exact) for pair in self.pairs if pair.exact and not pair.exact.nans]
         zero = 2.0**-36 * float(np.median(sizes)) if sizes else 0.0  # what roundings leave of it
-        kinds = {id(finding.op): finding.kind for finding in reversed(self.findings)}
+        kinds = {finding.op: finding.kind for finding in reversed(self.findings)}
         rows = []
         for pair in self.pairs:
             op = pair.one
             row: dict[str, Any] = {"operation": op.name, "phase": op.phase, "module": op.module, "line": op.line}
-            of_both = [kinds[id(one)] for one in (pair.a, pair.b) if id(one) in kinds]
+            of_both = [kinds[one] for one in pair.operations if one in kinds]
             row["kind"] = min(of_both, key=KINDS.index, default="rounding")
             exact = pair.exact if pair.exact and size(pair.exact) > zero else None
             for side, trace, mine in (("a", self.a, pair.a), ("b", self.b, pair.b)):
@@ -144,7 +143,6 @@ class Audit(report.Report):
                 "of the difference": f"{f.share:.0%}" if f.share == f.share else "",
                 "module": f.module,
                 "under": f.setting,
-                "explained by": f"{f.explained_by.kind}: {f.explained_by.operation}" if f.explained_by else "",
             }
             for f in self.findings[:MOST_FINDINGS]
         )
@@ -189,14 +187,10 @@ class Audit(report.Report):
             text += " The step returned nothing and left no gradient: what it is for could not be compared."
         elif not any(pair.one.name in ("gradient", "updated") for pair in self.pairs if pair.one.phase == RESULT):
             text += " It left no gradient and updated nothing: only what it returned was compared."
-        nans = [(trace, op) for trace, op in zip((self.a, self.b), self.first_nan, strict=True) if op is not None]
-        if len(nans) == 1:
-            ((trace, op),) = nans
-            where = f" in {op.module}" if op.module else ""
-            text += f" Under {trace.title} alone the step makes NaN, first in {op.name} ({op.phase}){where}."
-        elif len(self.judge.not_finite) == 1:
-            ((side, origin),) = self.judge.not_finite.items()
-            text += f" Under {(self.a, self.b)[side].title} alone {origin.what} reaches {described(origin.results[0])}."
+        if len(self.judgement.not_finite) == 1:
+            ((side, origin),) = self.judgement.not_finite.items()
+            title, first = (self.a, self.b)[side].title, origin.results[0]
+            text += f" Under {title} alone {origin.what} reaches {described(first)}, first in {named(origin.op)}."
         return text
 
     def _identical(self) -> bool:
@@ -206,26 +200,12 @@ class Audit(report.Report):
     def _groups(self) -> list[str]:
         """The findings as text, those of one kind and line together; what explains most of the results comes first."""
         groups: dict[tuple[str, ...], list[Finding]] = {}
-        of_group: dict[int, tuple[str, ...]] = {}
-        consequences: dict[tuple[str, ...], list[Finding]] = {}
         for finding in self.findings:
-            key: tuple[str, ...]
-            if finding.explained_by is None:
-                key = (finding.kind, finding.setting, finding.place, finding.advice)
-                groups.setdefault(key, []).append(finding)
-            else:
-                key = of_group[id(finding.explained_by)]
-                consequences.setdefault(key, []).append(finding)
-            of_group[id(finding)] = key
-        texts = []
-        for key, (first, *alike) in groups.items():
-            text = str(first)
-            if alike:
-                text += f"\n      and so in this line: {_listed(alike)}"
-            for kind in dict.fromkeys(finding.kind for finding in consequences.get(key, [])):
-                explained = [finding for finding in consequences[key] if finding.kind == kind]
-                text += f"\n      explains: {kind}: {_listed(explained)}\n        {explained[0].detail}"
-            texts.append(text)
+            groups.setdefault((finding.kind, finding.setting, finding.place, finding.advice), []).append(finding)
+        texts = [
+            f"{first}\n      and so in this line: {_listed(alike)}" if alike else str(first)
+            for first, *alike in groups.values()
+        ]
         return _at_most(MOST_GROUPS, texts, "more lines")
 
     def _alone(self) -> list[str]:
@@ -327,8 +307,8 @@ def audit(
     trace = record(step, a, on=on, progress=progress)
     report = Audit(*_named_apart(trace, record(step, b, reference=trace, on=on, progress=progress)))
     if confirm:
-        report.confirmed = confirm_lines(step, report.judge, report.findings, progress)
-        report.findings = ranked(report.judge, {one.line: one.share for one in report.confirmed})
+        report.confirmed = confirm_lines(step, report.judgement, report.findings, progress)
+        report.findings = ranked(report.judgement, {one.line: one.share for one in report.confirmed})
     return report
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,6 @@ from gpulab.audits.tolerances import (
     OF_DATA,
     ROUNDOFF,
     SAME_BITS,
-    SAME_INPUTS,
     SAME_STEP,
     SAME_VALUE,
     SHORT,
@@ -27,26 +26,16 @@ from gpulab.audits.tolerances import (
 )
 from gpulab.audits.trace_files import TENSOR
 from gpulab.audits.tracer import RESULT, Operation
-from gpulab.audits.traces import TWINS, Trace, aligned
+from gpulab.audits.traces import Trace, aligned, call_of
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
 # Arguments that say how to compute, where to put it or for whom, and not what.
-HOW = {
-    "allow_tf32",
-    "benchmark",
-    "compute_log_sumexp",
-    "cudnn_enabled",
-    "deterministic",
-    "generator",
-    "grad_input_mask",
-    "half_to_float",
-    "memory_format",
-    "non_blocking",
-    "output_mask",
-    "pin_memory",
-    "return_debug_mask",
-}
+_HOW = """
+    allow_tf32 benchmark compute_log_sumexp cudnn_enabled deterministic generator grad_input_mask half_to_float
+    memory_format non_blocking output_mask pin_memory return_debug_mask
+"""
+HOW = frozenset(_HOW.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 
@@ -63,52 +52,106 @@ class Pair:
         """Either of the two, for what they have in common."""
         return self.a or self.b  # type: ignore[return-value]
 
+    @property
+    def operations(self) -> list[Operation]:
+        """Those of the two that ran."""
+        return [op for op in (self.a, self.b) if op is not None]
+
 
 @dataclass(frozen=True)
 class Stretch:
-    """The operations of one setting alone that lead to two values, the nearest first.
+    """What ran under one setting alone and led to two values: `alone`, the operations of each, the nearest first.
 
-    `before` holds the operations of both that these began with: the first's, the number of its output that was used,
-    and how far the two made that apart.
+    `before` are the operations of both settings that these began with: the pair, and which output of it was used.
     """
 
-    alone_a: list[Operation]
-    alone_b: list[Operation]
-    before: list[tuple[Operation, int, float]]
+    alone: tuple[list[Operation], list[Operation]]
+    before: list[tuple[Operation, Operation, int]]
 
 
+@dataclass(frozen=True, eq=False)
 class Comparison:
-    """Two traces of one step: their operations in `pairs`, who made which value, and how far values are apart.
+    """Two traces of one step: their operations in `pairs`, who made which value, and how far values are apart."""
 
-    `first_nan` holds for each trace the operation that made the step's first NaN, or None; `nan_causes` by the
-    operation that had lost precision before it, the one in which that became NaN.
-    """
-
-    def __init__(self, a: Trace, b: Trace) -> None:
-        self.a, self.b = a, b
-        self.pairs = list(_paired(a, b))
-        self.trace_of = {id(op): trace for trace in (a, b) for op in trace.operations}
-        self.position = {id(op): position for trace in (a, b) for position, op in enumerate(trace.operations)}
-        self.matched = [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
-        self.partners = {id(op): pair for pair in self.matched for op in pair}
-        self.makers = _makers(a), _makers(b)
-        self.sources = _makers(a, passed_on=True), _makers(b, passed_on=True)
-        self.calls = Counter(map(_call, a.operations)), Counter(map(_call, b.operations))
-        # Where the step makes other values each time, or computed with wrong memory, they may differ.
-        unsteady = any(_makes_other_values(op) for trace in (a, b) for op in trace.operations)
-        self.values_may_differ = bool(a.overwritten or b.overwritten or unsteady)
-        births = [_first_nan(trace, makers) for trace, makers in zip((a, b), self.makers, strict=True)]
-        self.first_nan = [born for born, _ in births]
-        self.nan_causes = {id(cause): born for born, cause in births if cause is not None and born is not None}
+    a: Trace
+    b: Trace
 
     @cached_property
-    def short_setting(self) -> bool:
-        """Whether one of the settings asks for a short number format."""
+    def pairs(self) -> list[Pair]:
+        """Operations of the two that stand for each other, each with the one in float64."""
+        exact = {
+            op: twin
+            for trace in (self.a, self.b)
+            for op, twin in aligned(trace.operations, self.a.reference)
+            if op and twin and op.shape == twin.shape
+        }
+        pairs = []
+        for a, b in aligned(self.a.operations, self.b.operations):
+            apart = a and b and self.in_doubt(a) and (a.shape != b.shape or self._rearrange_other_values(a, b))
+            halves = [(a, None), (None, b)] if apart else [(a, b)]
+            pairs += [Pair(x, y, exact.get(x or y) or exact.get(y or x)) for x, y in halves]  # type: ignore[arg-type]
+        return pairs
+
+    @cached_property
+    def matched(self) -> list[tuple[Operation, Operation]]:
+        """The operations that ran under both settings, in order."""
+        return [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
+
+    @cached_property
+    def partners(self) -> dict[Operation, tuple[Operation, Operation]]:
+        """The pair that a matched operation belongs to."""
+        return {op: pair for pair in self.matched for op in pair}
+
+    @cached_property
+    def position(self) -> dict[Operation, int]:
+        """The place of each operation in its trace."""
+        return {op: place for trace in (self.a, self.b) for place, op in enumerate(trace.operations)}
+
+    @cached_property
+    def sources(self) -> tuple[dict[str, list[Operation]], dict[str, list[Operation]]]:
+        """For each trace, the operations that a value came out of, in order."""
+        sources: tuple[dict[str, list[Operation]], dict[str, list[Operation]]] = {}, {}
+        for trace, of_value in zip((self.a, self.b), sources, strict=True):
+            for op in trace.operations:
+                for value in (*op.outputs, *op.changed):
+                    if op.phase != RESULT:
+                        of_value.setdefault(value, []).append(op)
+        return sources
+
+    @cached_property
+    def values_may_differ(self) -> bool:
+        """Whether other values say nothing: the step makes others each time, or computed with wrong memory."""
+        unsteady = (_makes_other_values(op) for trace in (self.a, self.b) for op in trace.operations)
+        return bool(self.a.overwritten or self.b.overwritten) or any(unsteady)
+
+    @cached_property
+    def _calls(self) -> list[Counter[tuple[str, str, str]]]:
+        return [Counter(map(call_of, trace.operations)) for trace in (self.a, self.b)]
+
+    @cached_property
+    def _short_setting(self) -> bool:
         return any(Setting.parse(trace.setting).precision in SHORT for trace in (self.a, self.b))
+
+    def trace_of(self, op: Operation) -> Trace:
+        """The trace that an operation belongs to."""
+        place = self.position[op]
+        return self.a if place < len(self.a.operations) and self.a.operations[place] is op else self.b
 
     def other_trace(self, op: Operation) -> Trace:
         """The trace that an operation is not of."""
-        return self.b if self.trace_of[id(op)] is self.a else self.a
+        return self.b if self.trace_of(op) is self.a else self.a
+
+    def in_doubt(self, op: Operation) -> bool:
+        """Whether its module called it more often under one setting: which call stands for which is a guess."""
+        return self._calls[0][call_of(op)] != self._calls[1][call_of(op)]
+
+    def _rearrange_other_values(self, a: Operation, b: Operation) -> bool:
+        """Whether two operations compute nothing, as views, and were given what no rounding makes of each other."""
+        if a.bound is not None or b.bound is not None or a.random or b.random:
+            return False
+        return any(not gap <= UNEXPLAINED for gap in self.gaps(a.inputs, b.inputs))
+
+    # --- how far values are apart ---------------------------------------------------------------------------
 
     def gap(self, value_a: str, value_b: str) -> float:
         """How far two values are apart, relative to the first; to the second where the first is nothing."""
@@ -126,86 +169,60 @@ class Comparison:
         gaps = self.gaps(a.outputs, b.outputs)
         return gaps[:1] if a.name != b.name else gaps
 
-    def input_gap(self, a: Operation, b: Operation) -> float:
-        """How far apart the inputs of two are at most."""
-        return max(map(or_infinite, self.gaps(a.inputs, b.inputs)), default=0.0)
-
     def same_bits(self, a: Operation, b: Operation) -> bool:
         """Whether two made the same; large tensors of two devices are known by their sketches."""
         return all(gap < SAME_BITS for gap in self.gaps(a.outputs, b.outputs))
 
-    def same_results(self, a: Operation, b: Operation) -> bool:
-        """Whether two made the same of the same, but for rounding; of other inputs, whether they compute nothing."""
-        if a.random or b.random:
-            return self.same_bits(a, b)
-        of_inputs = self.input_gap(a, b)
-        computes = a.bound is not None and b.bound is not None
-        if of_inputs > SAME_INPUTS:
-            return not computes
-        results = self.gaps((*a.outputs, *a.changed), (*b.outputs, *b.changed))
-        apart = max(map(or_infinite, results[:1] if a.name != b.name else results))
-        if not computes:
-            return apart <= max(SAME_VALUE, 4 * of_inputs)
-        return apart <= self._by_rounding(a, b, of_inputs)
-
-    def _by_rounding(self, a: Operation, b: Operation, of_inputs: float) -> float:
-        """How far apart two right results may be, by the bounds of their kernels, of inputs that are so far apart."""
-        bounds, errors = (a.bound or 0.0) + (b.bound or 0.0), (a.error or 0.0) + (b.error or 0.0)
-        return bounds * max(1.0, of_inputs / ROUNDOFF) + errors
-
-    def tolerance(self, a: Operation, b: Operation, number: int) -> float:
+    def tolerance(self, a: Operation, b: Operation, number: int = 0) -> float:
         """How far two right values, the outputs of this number, may be apart, relative to the first."""
         least, unknown = (SHORT_SIZE, SHORT_SIZE) if self.is_short(a, b) else (8 * ROUNDOFF, UNEXPLAINED)
         if a.carried is None or b.carried is None or number >= min(len(a.carried), len(b.carried)):
-            before = largest([0.0, *self.gaps(a.inputs, b.inputs)])
-            return max(unknown, INHERITED * before)
+            return max(unknown, INHERITED * largest([0.0, *self.gaps(a.inputs, b.inputs)]))
         values = self.a.sketches[a.outputs[number]], self.b.sketches[b.outputs[number]]
         size = next((size for size in map(float, map(np.linalg.norm, values)) if size), math.inf)  # as `gap` has it
         return max(least, CARRIED * (a.carried[number] + b.carried[number]) / size)
 
+    def part(self, a: Operation, b: Operation) -> bool:
+        """Whether two made values that are further apart than the roundings of the step lead."""
+        gaps = enumerate(self.result_gaps(a, b))
+        return a.nans != b.nans or any(gap > self.tolerance(a, b, number) for number, gap in gaps)
+
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
-        return self.short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
+        return self._short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
 
-    def in_doubt(self, op: Operation) -> bool:
-        """Whether its module called it more often under one setting: which call stands for which is a guess."""
-        return self.calls[0][_call(op)] != self.calls[1][_call(op)]
+    # --- where values come from -----------------------------------------------------------------------------
 
     def maker(self, side: int, value: str) -> Operation | None:
-        """The operation that first made a value, if one did."""
-        return next(iter(self.makers[side].get(value, ())), None)
+        """The operation that first made a value, if one did; not one that passes on what it was given."""
+        return next((op for op in self.sources[side].get(value, ()) if value not in op.inputs), None)
 
     def common(self, x: str, y: str, user: Operation) -> tuple[Operation, Operation] | None:
-        """The pair of operations that made two values before they were used, if one did."""
-        made_b = {id(op) for op in self.sources[1].get(y, ())}
-        pairs = (
-            self.partners.get(id(op))
-            for op in self.sources[0].get(x, ())
-            if self.position[id(op)] < self.position[id(user)]
-        )
-        return next((pair for pair in pairs if pair and id(pair[1]) in made_b), None)
+        """The pair of operations that two values came out of before they were used, if there is one."""
+        from_b = set(self.sources[1].get(y, ()))
+        pairs = (self.partners.get(op) for op in self.sources[0].get(x, ()) if self.position[op] < self.position[user])
+        return next((pair for pair in pairs if pair and pair[1] in from_b), None)
 
     def stretch(self, x: str, y: str) -> Stretch:
         """What ran under one setting alone and led to two values that should be one."""
-        before: list[tuple[Operation, int, float]] = []
-        alone: list[list[Operation]] = []
-        for value, makers in zip((x, y), self.makers, strict=True):
-            of_this: dict[int, Operation] = {}
-            front = [value]
-            for name in front:  # which grows
-                op = next(iter(makers.get(name, ())), None)
-                if op is not None and id(op) in self.partners:
-                    a, b = self.partners[id(op)]
-                    gaps = self.gaps(a.outputs, b.outputs)
-                    used = [number for number, output in enumerate(op.outputs) if output == name and number < len(gaps)]
-                    number = used[0] if used else 0
-                    before.append((a, number, gaps[number]))
-                elif op is not None and id(op) not in of_this:
-                    of_this[id(op)] = op
+        stretch = Stretch(([], []), [])
+        for side, (first, alone) in enumerate(zip((x, y), stretch.alone, strict=True)):
+            front = [first]
+            for value in front:  # which grows
+                op = self.maker(side, value)
+                if op in self.partners:
+                    outputs = self.partners[op][side].outputs
+                    stretch.before.append((*self.partners[op], outputs.index(value) if value in outputs else 0))
+                elif op is not None and op not in alone:
+                    alone.append(op)
                     front += op.inputs
-            alone.append(list(of_this.values()))
-        alone_a, alone_b = alone
-        return Stretch(alone_a, alone_b, before)
+        return stretch
+
+    def gap_before(self, before: tuple[Operation, Operation, int]) -> float:
+        """How far apart the values are that a stretch began with."""
+        a, b, number = before
+        gaps = self.gaps(a.outputs, b.outputs)
+        return gaps[number if number < len(gaps) else 0]
 
 
 def _makes_other_values(op: Operation) -> bool:
@@ -220,18 +237,9 @@ def or_infinite(gap: float) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def _or_less(gap: float) -> float:
-    return -1.0 if math.isnan(gap) else gap
-
-
 def largest(gaps: list[float]) -> float:
     """The largest of some distances; NaN only where there is no other."""
-    return max(gaps, key=_or_less)
-
-
-class _Nothing:
-    def __repr__(self) -> str:
-        return "nothing"
+    return max(gaps, key=lambda gap: -1.0 if math.isnan(gap) else gap)
 
 
 def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
@@ -251,10 +259,8 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     kernels = a.name != b.name  # each of which may fill in what it was not given
     if names and not kernels:
         names |= a.arguments.keys() | b.arguments.keys()
-    common_arguments = {
-        name: (all_a.get(name, _Nothing()), all_b.get(name, _Nothing())) for name in sorted(names - HOW)
-    }
-    return {name: values for name, values in common_arguments.items() if not _agree(*values, kernels)}
+    common = {name: (all_a.get(name, "nothing"), all_b.get(name, "nothing")) for name in sorted(names - HOW)}
+    return {name: values for name, values in common.items() if not _agree(*values, kernels)}
 
 
 def _agree(a: Any, b: Any, kernels: bool) -> bool:
@@ -266,8 +272,7 @@ def _agree(a: Any, b: Any, kernels: bool) -> bool:
 
 def check_same_step(a: Trace, b: Trace) -> None:
     """Raise `DataError` for traces of steps that are not one and the same."""
-    pairs = aligned(a.reference, b.reference)
-    common = [(first, second) for first, second in pairs if first is not None and second is not None]
+    common = [(first, second) for first, second in aligned(a.reference, b.reference) if first and second]
     if 2 * len(common) < max(len(a.reference), len(b.reference)):
         raise DataError(
             f"the traces are of different steps: {len(common)} operations in common, of {len(a.reference)} and "
@@ -297,61 +302,3 @@ def check_same_step(a: Trace, b: Trace) -> None:
                 f"the traces are of different data or weights: {name} in {where} begins with values {apart:.1e} apart "
                 f"in float64; use the same seeds and files on both machines"
             )
-
-
-def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
-    """Operations of the two that stand for each other, each with the one in float64."""
-    calls_a, calls_b = (Counter(map(_call, ops)) for ops in (a.operations, b.operations))
-    exact: dict[int, Operation] = {}
-    for trace in (a, b):
-        for op, twin in aligned(trace.operations, a.reference):
-            if op and twin and op.shape == twin.shape:
-                exact[id(op)] = twin
-    for op_a, op_b in aligned(a.operations, b.operations):
-        # Where a module calls something more often under one setting, which call stands for which is a guess.
-        guessed = op_a is not None and calls_a[_call(op_a)] != calls_b[_call(op_a)]
-        if op_a and op_b and guessed and (op_a.shape != op_b.shape or _rearrange_other_values(a, op_a, b, op_b)):
-            yield Pair(op_a, None, exact.get(id(op_a)))
-            yield Pair(None, op_b, exact.get(id(op_b)))
-        else:
-            yield Pair(op_a, op_b, exact.get(id(op_a)) or exact.get(id(op_b)))
-
-
-def _rearrange_other_values(a: Trace, op_a: Operation, b: Trace, op_b: Operation) -> bool:
-    """Whether two operations compute nothing, as views, and were given what no rounding makes of each other."""
-    if op_a.bound is not None or op_b.bound is not None or op_a.random or op_b.random:
-        return False
-    values = zip(op_a.inputs, op_b.inputs, strict=False)
-    return any(x != y and not distance(b.sketches[y], a.sketches[x]) <= UNEXPLAINED for x, y in values)
-
-
-def _call(op: Operation) -> tuple[str, str, str]:
-    return op.phase, op.module, TWINS.get(op.name, op.name)
-
-
-def _makers(trace: Trace, passed_on: bool = False) -> dict[str, list[Operation]]:
-    """Which operations computed each value, in order; also those that passed on what they were given."""
-    makers: dict[str, list[Operation]] = {}
-    for op in trace.operations:
-        for value in (*op.outputs, *op.changed):
-            if op.phase != RESULT and (passed_on or value not in op.inputs):
-                makers.setdefault(value, []).append(op)
-    return makers
-
-
-def _first_nan(trace: Trace, makers: dict[str, list[Operation]]) -> tuple[Operation | None, Operation | None]:
-    """The operation that made the step's first NaN, and the nearest one before it that had lost precision.
-
-    The way back is along the values; a NaN in what was given to the step is nobody's.
-    """
-    bad = {value for op in trace.operations if op.nans for value in op.outputs}
-    born = next((op for op in trace.operations if op.nans and op.inputs and not bad & set(op.inputs)), None)
-    front = [] if born is None else [born]
-    visited = set(map(id, front))
-    for op in front:  # which grows
-        if op.format or op.dtype in SHORT:
-            return born, op
-        before = [makers[value][0] for value in op.inputs if value in makers]
-        front += {id(maker): maker for maker in before if id(maker) not in visited}.values()
-        visited |= set(map(id, before))
-    return born, None

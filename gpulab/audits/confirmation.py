@@ -14,7 +14,7 @@ from gpulab.audits.attribution import operations_of
 from gpulab.audits.comparison import Comparison
 from gpulab.audits.count_sketch import mapped, rounds, tensors
 from gpulab.audits.findings import Finding
-from gpulab.audits.judgement import Judge
+from gpulab.audits.judgement import Judgement
 from gpulab.audits.tracer import RESULT, Call
 from gpulab.audits.traces import Trace, perform
 from gpulab.audits.twins import in_float64, outcome
@@ -56,7 +56,7 @@ class Confirmation:
 
 
 def confirm(
-    step: Callable[..., Any], judge: Judge, findings: Iterable[Finding], progress: bool = True
+    step: Callable[..., Any], judgement: Judgement, findings: Iterable[Finding], progress: bool = True
 ) -> list[Confirmation]:
     """Put the lines of the findings right, each alone and then all together; what explains most comes first.
 
@@ -65,7 +65,7 @@ def confirm(
     """
     from gpulab.progress import Progress
 
-    a, b = judge.a, judge.b
+    a, b = judgement.comparison.a, judgement.comparison.b
     groups: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.op is not None and finding.kind not in ("rounding", "overwritten"):
@@ -76,7 +76,7 @@ def confirm(
     before = _differences(a, b)
     confirmations = []
     for line, group in Progress(lines, unit="line", leave=False, disable=not progress):
-        exact, instead = _exact(judge, group), _instead(judge, group)
+        exact, instead = _exact(judgement, group), _instead(judgement, group)
         after = _differences(_again(step, a, exact[0], {}), _again(step, b, exact[1], _values(step, a, instead)))
         count = len(exact[0] | exact[1]) + len(instead)
         how = " and ".join(
@@ -111,41 +111,41 @@ def _differences(a: Trace, b: Trace) -> tuple[float, float]:
     return apart(losses), apart(gradients)
 
 
-def _exact(judge: Judge, group: Iterable[Finding]) -> tuple[set[int], set[int]]:
+def _exact(judgement: Judgement, group: Iterable[Finding]) -> tuple[set[int], set[int]]:
     """The places under both settings of operations that are wrong by themselves."""
-    comparison = judge.comparison
+    comparison = judgement.comparison
     positions: tuple[set[int], set[int]] = set(), set()
     for finding in group:
         assert finding.op is not None
-        if id(finding.op) in judge.wrong_alone and not finding.op.random:
+        if finding.op in judgement.wrong_alone and not finding.op.random:
             for op in operations_of(finding, comparison):
-                positions[comparison.trace_of[id(op)] is comparison.b].add(comparison.position[id(op)])
+                positions[comparison.trace_of(op) is comparison.b].add(comparison.position[op])
     return positions
 
 
-def _instead(judge: Judge, group: Iterable[Finding]) -> dict[tuple[int, int], tuple[int, int]]:
+def _instead(judgement: Judgement, group: Iterable[Finding]) -> dict[tuple[int, int], tuple[int, int]]:
     """For results of the second setting, by place and number, those of the first that stand for them."""
-    comparison = judge.comparison
+    comparison = judgement.comparison
     instead: dict[tuple[int, int], tuple[int, int]] = {}
     for finding in group:
         assert finding.op is not None
-        if id(finding.op) in judge.wrong_alone and not finding.op.random:
+        if finding.op in judgement.wrong_alone and not finding.op.random:
             continue
         if finding.instead:
             first_results = [_first_result(comparison, side, value) for side, value in enumerate(finding.instead)]
             if first_results[0] and first_results[1]:
                 instead[first_results[1]] = first_results[0]
-        elif pair := comparison.partners.get(id(finding.op)):
-            a, b = (comparison.position[id(op)] for op in pair)
+        elif pair := comparison.partners.get(finding.op):
+            a, b = (comparison.position[op] for op in pair)
             instead |= {(b, number): (a, number) for number in range(min(len(op.outputs) for op in pair))}
     return instead
 
 
 def _first_result(comparison: Comparison, side: int, value: str) -> tuple[int, int] | None:
     """The place and the number of the result that a value was first."""
-    for op in comparison.makers[side].get(value, ()):
+    for op in comparison.sources[side].get(value, ()):
         if value in op.outputs:
-            return comparison.position[id(op)], op.outputs.index(value)
+            return comparison.position[op], op.outputs.index(value)
     return None
 
 

@@ -96,7 +96,6 @@ DETAILS = {
     "rounding": "{count} operations within what rounding explains; this one comes nearest, {ratio:.2f} of it",
     "no twin": "no operation has a twin in float64",
     "overwritten": "what it needed had been overwritten since it was saved: {why}",
-    "becomes NaN": "; what follows from it becomes NaN in {name} ({phase}), at {line}",
 }
 
 
@@ -108,8 +107,7 @@ class Finding:
     rounding explains (NaN where it has no twin in float64), `detail` what was seen. `size` is how far the operation's
     result is off for this reason, relative to it (NaN where that is not known), and `share` how much of the
     difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
-    computed with wrong memory, or is missing, is not `bounded`: it could explain everything. `explained_by` is the
-    finding of which this one is a part or a consequence, or None.
+    computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
 
     `op` is the operation in its trace; `side_by_side` says whether it was found by comparing the two settings, each
     of which computes rightly what it is asked to; `instead` are two values, one of each setting, that should be one.
@@ -127,7 +125,6 @@ class Finding:
     size: float = math.nan
     share: float = math.nan
     bounded: bool = True
-    explained_by: Finding | None = field(default=None, repr=False, compare=False)
     op: Operation | None = field(default=None, repr=False, compare=False)
     side_by_side: bool = field(default=False, repr=False, compare=False)
     instead: tuple[str, str] | None = field(default=None, repr=False, compare=False)

@@ -40,7 +40,7 @@ PARTLY_WRITTEN = {"_ctc_loss"}
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
 
 
-@dataclass
+@dataclass(eq=False)
 class Operation:
     """What one operation did.
 

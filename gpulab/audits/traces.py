@@ -397,16 +397,14 @@ def _carried(
     return carried
 
 
+def call_of(op: Operation) -> tuple[str, str, str]:
+    """What operations are aligned by: phase, module and name, kernels of `TWINS` being one."""
+    return op.phase, op.module, TWINS.get(op.name, op.name)
+
+
 def aligned(first: list[Operation], second: list[Operation]) -> list[tuple[Operation | None, Operation | None]]:
-    """Operations that stand for each other, in order, and None beside one that only one of the two ran.
-
-    Phase, module and name must agree, kernels of `TWINS` being one.
-    """
-
-    def keys(operations: list[Operation]) -> list[tuple[str, str, str]]:
-        return [(op.phase, op.module, TWINS.get(op.name, op.name)) for op in operations]
-
-    keys_of_both = keys(first), keys(second)
+    """Operations that stand for each other, in order, and None beside one that only one of the two ran."""
+    keys_of_both = list(map(call_of, first)), list(map(call_of, second))
     if keys_of_both[0] == keys_of_both[1]:
         return list(zip(first, second, strict=True))
     pairs: list[tuple[Operation | None, Operation | None]] = []
