@@ -22,8 +22,8 @@ import numpy as np
 from gpulab.audits.comparison import Comparison, or_infinite
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import Judgement
+from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.tolerances import EXPLAINED, INHERITED, LITTLE, UNEXPLAINED
-from gpulab.audits.tracer import RESULT, Operation
 
 Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
 
@@ -217,7 +217,8 @@ def _tier(judgement: Judgement, finding: Finding, parted: bool) -> int:
     """Where a finding stands before shares are compared; the smallest number comes first.
 
     First comes what was wrong before another operation made NaN or infinity of it, and then these. Then wrong memory,
-    which may explain everything. Then what has no bound, and a mismatch that explains most of the difference. Among
+    which may explain everything. Then what made a NaN of one setting alone possible, what has no bound, and a mismatch
+    that explains most of the difference. Among
     reduced precision a cast, and a product of factors that were rounded before, come after what they are parts of.
     What does not repeat itself, and makes next to nothing of the difference, comes after the rounding that makes it;
     so does another valid answer, unless some result has `parted` by more than roundings lead.
@@ -230,6 +231,8 @@ def _tier(judgement: Judgement, finding: Finding, parted: bool) -> int:
         return -1
     if finding.kind == "overwritten":
         return 0
+    if op is not None and op is judgement.lost_precision:
+        return 1
     if not finding.bounded or (finding.kind == "mismatch" and finding.share >= EXPLAINED):
         return 1
     if finding.kind == "reduced precision" and op and (op.name == "_to_copy" or op.rounded_before):

@@ -21,8 +21,8 @@ from gpulab.audits.confirmation import confirm as confirm_lines
 from gpulab.audits.count_sketch import WITH_FLOAT64, distance
 from gpulab.audits.findings import KINDS, Finding, described, in_module, named
 from gpulab.audits.judgement import judge
+from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.steps import check_step
-from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace, record
 from gpulab.errors import UsageError
 from gpulab.settings import Setting

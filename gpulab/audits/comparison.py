@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpulab.audits.count_sketch import distance
+from gpulab.audits.operations import RESULT, TENSOR, Operation
 from gpulab.audits.tolerances import (
     CARRIED,
     INHERITED,
@@ -24,8 +25,6 @@ from gpulab.audits.tolerances import (
     SHORT_SIZE,
     UNEXPLAINED,
 )
-from gpulab.audits.trace_files import TENSOR
-from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace, aligned, call_of
 from gpulab.errors import DataError
 from gpulab.settings import Setting
@@ -36,6 +35,7 @@ _HOW = """
     memory_format non_blocking output_mask pin_memory return_debug_mask
 """
 HOW = frozenset(_HOW.split())
+NOTHING = type("Nothing", (), {"__repr__": lambda _: "nothing"})()  # which an argument is that was not given
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 
@@ -259,7 +259,7 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     kernels = a.name != b.name  # each of which may fill in what it was not given
     if names and not kernels:
         names |= a.arguments.keys() | b.arguments.keys()
-    common = {name: (all_a.get(name, "nothing"), all_b.get(name, "nothing")) for name in sorted(names - HOW)}
+    common = {name: (all_a.get(name, NOTHING), all_b.get(name, NOTHING)) for name in sorted(names - HOW)}
     return {name: values for name, values in common.items() if not _agree(*values, kernels)}
 
 

@@ -15,7 +15,7 @@ from gpulab.audits.comparison import Comparison
 from gpulab.audits.count_sketch import mapped, rounds, tensors
 from gpulab.audits.findings import Finding
 from gpulab.audits.judgement import Judgement
-from gpulab.audits.tracer import RESULT, Call
+from gpulab.audits.operations import RESULT, Call
 from gpulab.audits.traces import Trace, perform
 from gpulab.audits.twins import in_float64, outcome
 from gpulab.settings import Setting

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import FLUSHED
 from gpulab.audits.tolerances import SHORT
-from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace
 from gpulab.settings import Setting
 
@@ -95,6 +95,7 @@ DETAILS = {
     ),
     "rounding": "{count} operations within what rounding explains; this one comes nearest, {ratio:.2f} of it",
     "no twin": "no operation has a twin in float64",
+    "becomes NaN": "; what follows from it becomes NaN in {name} ({phase}), at {line}",
     "overwritten": "what it needed had been overwritten since it was saved: {why}",
 }
 

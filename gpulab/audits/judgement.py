@@ -20,11 +20,13 @@ from gpulab.audits.findings import (
     place_of,
 )
 from gpulab.audits.not_finite import NotFinite, find_not_finite, is_infinite
+from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
 from gpulab.audits.tolerances import (
     CARRIED,
     DECIDES,
     INHERITED,
+    ROUNDOFF,
     SAME_INPUTS,
     SAME_VALUE,
     SHORT,
@@ -32,7 +34,6 @@ from gpulab.audits.tolerances import (
     TF32_SIZE,
     UNEXPLAINED,
 )
-from gpulab.audits.tracer import RESULT, Operation
 from gpulab.audits.traces import Trace
 from gpulab.settings import Setting
 
@@ -49,6 +50,7 @@ class Judgement:
         drew_otherwise: Those that are known to draw other numbers.
         blamed: Those that were blamed for what they make, which may have many users.
         parted: The operations whose results part between the settings, and whether it is known why.
+        lost_precision: The operation after which precision was lost, and NaN made of that under one setting alone.
         unexplained: The results that are furthest apart though nothing says why, if there are such.
     """
 
@@ -60,6 +62,7 @@ class Judgement:
     blamed: set[Operation] = field(default_factory=set)
     parted: dict[Operation, bool] = field(default_factory=dict)
     unexplained: tuple[Operation, Operation] | None = None
+    lost_precision: Operation | None = None
 
 
 def judge(comparison: Comparison) -> Judgement:
@@ -73,6 +76,8 @@ def judge(comparison: Comparison) -> Judgement:
     for pair in comparison.pairs:
         judgement.findings += _judge_pair(judgement, pair)
     judgement.findings += [*_cause_not_found(judgement), _rounding(comparison)]
+    if len(judgement.not_finite) == 1:
+        _explain_nan(judgement, *next(iter(judgement.not_finite.items())))
     return judgement
 
 
@@ -140,6 +145,24 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
     return _finding(comparison, "not finite", origin.op, detail)
 
 
+def _explain_nan(judgement: Judgement, side: int, origin: NotFinite) -> None:
+    """Say of the nearest operation before a NaN of one setting alone that lost precision what follows from it."""
+    front = [origin.op]
+    for op in front:  # which grows
+        if op.format or op.dtype in SHORT:
+            break
+        makers = [judgement.comparison.maker(side, value) for value in op.inputs]
+        front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
+    else:
+        return
+    judgement.lost_precision = op
+    words = DETAILS["becomes NaN"].format(name=origin.op.name, phase=origin.op.phase, line=origin.op.line)
+    judgement.findings = [
+        replace(finding, detail=finding.detail + words) if finding.op is op else finding
+        for finding in judgement.findings
+    ]
+
+
 def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
     """Nondeterminism, reduced precision, or an error that rounding does not explain."""
     if op.anew:
@@ -200,22 +223,28 @@ def _other_arguments(judgement: Judgement, a: Operation, b: Operation) -> Iterat
         values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
     if not values:
         return
-    computes = a.bound is not None and b.bound is not None
-    from_same = max(map(or_infinite, comparison.gaps(a.inputs, b.inputs)), default=0.0) <= SAME_INPUTS
-    changed = largest([0.0, *comparison.gaps(a.changed, b.changed)])
-    if a.random or b.random:
-        same = comparison.same_bits(a, b)
-    elif from_same:
-        same = not comparison.part(a, b) and changed <= SAME_VALUE
-    else:
-        same = not computes
-    if same:
+    if _same_results(comparison, a, b):
         return
     listed_b, listed_a = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
     line = f", at {a.line}" if a.line != b.line else ""
     gap = largest([0.0, *comparison.result_gaps(a, b)])
     words = {"arguments": listed_b, "others": listed_a, "line": line}
     yield _between(comparison, "mismatch", b, gap, "other arguments", "other arguments", **words)
+
+
+def _same_results(comparison: Comparison, a: Operation, b: Operation) -> bool:
+    """Whether two made the same of the same, except for rounding; of other inputs, whether they compute nothing."""
+    if a.random or b.random:
+        return comparison.same_bits(a, b)
+    of_inputs = max(map(or_infinite, comparison.gaps(a.inputs, b.inputs)), default=0.0)
+    computes = a.bound is not None and b.bound is not None
+    if of_inputs > SAME_INPUTS:
+        return not computes
+    gaps = [*comparison.result_gaps(a, b), *comparison.gaps(a.changed, b.changed)]
+    if not computes:
+        return or_infinite(largest(gaps)) <= max(SAME_VALUE, 4 * of_inputs)
+    bounds, errors = (a.bound or 0.0) + (b.bound or 0.0), (a.error or 0.0) + (b.error or 0.0)
+    return or_infinite(largest(gaps)) <= bounds * max(1.0, of_inputs / ROUNDOFF) + errors
 
 
 def _side_by_side(judgement: Judgement, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:

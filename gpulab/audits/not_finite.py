@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpulab.audits.count_sketch import LARGEST, SKETCH
-from gpulab.audits.tracer import RESULT, Operation
+from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.traces import Trace
 
 NAN, INFINITY = "NaN", "infinity"

@@ -7,8 +7,8 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits import trace_files
+from gpulab.audits.operations import RESULT, Call, Operation, by_name
 from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
 from gpulab.audits.steps import PreparedStep, State
 from gpulab.audits.twins import outcome, writes
@@ -37,74 +37,6 @@ NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 # Operations that leave a part of what they return unwritten; what is found to do so is added.
 PARTLY_WRITTEN = {"_ctc_loss"}
-RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
-
-
-@dataclass(eq=False)
-class Operation:
-    """What one operation did.
-
-    `name` is torch's, without device or overload; `module` the path of the module that called it
-    (for the backward pass: that called what is differentiated); `line` the line of the user's code;
-    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
-    are those of the call by the names of torch's schema, as JSON has them (a tensor is "Tensor"), and
-    `defaults` stand for the others. `error` is its own error against float64 from the same inputs,
-    `bound` what rounding explains, both relative to the exact result; `format` the short number format
-    that a product was computed in. `steady` says whether the operation gave the same bits when it was
-    called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
-    says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
-    relative to the first, where they were not the same. `anew` says that it was given values that no operation
-    made and that were others when the step was done again. `carried` holds for each output how far all roundings
-    of the step up to there lead: the norm of the change when every operation of the step in float64 was moved at
-    random by as much.
-
-    In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
-    """
-
-    name: str
-    phase: str
-    module: str
-    line: str
-    inputs: list[str]
-    outputs: list[str]
-    shape: list[int]
-    dtype: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-    random: bool = False
-    repeats: bool | None = None
-    steady: bool = True
-    error: float | None = None
-    bound: float | None = None
-    format: str | None = None
-    rounded_before: bool = False
-    nans: bool = False
-    anew: bool = False
-    spread: float | None = None
-    carried: list[float] | None = None
-
-    @property
-    def values(self) -> list[str]:
-        """The names of all values that it met."""
-        return [*self.inputs, *self.outputs, *self.changed]
-
-    @property
-    def ratio(self) -> float | None:
-        """The error in units of what rounding explains."""
-        if self.error is None or self.bound is None:
-            return None
-        return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
-
-
-class Call(NamedTuple):
-    """A call of an operation: its place in the step, its `arguments` (placed and named) before it wrote to any."""
-
-    position: int
-    name: str
-    operation: Any
-    arguments: tuple[Sequence[Any], dict[str, Any]]
-    results: list[Tensor]
 
 
 class Tracer(UncompiledDispatchMode):
@@ -177,7 +109,7 @@ class Tracer(UncompiledDispatchMode):
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
         before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
-        arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
+        arguments, defaults = by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
         now, then = (

@@ -19,9 +19,10 @@ import torch
 
 from gpulab.audits import count_sketch as sk
 from gpulab.audits import trace_files
+from gpulab.audits.operations import RESULT, Call, Operation
 from gpulab.audits.rounding import ATTENTION, FACTORS, SAFETY
 from gpulab.audits.steps import PreparedStep, check_step, ready, refused, seeded
-from gpulab.audits.tracer import RESULT, Call, Operation, Tracer
+from gpulab.audits.tracer import Tracer
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.guards.guards import guard
 from gpulab.passports import passport
@@ -86,9 +87,8 @@ class Trace:
     def save(self, file: str | Path) -> Path:
         """Write the trace to one file (Parquet, compressed), whole or not at all."""
         names = ("setting", "label", "overwritten", "passport", "arithmetic", "notes")
-        rows = [vars(op) | {"reference": False} for op in self.operations]
-        rows += [vars(op) | {"reference": True} for op in self.reference]
-        trace_files.write(file, {name: getattr(self, name) for name in names}, rows, self.sketches)
+        notes = {name: getattr(self, name) for name in names}
+        trace_files.write(file, notes, (self.operations, self.reference), self.sketches)
         return Path(file)
 
     @classmethod
@@ -103,25 +103,12 @@ class Trace:
         Raises:
             DataError: naming the file, for one that is missing, cut short, damaged or foreign.
         """
-        notes, rows, sketches = trace_files.read(file, content, most)
-        by_reference: dict[bool, list[Operation]] = {False: [], True: []}
-        for row in rows:
-            by_reference[row.pop("reference")].append(Operation(**row))
+        notes, (operations, reference), sketches = trace_files.read(file, content, most)
         try:
-            trace = cls(operations=by_reference[False], reference=by_reference[True], sketches=sketches, **notes)
-            trace._check()
-        except (ValueError, TypeError, AttributeError, UsageError) as error:
-            raise DataError(f"{file}: a damaged trace: {error!r}") from None
-        return trace
-
-    def _check(self) -> None:
-        """Raise `TypeError` or `ValueError`, naming it, for what `record` never writes and the file's types allow."""
-        Setting.parse(self.setting)
-        for op in (*self.operations, *self.reference):
-            if not op.outputs:
-                raise ValueError(f"no outputs of {op.name!r}")
-            if not isinstance(op.arguments, dict) or not isinstance(op.defaults, dict):
-                raise TypeError(f"arguments of {op.name!r}: {op.arguments!r}, {op.defaults!r}")
+            Setting.parse(notes["setting"])
+        except UsageError as error:
+            raise DataError(f"{file}: a damaged trace: {error}") from None
+        return cls(operations=operations, reference=reference, sketches=sketches, **notes)
 
 
 def record(

@@ -102,7 +102,7 @@ def test_audit_says_which_setting_alone_makes_an_infinite_loss():
         return loss
 
     report = audited(step)
-    assert f"Under {B} alone infinity reaches the loss." in str(report)
+    assert f"Under {B} alone infinity reaches the loss, first in " in str(report)
     assert report.kind == "mismatch"
 
 

@@ -34,8 +34,10 @@ def file(tmp_path_factory):
 def test_a_trace_is_read_as_it_was_written(inputs, tmp_path):
     trace = recorded(tmp_path / "deep" / "one.trace", inputs)
     read = gl.audits.Trace.load(str(tmp_path / "deep" / "one.trace"))
-    assert {**vars(read), "sketches": None, "operations": None} == {**vars(trace), "sketches": None, "operations": None}
+    rest = dict.fromkeys(("sketches", "operations", "reference"))
+    assert {**vars(read), **rest} == {**vars(trace), **rest}
     assert repr(read.operations) == repr(trace.operations), "NaN and all"
+    assert repr(read.reference) == repr(trace.reference)
     assert read.sketches.keys() == trace.sketches.keys()
     for name, sketch in trace.sketches.items():
         np.testing.assert_array_equal(read.sketches[name], sketch)
@@ -100,16 +102,22 @@ def first(value):
     return lambda values: [value, *values[1:]]
 
 
+def other(**fields):
+    return lambda values: [json.dumps(json.loads(values[0]) | fields), *values[1:]]
+
+
 NOTES = [{"format": 2}, {"setting": "gpu"}, {"more": 1}, {"arithmetic": 3}, {"overwritten": [{"operation": "x"}]}]
 NOTES += [json.dumps({"setting": "cpu"}), "[1, 2]", "{", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"]
 DAMAGED = {
     **{f"notes {str(notes)[:24]}": {"notes": notes} for notes in NOTES},
     "no seal": {"notes": {"seal": "none"}},
-    "a column too few": {"name": lambda values: None},  # noqa: ARG005
-    "an error in words": {"error": lambda values: pa.array(["small"] * len(values))},
-    "a value without a sketch": {"inputs": first(["another", "one more"])},
+    "a column too few": {"sketches": lambda values: None},  # noqa: ARG005
+    "another type": {"sketches": lambda values: pa.array(["yes"] * len(values))},
+    "a value without a sketch": {"operation": other(inputs=["another", "one more"])},
+    "an error in words": {"operation": other(error="small")},
     "a sketch too many": {"sketches": first([[1.0]] * 9)},
-    **{f"arguments {text[:9]}": {"arguments": first(text)} for text in ("(Tensor, 1)", "[1]", "[" * 100_000)},
+    **{f"arguments {value}": {"operation": other(arguments=value)} for value in ("(Tensor, 1)", [1])},
+    **{f"operation {text[:9]}": {"operation": first(text)} for text in ("{", "1", "[" * 100_000)},
 }
 
 

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import gpulab as gl
 from gpulab.audits.comparison import differing
 from gpulab.audits.count_sketch import BLOCK, factors, sketch
+from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.steps import find_step
-from gpulab.audits.tracer import RESULT, Operation, _is_random
+from gpulab.audits.tracer import _is_random
 from gpulab.audits.traces import aligned
 
 
