@@ -12,8 +12,8 @@ from gpulab import stats as stats
 from gpulab import store as store
 from gpulab import training as training
 from gpulab.audits.audits import audit as audit
+from gpulab.audits.recording import record as record
 from gpulab.audits.steps import Step as Step
-from gpulab.audits.traces import record as record
 from gpulab.data.datasets import load as load
 from gpulab.device.rooflines import roofline as roofline
 from gpulab.errors import DataError as DataError

@@ -364,13 +364,13 @@ def record(
     output: Annotated[Path | None, option("the trace file", "NAME-SETTING.trace")] = None,
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
-    from gpulab.audits import steps, traces
+    from gpulab.audits import recording, steps
 
     if trace_file and output:
         raise UsageError(f"the trace file is given twice: {trace_file}, and --output {output}")
     file = trace_file or output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
     files.check_writable(file)
-    trace = traces.record(steps.find_step(step), setting, file)
+    trace = recording.record(steps.find_step(step), setting, file)
     say(f"{trace}\nkept in {file}")
 
 

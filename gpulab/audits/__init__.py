@@ -1,7 +1,8 @@
 """The audit: one training step under two settings, compared operation by operation, and explained."""
 
 from gpulab.audits.audits import Audit, audit
+from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
-from gpulab.audits.traces import Trace, record
+from gpulab.audits.traces import Trace
 
 __all__ = ["Audit", "Step", "Trace", "audit", "record"]

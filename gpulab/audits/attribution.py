@@ -13,19 +13,23 @@ References:
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, or_infinite
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import Judgement
 from gpulab.audits.operations import RESULT, Operation
-from gpulab.audits.tolerances import EXPLAINED, INHERITED, LITTLE, UNEXPLAINED
 
 Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
+
+
+def _amounts() -> dict[Operation, dict[Values, float]]:
+    return defaultdict(lambda: defaultdict(float))
 
 
 @dataclass
@@ -41,7 +45,7 @@ class Kept:
     begins: set[Operation]
     own: dict[Operation, float] = field(default_factory=lambda: defaultdict(float))
     between: dict[Operation, float] = field(default_factory=lambda: defaultdict(float))
-    arrived: dict[Operation, Counter[Values]] = field(default_factory=lambda: defaultdict(Counter))
+    arrived: dict[Operation, dict[Values, float]] = field(default_factory=_amounts)
     total: float = 0.0
     lost: float = 0.0  # goes back to nothing that is known
 
@@ -118,7 +122,7 @@ def _pass_back(
     if kept.others & {a, b}:
         begins = a in kept.begins
         inherited = [g for pair, g in zip(inputs, gaps, strict=True) if begins or comparison.common(*pair, a)]
-        excess = max(0.0, 1 - own - _square(INHERITED * math.hypot(0.0, *inherited), apart))
+        excess = max(0.0, 1 - own - _square(tol.INHERITED * math.hypot(0.0, *inherited), apart))
         kept.between[a] += amount * excess
         kept.between[b] += amount * excess
         own += excess
@@ -138,7 +142,7 @@ def _arrive(comparison: Comparison, kept: Kept, values: Values, amount: float, u
     alone = [*stretch.alone[1], *stretch.alone[0]]
     before = [entry for entry in stretch.before if comparison.gap_before(entry)]
     sizes = [*map(_own, alone), *(or_infinite(comparison.gap_before(entry)) for entry in before)]
-    inherited = amount * _square(INHERITED * math.hypot(0.0, *sizes), or_infinite(comparison.gap(*values)))
+    inherited = amount * _square(tol.INHERITED * math.hypot(0.0, *sizes), or_infinite(comparison.gap(*values)))
     makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *alone)
     blamed = next((op for op in makers if op in kept.others), None)
     if blamed is not None:
@@ -189,7 +193,7 @@ def ranked(judgement: Judgement, confirmed: Mapping[str, float] | None = None) -
     if judgement.unexplained is not None:  # what is explained by other findings is no finding
         shares = attribute(comparison, findings, [judgement.unexplained])
         known = [share for f, share in zip(findings, shares, strict=True) if f.kind != "cause not found"]
-        if sum(share for share in known if not math.isnan(share)) >= EXPLAINED:
+        if sum(share for share in known if not math.isnan(share)) >= tol.EXPLAINED:
             findings = [finding for finding in findings if finding.kind != "cause not found"]
     shares = attribute(comparison, findings, results)
     findings = [replace(finding, share=share) for finding, share in zip(findings, shares, strict=True)]
@@ -197,7 +201,8 @@ def ranked(judgement: Judgement, confirmed: Mapping[str, float] | None = None) -
     for finding in findings:
         of_line[finding.kind, finding.place] += 0.0 if math.isnan(finding.share) else finding.share
     parted = any(
-        a in judgement.parted or any(or_infinite(gap) > UNEXPLAINED for gap in comparison.gaps(a.outputs, b.outputs))
+        a in judgement.parted
+        or any(or_infinite(gap) > tol.UNEXPLAINED for gap in comparison.gaps(a.outputs, b.outputs))
         for a, b in results
     )
 
@@ -233,13 +238,13 @@ def _tier(judgement: Judgement, finding: Finding, parted: bool) -> int:
         return 0
     if op is not None and op is judgement.lost_precision:
         return 1
-    if not finding.bounded or (finding.kind == "mismatch" and finding.share >= EXPLAINED):
+    if not finding.bounded or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED):
         return 1
     if finding.kind == "reduced precision" and op and (op.name == "_to_copy" or op.rounded_before):
         return 3 if op.name == "_to_copy" else 4
     if finding.kind == "rounding":
         return 5
-    negligible = finding.kind == "nondeterminism" and finding.share < LITTLE
+    negligible = finding.kind == "nondeterminism" and finding.share < tol.LITTLE
     return 6 if negligible or (finding.kind == "another valid answer" and not parted) else 2
 
 

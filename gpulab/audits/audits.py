@@ -22,8 +22,9 @@ from gpulab.audits.count_sketch import WITH_FLOAT64, distance
 from gpulab.audits.findings import KINDS, Finding, described, in_module, named
 from gpulab.audits.judgement import judge
 from gpulab.audits.operations import RESULT, Operation
+from gpulab.audits.recording import record
 from gpulab.audits.steps import check_step
-from gpulab.audits.traces import Trace, record
+from gpulab.audits.traces import Trace
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 

@@ -11,20 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import distance
 from gpulab.audits.operations import RESULT, TENSOR, Operation
-from gpulab.audits.tolerances import (
-    CARRIED,
-    INHERITED,
-    OF_DATA,
-    ROUNDOFF,
-    SAME_BITS,
-    SAME_STEP,
-    SAME_VALUE,
-    SHORT,
-    SHORT_SIZE,
-    UNEXPLAINED,
-)
 from gpulab.audits.traces import Trace, aligned, call_of
 from gpulab.errors import DataError
 from gpulab.settings import Setting
@@ -130,7 +119,7 @@ class Comparison:
 
     @cached_property
     def _short_setting(self) -> bool:
-        return any(Setting.parse(trace.setting).precision in SHORT for trace in (self.a, self.b))
+        return any(Setting.parse(trace.setting).precision in tol.SHORT for trace in (self.a, self.b))
 
     def trace_of(self, op: Operation) -> Trace:
         """The trace that an operation belongs to."""
@@ -149,7 +138,7 @@ class Comparison:
         """Whether two operations compute nothing, as views, and were given what no rounding makes of each other."""
         if a.bound is not None or b.bound is not None or a.random or b.random:
             return False
-        return any(not gap <= UNEXPLAINED for gap in self.gaps(a.inputs, b.inputs))
+        return any(not gap <= tol.UNEXPLAINED for gap in self.gaps(a.inputs, b.inputs))
 
     # --- how far values are apart ---------------------------------------------------------------------------
 
@@ -171,16 +160,18 @@ class Comparison:
 
     def same_bits(self, a: Operation, b: Operation) -> bool:
         """Whether two made the same; large tensors of two devices are known by their sketches."""
-        return all(gap < SAME_BITS for gap in self.gaps(a.outputs, b.outputs))
+        return all(gap < tol.SAME_BITS for gap in self.gaps(a.outputs, b.outputs))
 
     def tolerance(self, a: Operation, b: Operation, number: int = 0) -> float:
         """How far two right values, the outputs of this number, may be apart, relative to the first."""
-        least, unknown = (SHORT_SIZE, SHORT_SIZE) if self.is_short(a, b) else (8 * ROUNDOFF, UNEXPLAINED)
+        least, unknown = (
+            (tol.SHORT_SIZE, tol.SHORT_SIZE) if self.is_short(a, b) else (8 * tol.ROUNDOFF, tol.UNEXPLAINED)
+        )
         if a.carried is None or b.carried is None or number >= min(len(a.carried), len(b.carried)):
-            return max(unknown, INHERITED * largest([0.0, *self.gaps(a.inputs, b.inputs)]))
+            return max(unknown, tol.INHERITED * largest([0.0, *self.gaps(a.inputs, b.inputs)]))
         values = self.a.sketches[a.outputs[number]], self.b.sketches[b.outputs[number]]
         size = next((size for size in map(float, map(np.linalg.norm, values)) if size), math.inf)  # as `gap` has it
-        return max(least, CARRIED * (a.carried[number] + b.carried[number]) / size)
+        return max(least, tol.CARRIED * (a.carried[number] + b.carried[number]) / size)
 
     def part(self, a: Operation, b: Operation) -> bool:
         """Whether two made values that are further apart than the roundings of the step lead."""
@@ -189,7 +180,7 @@ class Comparison:
 
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
-        return self._short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
+        return self._short_setting or (a.dtype != b.dtype and (a.dtype in tol.SHORT or b.dtype in tol.SHORT))
 
     # --- where values come from -----------------------------------------------------------------------------
 
@@ -229,7 +220,7 @@ def _makes_other_values(op: Operation) -> bool:
     """Whether an operation does not repeat itself, by more than rounding explains."""
     if op.repeats is not False:
         return False
-    return op.anew or op.spread is None or op.spread > (op.bound or SAME_VALUE)
+    return op.anew or op.spread is None or op.spread > (op.bound or tol.SAME_VALUE)
 
 
 def or_infinite(gap: float) -> float:
@@ -267,7 +258,7 @@ def _agree(a: Any, b: Any, kernels: bool) -> bool:
     if repr(a) == repr(b) or TENSOR in repr((a, b)) or (kernels and None in (a, b)):
         return True
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
-    return numbers and math.isclose(a, b, rel_tol=OF_DATA)
+    return numbers and math.isclose(a, b, rel_tol=tol.OF_DATA)
 
 
 def check_same_step(a: Trace, b: Trace) -> None:
@@ -290,13 +281,13 @@ def check_same_step(a: Trace, b: Trace) -> None:
                 f"the other"
             )
         for argument, (value_a, value_b) in differing(first, second).items():
-            if distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > SAME_STEP:
+            if distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > tol.SAME_STEP:
                 raise DataError(
                     f"the traces are of different steps: even in float64, {name} in {where} is called with "
                     f"{argument}={value_a!r} in one and {argument}={value_b!r} in the other"
                 )
         gaps = [distance(b.sketches[y], a.sketches[x]) for x, y in zip(first.inputs, second.inputs, strict=False)]
-        apart = next((gap for gap in gaps if gap > SAME_STEP), None)
+        apart = next((gap for gap in gaps if gap > tol.SAME_STEP), None)
         if apart is not None:
             raise DataError(
                 f"the traces are of different data or weights: {name} in {where} begins with values {apart:.1e} apart "

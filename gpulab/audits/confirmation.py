@@ -16,7 +16,8 @@ from gpulab.audits.count_sketch import mapped, rounds, tensors
 from gpulab.audits.findings import Finding
 from gpulab.audits.judgement import Judgement
 from gpulab.audits.operations import RESULT, Call
-from gpulab.audits.traces import Trace, perform
+from gpulab.audits.recording import perform
+from gpulab.audits.traces import Trace
 from gpulab.audits.twins import in_float64, outcome
 from gpulab.settings import Setting
 

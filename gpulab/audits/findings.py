@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
+from gpulab.audits.comparison import Comparison
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import FLUSHED
 from gpulab.audits.tolerances import SHORT
@@ -154,6 +156,23 @@ class Finding:
             return ""
         share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
         return f"\n      {share} of the difference in the results goes back to it"
+
+
+def finding_of(comparison: Comparison, kind: str, op: Operation, detail: str, advice: str = "", **more: Any) -> Finding:
+    """A finding about an operation of one of two traces."""
+    ratio = math.nan if op.ratio is None else op.ratio
+    location = (op.name, op.phase, op.module, op.line)
+    title = comparison.trace_of(op).title
+    return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **more)
+
+
+def finding_between(
+    comparison: Comparison, kind: str, op: Operation, gap: float, about: str, advice: str = "", **words: Any
+) -> Finding:
+    """A finding that shows side by side: what is said `about` it, of an operation that is so far from its twin."""
+    detail = DETAILS[about].format(gap=gap, there=comparison.other_trace(op).title, **words)
+    text = ADVICE[advice or kind].format(place=place_of(op), setting=comparison.trace_of(op).title)
+    return finding_of(comparison, kind, op, detail, text, size=gap, side_by_side=True)
 
 
 def in_module(module: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, Pair, differing, largest, or_infinite
 from gpulab.audits.findings import (
     ADVICE,
@@ -15,25 +16,14 @@ from gpulab.audits.findings import (
     Finding,
     advice_on_precision,
     described,
+    finding_between,
+    finding_of,
     in_module,
     named,
-    place_of,
 )
 from gpulab.audits.not_finite import NotFinite, find_not_finite, is_infinite
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
-from gpulab.audits.tolerances import (
-    CARRIED,
-    DECIDES,
-    INHERITED,
-    ROUNDOFF,
-    SAME_INPUTS,
-    SAME_VALUE,
-    SHORT,
-    SHORT_SIZE,
-    TF32_SIZE,
-    UNEXPLAINED,
-)
 from gpulab.audits.traces import Trace
 from gpulab.settings import Setting
 
@@ -91,7 +81,7 @@ def _judge_pair(judgement: Judgement, pair: Pair) -> Iterator[Finding]:
         if pair.one.phase == RESULT:
             there = comparison.other_trace(pair.one).title
             detail, advice = DETAILS["missing"].format(there=there), ADVICE["missing"].format(setting=there)
-            yield _finding(comparison, "mismatch", pair.one, detail, advice, bounded=False)
+            yield finding_of(comparison, "mismatch", pair.one, detail, advice, bounded=False)
         return
     beside = list(_other_arguments(judgement, pair.a, pair.b))
     if not beside and all(finding.kind == "reduced precision" for finding in alone):
@@ -100,22 +90,6 @@ def _judge_pair(judgement: Judgement, pair: Pair) -> Iterator[Finding]:
     if comparison.part(pair.a, pair.b):
         known = bool(alone or beside) or comparison.values_may_differ or _inherits(judgement, pair.a, pair.b)
         judgement.parted |= dict.fromkeys(pair.operations, known)
-
-
-def _finding(comparison: Comparison, kind: str, op: Operation, detail: str, advice: str = "", **more: Any) -> Finding:
-    ratio = math.nan if op.ratio is None else op.ratio
-    location = (op.name, op.phase, op.module, op.line)
-    title = comparison.trace_of(op).title
-    return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **more)
-
-
-def _between(
-    comparison: Comparison, kind: str, op: Operation, gap: float, about: str, advice: str = "", **words: Any
-) -> Finding:
-    """A finding that shows side by side: what is said `about` it, of an operation that is so far from its twin."""
-    detail = DETAILS[about].format(gap=gap, there=comparison.other_trace(op).title, **words)
-    text = ADVICE[advice or kind].format(place=place_of(op), setting=comparison.trace_of(op).title)
-    return _finding(comparison, kind, op, detail, text, size=gap, side_by_side=True)
 
 
 # --- under either setting -----------------------------------------------------------------------------------
@@ -142,14 +116,14 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
     if origin.infinity is not None:
         words["of"] = DETAILS["of infinity"].format(maker=named(origin.infinity))
     detail = DETAILS["makes it" if origin.made else "is given it"].format(**words)
-    return _finding(comparison, "not finite", origin.op, detail)
+    return finding_of(comparison, "not finite", origin.op, detail)
 
 
 def _explain_nan(judgement: Judgement, side: int, origin: NotFinite) -> None:
     """Say of the nearest operation before a NaN of one setting alone that lost precision what follows from it."""
     front = [origin.op]
     for op in front:  # which grows
-        if op.format or op.dtype in SHORT:
+        if op.format or op.dtype in tol.SHORT:
             break
         makers = [judgement.comparison.maker(side, value) for value in op.inputs]
         front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
@@ -166,13 +140,13 @@ def _explain_nan(judgement: Judgement, side: int, origin: NotFinite) -> None:
 def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
     """Nondeterminism, reduced precision, or an error that rounding does not explain."""
     if op.anew:
-        yield _finding(comparison, "nondeterminism", op, DETAILS["anew"], ADVICE["anew"], side_by_side=True)
+        yield finding_of(comparison, "nondeterminism", op, DETAILS["anew"], ADVICE["anew"], side_by_side=True)
     elif op.repeats is False:
         detail = DETAILS["restless" if op.spread is None else "spread"].format(spread=op.spread)
-        yield _finding(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
+        yield finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
-    if op.format or (op.dtype in SHORT and op.inputs and op.error is not None):
+    if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
         about = "short type"
         if op.format == FLUSHED:
             about = "flushed"
@@ -180,10 +154,10 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
             about = "rounded before" if op.rounded_before or op.error is None else "rounded by kernel"
         detail = DETAILS[about].format(dtype=op.dtype, format=op.format, error=op.error)
         advice = advice_on_precision(op, comparison.trace_of(op))
-        yield _finding(comparison, "reduced precision", op, detail, advice, size=size)
+        yield finding_of(comparison, "reduced precision", op, detail, advice, size=size)
     elif op.ratio is not None and not op.ratio <= 1:
         times = "rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
-        yield _finding(comparison, "mismatch", op, DETAILS["wrong"].format(error=error, times=times), size=size)
+        yield finding_of(comparison, "mismatch", op, DETAILS["wrong"].format(error=error, times=times), size=size)
 
 
 def _rounding(comparison: Comparison) -> Finding:
@@ -193,7 +167,7 @@ def _rounding(comparison: Comparison) -> Finding:
     if not fine:
         return Finding("rounding", "", "", "", "", "", math.nan, DETAILS["no twin"], "")
     op = max(fine, key=attrgetter("ratio"))
-    return _finding(comparison, "rounding", op, DETAILS["rounding"].format(count=len(fine), ratio=op.ratio))
+    return finding_of(comparison, "rounding", op, DETAILS["rounding"].format(count=len(fine), ratio=op.ratio))
 
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
@@ -229,7 +203,7 @@ def _other_arguments(judgement: Judgement, a: Operation, b: Operation) -> Iterat
     line = f", at {a.line}" if a.line != b.line else ""
     gap = largest([0.0, *comparison.result_gaps(a, b)])
     words = {"arguments": listed_b, "others": listed_a, "line": line}
-    yield _between(comparison, "mismatch", b, gap, "other arguments", "other arguments", **words)
+    yield finding_between(comparison, "mismatch", b, gap, "other arguments", "other arguments", **words)
 
 
 def _same_results(comparison: Comparison, a: Operation, b: Operation) -> bool:
@@ -238,13 +212,13 @@ def _same_results(comparison: Comparison, a: Operation, b: Operation) -> bool:
         return comparison.same_bits(a, b)
     of_inputs = max(map(or_infinite, comparison.gaps(a.inputs, b.inputs)), default=0.0)
     computes = a.bound is not None and b.bound is not None
-    if of_inputs > SAME_INPUTS:
+    if of_inputs > tol.SAME_INPUTS:
         return not computes
     gaps = [*comparison.result_gaps(a, b), *comparison.gaps(a.changed, b.changed)]
     if not computes:
-        return or_infinite(largest(gaps)) <= max(SAME_VALUE, 4 * of_inputs)
+        return or_infinite(largest(gaps)) <= max(tol.SAME_VALUE, 4 * of_inputs)
     bounds, errors = (a.bound or 0.0) + (b.bound or 0.0), (a.error or 0.0) + (b.error or 0.0)
-    return or_infinite(largest(gaps)) <= bounds * max(1.0, of_inputs / ROUNDOFF) + errors
+    return or_infinite(largest(gaps)) <= bounds * max(1.0, of_inputs / tol.ROUNDOFF) + errors
 
 
 def _side_by_side(judgement: Judgement, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:
@@ -253,12 +227,12 @@ def _side_by_side(judgement: Judgement, a: Operation, b: Operation, rightly: boo
     if a.random or b.random:
         if not comparison.same_bits(a, b):
             gap = largest(comparison.result_gaps(a, b))
-            yield _between(comparison, "different random numbers", b, gap, "other draw")
+            yield finding_between(comparison, "different random numbers", b, gap, "other draw")
             judgement.drew_otherwise |= {a, b}
         return
     gaps = comparison.gaps(a.inputs, b.inputs)
     if a.name == b.name:  # kernels of other names take what they are given in another order
-        same = SHORT_SIZE if comparison.is_short(a, b) else SAME_VALUE
+        same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
         for x, y, gap in zip(a.inputs, b.inputs, map(or_infinite, gaps), strict=False):
             if gap > same and not comparison.common(x, y, a):
                 found = _other_origin(judgement, x, y, b, gap)
@@ -270,7 +244,7 @@ def _side_by_side(judgement: Judgement, a: Operation, b: Operation, rightly: boo
         return
     if a.ratio is None or b.ratio is None:
         yield from _without_a_twin(comparison, a, b, gaps)
-    elif largest_gap <= SAME_INPUTS and not (a.name in DECIDES and (largest_gap or a.name not in NOT_UNIQUE)):
+    elif largest_gap <= tol.SAME_INPUTS and not (a.name in tol.DECIDES and (largest_gap or a.name not in NOT_UNIQUE)):
         yield from _another_kernel(comparison, a, b)  # of what decides, roundings before it may tip the decision
 
 
@@ -285,14 +259,14 @@ def _other_origin(judgement: Judgement, x: str, y: str, user: Operation, gap: fl
     if by_both and not (maker_a and maker_b):
         if comparison.values_may_differ:
             return None
-        return [_between(comparison, "mismatch", user, gap, "other data")]
+        return [finding_between(comparison, "mismatch", user, gap, "other data")]
     if comparison.in_doubt(user):
         return None
     if by_both and maker_a and maker_b and not comparison.values_may_differ:
         if _cause_is_known(judgement, x, y, comparison.partners[user][0]):
             return []
         words = {"maker": described(maker_b), "other_maker": described(maker_a)}
-        return [_between(comparison, "mismatch", user, gap, "other wiring", "other wiring", **words)]
+        return [finding_between(comparison, "mismatch", user, gap, "other wiring", "other wiring", **words)]
     finding = _other_function(judgement, x, y, user, gap)
     if finding is None or finding.op is None:
         return None
@@ -310,15 +284,17 @@ def _other_function(judgement: Judgement, x: str, y: str, user: Operation, gap: 
     if random:  # then nobody can tell what else they did
         repeated = judgement.drew_otherwise.intersection(random)
         judgement.drew_otherwise |= set(random)
-        return None if repeated else _between(comparison, "different random numbers", random[0], gap, "other draw")
+        return (
+            None if repeated else finding_between(comparison, "different random numbers", random[0], gap, "other draw")
+        )
     begins = map(comparison.gap_before, stretch.before)
-    if gap <= INHERITED * largest([0.0, *begins, *(op.error or 0.0 for op in alone)]):
+    if gap <= tol.INHERITED * largest([0.0, *begins, *(op.error or 0.0 for op in alone)]):
         return None
     for of_one in reversed(stretch.alone):
         kernel = max((op for op in of_one if op.error is None), key=lambda op: len(op.inputs), default=None)
         if kernel and kernel.inputs and _tf32_explains(comparison, gap, kernel):
             return _as_by_tf32(comparison, kernel, gap, "as by TF32")
-    explained = math.inf if comparison.is_short(*comparison.partners[user]) else UNEXPLAINED
+    explained = math.inf if comparison.is_short(*comparison.partners[user]) else tol.UNEXPLAINED
     if gap <= explained or comparison.values_may_differ:
         return None
     # Two values that should be one come from different operations: blame the one that made it, not its user.
@@ -329,7 +305,7 @@ def _other_function(judgement: Judgement, x: str, y: str, user: Operation, gap: 
         "other_maker": named(other_maker) if other_maker else "data or weights",
         "user": user.name + in_module(user.module),
     }
-    finding = _between(comparison, "mismatch", blamed, gap, "other function", "other function", **words)
+    finding = finding_between(comparison, "mismatch", blamed, gap, "other function", "other function", **words)
     return replace(finding, instead=(x, y))
 
 
@@ -337,41 +313,41 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation) -> Itera
     """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
     for number, gap in enumerate(comparison.result_gaps(a, b)):
         tolerance = comparison.tolerance(a, b, number)
-        if a.name in NOT_UNIQUE and gap > UNEXPLAINED:
-            yield _between(comparison, "another valid answer", b, gap, "not unique")
+        if a.name in NOT_UNIQUE and gap > tol.UNEXPLAINED:
+            yield finding_between(comparison, "another valid answer", b, gap, "not unique")
             return
-        if gap > CARRIED * tolerance:
-            yield _between(comparison, "mismatch", b, gap, "other kernel", "other kernel", tolerance=tolerance)
+        if gap > tol.CARRIED * tolerance:
+            yield finding_between(comparison, "mismatch", b, gap, "other kernel", "other kernel", tolerance=tolerance)
             return
 
 
 def _without_a_twin(comparison: Comparison, a: Operation, b: Operation, of_inputs: list[float]) -> Iterator[Finding]:
     """For kernels without a twin in float64: do they make the same of nearly the same?"""
     finite = [gap for gap in of_inputs if not math.isnan(gap)]
-    if not finite or max(finite) > SAME_INPUTS:
+    if not finite or max(finite) > tol.SAME_INPUTS:
         return
     both = (comparison.a, a), (comparison.b, b)
     infinite = any(is_infinite(trace.sketches[value]) for trace, op in both for value in op.inputs)
-    if (a.name in DECIDES or infinite) and any(finite):
+    if (a.name in tol.DECIDES or infinite) and any(finite):
         return  # as a cast to whole numbers, where roundings before it decide
     gap = largest(comparison.result_gaps(a, b))
     for op in (a, b):
         if _tf32_explains(comparison, gap, op):
             yield _as_by_tf32(comparison, op, gap, "results as by TF32")
             return
-    if gap > UNEXPLAINED:
-        yield _between(comparison, "mismatch", b, gap, "other results")
+    if gap > tol.UNEXPLAINED:
+        yield finding_between(comparison, "mismatch", b, gap, "other results")
 
 
 def _as_by_tf32(comparison: Comparison, op: Operation, gap: float, about: str) -> Finding:
-    finding = _between(comparison, "reduced precision", op, gap, about, "rounding")
+    finding = finding_between(comparison, "reduced precision", op, gap, about, "rounding")
     return replace(finding, advice=advice_on_precision(op, comparison.trace_of(op)))
 
 
 def _tf32_explains(comparison: Comparison, apart: float, op: Operation) -> bool:
     """Whether two results are as far apart as TF32 makes them, and a GPU may use it."""
     trace = comparison.trace_of(op)
-    least, most = TF32_SIZE
+    least, most = tol.TF32_SIZE
     return Setting.parse(trace.setting).kind == "cuda" and "tf32" in trace.arithmetic.values() and least < apart < most
 
 
@@ -382,7 +358,7 @@ def _inherits(judgement: Judgement, a: Operation, b: Operation) -> bool:
     """Whether it is known why results part: a decision that rounding tips, or what came before and is known."""
     causes = [_cause_is_known(judgement, x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False)]
     parted = [known for known in causes if known is not None]
-    return all(parted) if parted else a.name in DECIDES | NOT_UNIQUE
+    return all(parted) if parted else a.name in tol.DECIDES | NOT_UNIQUE
 
 
 def _cause_is_known(judgement: Judgement, x: str, y: str, user: Operation) -> bool | None:
@@ -392,7 +368,7 @@ def _cause_is_known(judgement: Judgement, x: str, y: str, user: Operation) -> bo
         return None
     if common := comparison.common(x, y, user):
         return judgement.parted.get(common[0])
-    if comparison.gap(x, y) <= SAME_VALUE:
+    if comparison.gap(x, y) <= tol.SAME_VALUE:
         return None
     stretch = comparison.stretch(x, y)
     found = judgement.wrong_alone | judgement.blamed
@@ -414,10 +390,10 @@ def _cause_not_found(judgement: Judgement) -> Iterator[Finding]:
         return
     judgement.unexplained = a, b = results[gaps.index(max(gaps))]
     begins = comparison.matched.index(unknown[0])
-    words = {
+    words: dict[str, Any] = {
         "result": described(b),
         "more": f" (and {len(gaps) - 1} more results)" if len(gaps) > 1 else "",
         "tolerance": comparison.tolerance(a, b),
         "begin": " and ".join(described(op) for _, op in comparison.matched[max(0, begins - 1) : begins + 1]),
     }
-    yield _between(comparison, "cause not found", unknown[0][1], max(gaps), "no cause", **words)
+    yield finding_between(comparison, "cause not found", unknown[0][1], max(gaps), "no cause", **words)

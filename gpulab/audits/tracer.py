@@ -1,4 +1,4 @@
-"""One execution of a training step, watched below autograd: every operation, and what the step is for."""
+"""One execution of a training step, watched below autograd: every operation that it runs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as hooks
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.operations import RESULT, Call, Operation, by_name
+from gpulab.audits.operations import Call, Operation, by_name
 from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
-from gpulab.audits.steps import PreparedStep, State
+from gpulab.audits.step_results import StepResults
 from gpulab.audits.twins import outcome, writes
 from gpulab.guards.own_work import at_work
 from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode, is_composite
@@ -40,7 +37,7 @@ PARTLY_WRITTEN = {"_ctc_loss"}
 
 
 class Tracer(UncompiledDispatchMode):
-    """Notes every operation below autograd, forward and backward, and then the step's results.
+    """Notes every operation below autograd, forward and backward; `results` follows what the step is for.
 
     Args:
         sketches: of all values, by name; what is new is added.
@@ -50,7 +47,6 @@ class Tracer(UncompiledDispatchMode):
         change: is called with each `Call` before its results are noted, and may write to them; then inputs are
             not noted, and every value has a name of its own.
         unwritten: what new memory holds until it is written. A step that reads it gives other results with another.
-        restores: whether modules and optimizers that the step uses are put back afterwards, as they were.
     """
 
     def __init__(
@@ -65,20 +61,11 @@ class Tracer(UncompiledDispatchMode):
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
         self.results_only, self.change = results_only, change
-        self.fill, self.restores = unwritten, True
-        self.states: dict[int, State] = {}
+        self.fill = unwritten
+        self.results = StepResults(self._value)
         self.operations: list[Operation] = []
-        self.path: list[str] = []
-        self.names: dict[int, str] = {}
         self.callers = Callers()
-        self.roots: dict[int, tuple[nn.Module, dict[str, list[str]]]] = {}  # modules called first, and their buffers
-        self.leaves: dict[int, Tensor] = {}  # what a gradient is accumulated for
-        # Their content at first; `Module.to` leaves a leaf of another type or device, which is no update of it.
-        self.leaf_contents: dict[tuple[int, torch.dtype, torch.device], list[str]] = {}
-        self.gradients: dict[int, list[str]] = {}
-        self.handles: list[Any] = []
         self.unwritten: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # memory, and the version that it had
-        self.paused = False
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +73,7 @@ class Tracer(UncompiledDispatchMode):
         """Run an operation and note what it did."""
         kwargs = kwargs or {}
         name = operation._schema.name.partition("::")[2].rstrip("_")
-        if self.paused or name in SILENT or at_work():
+        if self.results.paused or name in SILENT or at_work():
             return operation(*args, **kwargs)
         if name.startswith(EMPTY):
             out = operation(*args, **kwargs)
@@ -98,13 +85,13 @@ class Tracer(UncompiledDispatchMode):
         if operation.is_view and self.unwritten and not self._written(args, args, blind=False):
             return operation(*args, **kwargs)  # a part of memory that nobody has written
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            self._find_leaves(args)
+            self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
         if self.results_only:
-            self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
+            self.results.find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
             return operation(*args, **kwargs)
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
@@ -116,7 +103,7 @@ class Tracer(UncompiledDispatchMode):
             _without_notes(operation._schema.arguments, *call_arguments) for call_arguments in ((args, kwargs), before)
         )
         inputs = [] if self.change else self._values(self._written(now, then, blind))
-        self._find_leaves(args[1:] if blind else args)
+        self.results.find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         raw_results = outcome(operation, args, out)
         results = _results(operation, raw_results)
@@ -134,7 +121,7 @@ class Tracer(UncompiledDispatchMode):
             steady = again is None or _same(again, results)
         if self.change:
             self.change(Call(len(self.operations), name, operation, before, results))
-        phase, module, line = self.callers.of_this(self.path[-1] if self.path else "")
+        phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
         op = Operation(
             name=name,
             phase=phase,
@@ -225,122 +212,6 @@ class Tracer(UncompiledDispatchMode):
         bases = [now._base for now in changed if now._base is not None]  # which has changed with its part
         return [self._value(t) for t in ([] if blind else changed) + bases]
 
-    @contextlib.contextmanager
-    def modules(self) -> Iterator[None]:
-        """Follow which module is at work."""
-
-        def enter(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
-            if not self.path:
-                self.names = {
-                    id(submodule): _as_written(name) or type(module).__name__
-                    for name, submodule in module.named_modules()
-                }
-                if id(module) not in self.roots:
-                    self._keep(module, module)
-                    self.roots[id(module)] = module, self._buffers(module)
-            self.path.append(self.names.get(id(module), type(module).__name__))
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
-            if self.path:
-                self.path.pop()
-
-        def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._keep(optimizer)
-
-        self.handles += (
-            register_optimizer_step_pre_hook(update),
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave, always_call=True),
-        )
-        try:
-            yield
-        finally:
-            for handle in self.handles:
-                handle.remove()
-            for state in reversed(self.states.values()):
-                state.restore()
-
-    def _keep(self, owner: Any, *modules: nn.Module, tensors: Sequence[Tensor] = ()) -> None:
-        """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
-        if self.restores and id(owner) not in self.states:
-            before, self.paused = self.paused, True
-            self.states[id(owner)] = State(modules, tensors, owner)
-            self.paused = before
-
-    # --- what the step is for ------------------------------------------------------------------------------
-
-    def _find_leaves(self, args: Any) -> None:
-        for t in sk.leaves(args):
-            if not t.requires_grad or t._is_view() or not t.is_leaf:
-                continue
-            if id(t) not in self.leaves and not t.is_inference():
-                self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
-                self._keep(t, tensors=[t])
-            self.leaves[id(t)] = t
-            if _as_it_is(t) not in self.leaf_contents:
-                self.leaf_contents[_as_it_is(t)] = self._quietly(t)
-
-    def _keep_gradient(self, leaf: Tensor) -> None:
-        self.gradients[id(leaf)] = self._quietly(leaf.grad)
-
-    def _quietly(self, tensor: Tensor | None) -> list[str]:
-        """The names of a tensor's values, on the quiet: what computes them is none of the step's operations."""
-        before, self.paused = self.paused, True
-        try:
-            return [] if tensor is None else [self._value(t) for t in sk.tensors(tensor.detach())]
-        finally:
-            self.paused = before
-
-    def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
-        return {_as_written(name): self._quietly(buffer) for name, buffer in module.named_buffers()}
-
-    def used_modules(self, run: Any) -> list[nn.Module]:
-        """The modules that a step called, and their own; of a `Step`, its model's."""
-        models = [run.model] if isinstance(run, PreparedStep) else [module for module, _ in self.roots.values()]
-        return [submodule for model in models for submodule in model.modules()]
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a module is compiled; torch runs it as it is written where operations are watched."""
-        submodules = (submodule for module, _ in self.roots.values() for submodule in module.modules())
-        return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in submodules)
-
-    def note_results(self, returned: Any) -> None:
-        """Note as last operations what the step returned, each gradient, and every parameter and buffer it changed."""
-        names: dict[int, str] = {}
-        for module, _ in self.roots.values():
-            names |= {
-                id(parameter): _as_written(name)
-                for name, parameter in module.named_parameters()
-                if id(parameter) not in names
-            }
-        entries: list[tuple[str, str, list[str]]] = []
-        returned_leaves, _ = tree_flatten_with_path(returned)
-        for path, value in returned_leaves:
-            if isinstance(value, Tensor | float):
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                label = "loss" if len(returned_leaves) == 1 else f"result {torch.utils._pytree.keystr(path)}"
-                entries.append((label, "", self._quietly(tensor)))
-        for number, leaf in enumerate(self.leaves.values(), 1):
-            names.setdefault(id(leaf), f"tensor {number} of shape {tuple(leaf.shape)}")
-        entries += [("gradient", names[leaf], values) for leaf, values in self.gradients.items()]
-        for leaf in self.leaves.values():
-            values = self._quietly(leaf)
-            if values != self.leaf_contents.get(_as_it_is(leaf), values):
-                entries.append(("updated", names[id(leaf)], values))
-        for module, before in self.roots.values():
-            now = self._buffers(module).items()
-            entries += [("updated", name, values) for name, values in now if values != before.get(name)]
-        for label, name, values in sorted(entries):
-            if values:
-                shape, dtype = list(self.sketches[values[-1]].shape), "float64"
-                self.operations.append(Operation(label, RESULT, name, "", values, values, shape, dtype))
-
-
-def _as_written(name: str) -> str:
-    """The name of a module or parameter, without what `torch.compile` puts before it."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
-
 
 def _numeric_tensors(values: Any) -> list[Tensor]:
     """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
@@ -365,10 +236,6 @@ def _without_notes(
 
 def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:
     return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
-
-
-def _as_it_is(leaf: Tensor) -> tuple[int, torch.dtype, torch.device]:
-    return id(leaf), leaf.dtype, leaf.device
 
 
 def _spread(again: list[Tensor], results: list[Tensor]) -> float:

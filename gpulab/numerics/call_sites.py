@@ -15,7 +15,7 @@ from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
-OUTSIDE = os.path.join(GPULAB, "audits", "traces.py")  # what calls a step is none of its lines
+OUTSIDE = os.path.join(GPULAB, "audits", "recording.py")  # what calls a step is none of its lines
 
 
 class Callers:
