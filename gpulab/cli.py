@@ -376,17 +376,18 @@ def record(
 
 @app.command()
 def audit(
-    a: Annotated[str, argument(f"a trace from `gpulab record`; or a step, {STEP}")],
-    b: Annotated[str | None, argument("another trace of the same step")] = None,
-    setting: Annotated[list[str] | None, option(f"of a step: the two to compare, {SETTING}")] = None,
+    compared: Annotated[list[str], argument(f"two traces from `gpulab record`; or a step, {STEP}, and two settings")],
     confirm: Annotated[
         bool, option("do a step again with each line that was found put right", flag="--confirm")
     ] = False,
     html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
 ) -> None:
     """Compare two traces, or a step under two settings: what differs, how far, why. Exit status 1 if it is wrong."""
-    for text in setting or ():
-        prepared(text)
+    step, *settings = compared
+    if len(settings) not in (1, 2):
+        raise UsageError(f"expected two traces, or a step and two settings; got {' '.join(compared)}")
+    for setting in settings if len(settings) == 2 else ():
+        prepared(setting)
     from gpulab.audits import audits, steps
     from gpulab.report import render
     from gpulab.store.recorded import shipped
@@ -398,12 +399,10 @@ def audit(
             sys.stderr,
         )
 
-    if (b is None) == (len(setting or ()) != 2):
-        raise UsageError("expected two traces, or a step with --setting twice")
-    if b is None:
-        report = audits.audit(steps.find_step(a), *(setting or ()), confirm=confirm)
+    if len(settings) == 2:
+        report = audits.audit(steps.find_step(step), *settings, confirm=confirm)
     else:
-        report = audits.audit(shipped(a), shipped(b), confirm=confirm)
+        report = audits.audit(shipped(step), shipped(settings[0]), confirm=confirm)
     say(report)
     if html:
         if drawn:

@@ -256,7 +256,8 @@ def test_steps_are_recorded_and_compared(my_steps, answer, output):
         ("audit step-cpu.trace other.trace", 1, "different steps"),
         ("audit step-cpu.trace no.trace", 1, "no.trace: not a trace"),
         ("audit missing.trace step-cpu.trace", 1, "missing.trace"),
-        ("audit my_steps.py:short --setting cpu", 2, "a step with --setting twice"),
+        ("audit my_steps.py:short cpu", 1, "my_steps.py:short"),
+        ("audit my_steps.py:short cpu cpu:threads=1 cuda", 2, "two traces, or a step and two settings; got my_steps"),
         ("audit step-cpu.trace", 2, "expected two traces"),
         ("audit step-cpu.trace deep/b.trace --confirm", 2, "needs the step itself"),
         ("record my_steps.py:nothing", 2, "no function or gpulab.Step named 'nothing'"),
@@ -271,8 +272,7 @@ def test_steps_are_recorded_and_compared(my_steps, answer, output):
 
 @pytest.mark.usefixtures("my_steps")
 def test_an_audit_says_on_which_line_reduced_precision_is(output):
-    settings = ["--setting", "cpu", "--setting", "cpu:emulate=tf32"]
-    text = output("audit", "my_steps.py:short", *settings, "--confirm")
+    text = output("audit", "my_steps.py:short", "cpu", "cpu:emulate=tf32", "--confirm")
     line = STEPS.splitlines().index("    loss = (x @ x.T).square().sum()") + 1
     assert "3 × reduced precision" in text
     assert f"my_steps.py:{line}" in text

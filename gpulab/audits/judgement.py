@@ -106,8 +106,8 @@ def _overwritten(trace: Trace) -> Iterator[Finding]:
 def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
     """A result is NaN or infinite under both settings."""
     first, *others = origin.results
-    words = {"what": origin.what, "reaches": described(first), "of": "", "exact": ""}
-    words["reaches"] += f" and {len(others)} more results" if others else ""
+    more = f" and {len(others)} more results" if others else ""
+    words = {"what": origin.what, "reaches": f"it reaches {described(first)}{more}", "of": "", "exact": ""}
     exact = find_not_finite(replace(comparison.a, operations=comparison.a.reference))
     if exact is not None:
         words["exact"] = "; so it is in float64"

@@ -1,0 +1,148 @@
+"""An audit in words and tables: its first line, what was found in which line, and a row for each operation."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gpulab.audits.comparison import Comparison
+from gpulab.audits.count_sketch import distance
+from gpulab.audits.findings import KINDS, Finding, described, in_module, named
+from gpulab.audits.judgement import Judgement
+from gpulab.audits.operations import RESULT, Operation
+from gpulab.audits.traces import Trace
+
+MOST_FINDINGS, MOST_LINES, MOST_PLACES = 20, 12, 6  # that are shown
+
+
+def headline(judgement: Judgement, findings: Sequence[Finding]) -> str:
+    """The two settings, what was found between them, what was looked at, and what was not."""
+    a, b = judgement.comparison.a, judgement.comparison.b
+    sentences = [
+        f"{a.title} against {b.title}: {_kinds(judgement.comparison, findings)}.",
+        *_extent(judgement.comparison),
+    ]
+    if len(judgement.not_finite) == 1:
+        ((side, origin),) = judgement.not_finite.items()
+        where = f"{described(origin.results[0])}, first in {named(origin.op)}"
+        sentences.append(f"Under {(a, b)[side].title} alone {origin.what} reaches {where}.")
+    return " ".join(sentences)
+
+
+def _kinds(comparison: Comparison, findings: Sequence[Finding]) -> str:
+    """How often each kind was found. What both settings share is no difference between them, and said last."""
+    shared = [f.kind for f in findings if f.under_both and f.kind == "reduced precision"]
+    counts = Counter(f.kind for f in findings if f.kind != "rounding")
+    counts.subtract(shared)
+    kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
+    if not kinds:
+        identical = all(pair.a and pair.b and comparison.same_bits(pair.a, pair.b) for pair in comparison.pairs)
+        kinds = "identical to the last bit" if identical else "all is well: rounding alone"
+    return f"{kinds}; under both {len(shared)} × reduced precision" if shared else kinds
+
+
+def _extent(comparison: Comparison) -> list[str]:
+    """What was compared and checked, of which loss, and what the step leaves that could not be."""
+    results = [a for a, _ in comparison.matched if a.phase == RESULT]
+    alone = len(comparison.pairs) - len(comparison.matched)
+    unpaired = f" ({alone} more ran under one setting only)" if alone else ""
+    checked = sum(op.ratio is not None for pair in comparison.pairs for op in pair.operations)
+    sentences = [
+        f"{len(comparison.matched) - len(results)} operations and {len(results)} results were matched{unpaired}; "
+        f"{checked} were checked against float64."
+    ]
+    if "loss" in comparison.a.notes:
+        sentences.append(f"The loss was {comparison.a.notes['loss']}.")
+    if not results:
+        sentences.append("The step returned nothing and left no gradient: what it is for could not be compared.")
+    elif not any(pair.one.name in ("gradient", "updated") for pair in comparison.pairs if pair.one.phase == RESULT):
+        sentences.append("It left no gradient and updated nothing: only what it returned was compared.")
+    return sentences
+
+
+def by_line(findings: Sequence[Finding]) -> list[str]:
+    """The findings as text, those of one kind and line together."""
+    lines: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        lines.setdefault((finding.kind, finding.setting, finding.place, finding.advice), []).append(finding)
+    texts = []
+    for first, *alike in lines.values():
+        operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
+        listed = _counted(operations.most_common(3)) + (", …" if len(operations) > 3 else "")
+        texts.append(f"{first}\n      and so in this line: {listed}" if alike else str(first))
+    return _at_most(MOST_LINES, texts, "more lines")
+
+
+def ran_alone(comparison: Comparison) -> list[str]:
+    """What ran under one setting only, by module: another kernel, or another function."""
+    counts: dict[str, Counter[str]] = {}
+    for pair in comparison.pairs:
+        if not (pair.a and pair.b):
+            title = comparison.trace_of(pair.one).title
+            where = f"under {title} only, {pair.one.phase}{in_module(pair.one.module)}"
+            counts.setdefault(where, Counter())[pair.one.name] += 1
+    texts = [f"{where}: {_counted(names.items())}" for where, names in counts.items()]
+    return _at_most(MOST_PLACES, texts, "more places")
+
+
+def _counted(names: Any) -> str:
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names)
+
+
+def _at_most(count: int, texts: list[str], rest: str) -> list[str]:
+    return texts[:count] + ([f"… and {len(texts) - count} {rest}"] if len(texts) > count else [])
+
+
+def findings_table(findings: Sequence[Finding]) -> pd.DataFrame:
+    """A row for each of the first findings, without columns that would be empty."""
+    table = pd.DataFrame(
+        {
+            "finding": f.kind,
+            "operation": f"{f.operation} ({f.phase})",
+            "what to do": f.advice,
+            "what was seen": f.detail,
+            "at": f.line,
+            "of the difference": f"{f.share:.0%}" if f.share == f.share else "",
+            "module": f.module,
+            "under": f.setting,
+        }
+        for f in findings[:MOST_FINDINGS]
+    )
+    return table.loc[:, (table != "").any()]
+
+
+def operations_table(comparison: Comparison, findings: Sequence[Finding]) -> pd.DataFrame:
+    """A row for each operation, in the order in which they ran, as `Audit.table` says."""
+    a, b = comparison.a, comparison.b
+
+    def size(op: Operation) -> float:
+        return float(np.linalg.norm(a.sketches[op.outputs[0]]))
+
+    def apart(trace: Trace, op: Operation | None, exact: Operation | None) -> float:
+        if op is None or exact is None:
+            return math.nan
+        return distance(trace.sketches[op.outputs[0]], a.sketches[exact.outputs[0]])
+
+    sizes = [size(pair.exact) for pair in comparison.pairs if pair.exact and not pair.exact.nans]
+    zero = 2.0**-36 * float(np.median(sizes)) if sizes else 0.0  # what roundings leave of it
+    kinds = {finding.op: finding.kind for finding in reversed(findings)}
+    rows = []
+    for pair in comparison.pairs:
+        op = pair.one
+        of_both = [kinds[one] for one in pair.operations if one in kinds]
+        row: dict[str, Any] = {"operation": op.name, "phase": op.phase, "module": op.module, "line": op.line}
+        row["kind"] = min(of_both, key=KINDS.index, default="rounding")
+        exact = pair.exact if pair.exact and size(pair.exact) > zero else None
+        for side, trace, mine in (("a", a, pair.a), ("b", b, pair.b)):
+            row |= {f"{name}_{side}": getattr(mine, name, None) for name in ("error", "bound", "ratio")}
+            row[f"so_far_{side}"] = apart(trace, mine, exact)
+        row["difference"] = apart(b, pair.b, pair.a)
+        row["same_bits"] = bool(pair.a and pair.b and comparison.same_bits(pair.a, pair.b))
+        rows.append(row)
+    numbers = [f"{name}_{side}" for name in ("error", "bound", "ratio") for side in "ab"]
+    return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
