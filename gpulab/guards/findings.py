@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -50,6 +52,14 @@ CAUSES = {  # what happened, why, and what to do
         "leave out non_blocking=True, or wait before it is read: torch.cuda.current_stream().synchronize()",
     ),
 }
+
+
+@functools.cache
+def _function(operation: str) -> str:
+    """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`; else the operation."""
+    if match := re.fullmatch(r"(.*)Backward\d+", operation):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
+    return operation.removesuffix("Backward")
 
 
 @dataclass(frozen=True)
@@ -100,19 +110,11 @@ class Overwritten:
     count: int = 1
 
     @classmethod
-    def of(
-        cls,
-        cause: str,
-        operation: str,
-        tensor: Tensor,
-        lines: dict[str, Line],
-        function: str = "",
-        operand: str | None = None,
-    ) -> Overwritten:
+    def of(cls, cause: str, operation: str, tensor: Tensor, lines: dict[str, Line], operand: str | None = None) -> Self:
         """A finding in the words of its cause."""
         _, explanation, remedy = CAUSES[cause]
         described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        return cls(cause, operation, function or operation, operand, *described, lines, explanation, remedy)
+        return cls(cause, operation, _function(operation), operand, *described, lines, explanation, remedy)
 
     @property
     def line(self) -> Line:
@@ -131,15 +133,15 @@ class Overwritten:
 
     def changed_by(self, step: Step) -> Overwritten:
         """The same finding, with the step of an optimizer that changed the tensor."""
-        changer = f"the step of the optimizer {step.optimizer}"
-        explanation = f"it is a parameter, which {changer} changed after the forward pass"
-        lines = {**self.lines, "changed by": step.line}
-        return replace(self.because("step"), lines=lines, explanation=explanation)
+        step_words = f"the step of the optimizer {step.optimizer}"
+        explanation = f"it is a parameter, which {step_words} changed after the forward pass"
+        return replace(self.because("step"), lines={**self.lines, "changed by": step.line}, explanation=explanation)
 
     def held_by(self, holder: Holder) -> Overwritten:
-        """The same finding, with the variable that shares the memory."""
-        remedy = self.remedy.replace("array", holder.array) if holder.array else self.remedy
-        return replace(self, explanation=f"{self.explanation}; it shares memory with {holder.words}", remedy=remedy)
+        """The same finding, with the variable that shares the memory; a NumPy array that does has written there."""
+        known = self.because("numpy") if holder.array and self.cause == "data" else self
+        remedy = known.remedy.replace("array", holder.array or "array")
+        return replace(known, explanation=f"{known.explanation}; it shares memory with {holder.words}", remedy=remedy)
 
     def __str__(self) -> str:
         headline = CAUSES[self.cause][0].format(

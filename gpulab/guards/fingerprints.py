@@ -10,6 +10,8 @@ import xxhash
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gpulab.guards.memory import span_of
+
 TABLE = 1 << 16  # random numbers, one for each place in a row of words
 SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layout's parts
     torch.sparse_coo: ("_indices", "_values"),
@@ -52,9 +54,8 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
             digests = [_digest(component) for component in ordinary]
             return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
         hashed = xxhash.xxh3_64()
-        for component in ordinary:
-            flat = _flat(component)
-            hashed.update(memory(flat))
+        for flat in map(_flat, ordinary):
+            hashed.update(memory(*span_of(flat)))
         return hashed.intdigest()
 
 
@@ -91,15 +92,15 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a contiguous tensor on a CPU, where they lie; the tensor must outlive them."""
+def memory(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
+    """The host's memory from one address to before another, as it is whenever it is read."""
     # Not through .numpy(), after which torch would refuse to resize the tensor.
-    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return (ctypes.c_char * (end - begin)).from_address(begin)
 
 
 def memory_digest(begin: int, end: int) -> int:
     """A number of 64 bits that stands for what lies in the host's memory from one address to before another."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * (end - begin)).from_address(begin))
+    return xxhash.xxh3_64_intdigest(memory(begin, end))
 
 
 def content(tensor: Tensor) -> int:
@@ -107,12 +108,8 @@ def content(tensor: Tensor) -> int:
 
     A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
     """
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = tensor.detach().resolve_neg().contiguous()
-    if flat.device.type != "cpu" and flat.numel() > FEW:
-        return int(_digest(flat))
-    flat = flat.cpu()
-    return xxhash.xxh3_64_intdigest(memory(flat))
+    ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return int(fingerprint(ordered if ordered.numel() > FEW else ordered.cpu()))  # type: ignore[arg-type]
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:
@@ -126,14 +123,12 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     ideal_width = 1 << max(6, (8 * len(rows) // TABLE - 1).bit_length())  # so that what is left is one table long
     width = min(ideal_width, len(rows) & -len(rows), WIDEST)
     if width >= NARROWEST and flat.data_ptr() % 16 == 0 and _multiplies_bytes(str(flat.device)):
-        weights = _byte_table(str(flat.device), level)[:width]
+        weights = table.view(torch.int8)[: 8 * width].view(width, 8)
         return _digest(torch._int_mm(rows.view(-1, width), weights).view(-1), level + 1)
-    sums = []
-    for chunk in words.split(CHUNK):
-        rows, rest = chunk.split([len(chunk) // TABLE * TABLE, len(chunk) % TABLE])
-        sums.append((rows.view(-1, TABLE) * table).sum(1))
-        if len(rest):
-            sums.append((rest * table[: len(rest)]).sum(0, keepdim=True))
+    if len(words) > CHUNK:
+        return _digest(torch.stack([_digest(chunk, level) for chunk in words.split(CHUNK)]), level + 2)
+    rows, rest = words.split([len(words) // TABLE * TABLE, len(words) % TABLE])
+    sums = (rows.view(-1, TABLE) * table).sum(1), (rest * table[: len(rest)]).sum(0, keepdim=True)
     return _digest(torch.cat(sums), level + 1)
 
 
@@ -145,11 +140,6 @@ def _multiplies_bytes(device: str) -> bool:
         return bool((torch._int_mm(first, second) == 64).all())
     except (RuntimeError, NotImplementedError):
         return False
-
-
-@functools.cache
-def _byte_table(device: str, level: int) -> Tensor:
-    return _table(device, level).view(torch.int8)[: 8 * WIDEST].view(WIDEST, 8)
 
 
 @functools.cache

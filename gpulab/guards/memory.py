@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import linecache
 import os
 import sys
@@ -52,8 +53,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def span_of(tensor: Tensor) -> Span:
-    """The memory from the first to the last element of a tensor that is plain."""
-    if tensor.numel() == 0:
+    """The memory from the first to the last element of a tensor that is plain; else none, which nothing overlaps."""
+    if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
@@ -66,23 +67,26 @@ def _is_users(file: str) -> bool:
     return not own and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
 
 
-def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """The innermost frame of the user; if there is none, the innermost outside torch."""
-    outside_torch = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_users(file):
-            return frame
-        if outside_torch is None and not file.startswith((OWN, TORCH)):
-            outside_torch = frame
-        frame = frame.f_back
-    return outside_torch
+def _frames(thread: int = 0) -> Iterator[types.FrameType]:
+    """The frames of this thread, the innermost first, and then those of another thread."""
+    frame: types.FrameType | None
+    for frame in (sys._getframe(), sys._current_frames().get(thread)):
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
 
 
-def line_of(frame: types.FrameType | None) -> Line:
+def user_line(thread: int = 0) -> Line:
+    """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
+    users = (frame for frame in _frames(thread) if _is_users(frame.f_code.co_filename))
+    outside_torch = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((OWN, TORCH)))
+    for frame in itertools.chain(users, outside_torch):
+        return line_of(frame)
+    return Line("<unknown>", 0, "<unknown>")
+
+
+def line_of(frame: types.FrameType) -> Line:
     """The line at which a frame is."""
-    if frame is None:
-        return Line("<unknown>", 0, "<unknown>")
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
@@ -101,7 +105,7 @@ def nearest_holder(span: Span, device: str, thread: int) -> Holder | None:
         array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
         if array:
             value_span, class_name = np.lib.array_utils.byte_bounds(value), "NumPy array"
-        elif isinstance(value, Tensor) and is_plain(value) and str(value.device) == device:
+        elif isinstance(value, Tensor) and str(value.device) == device:
             value_span, class_name = span_of(value), "tensor"
         else:
             continue
@@ -120,34 +124,19 @@ def overlap(first: Span, second: Span) -> bool:
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
-    """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it.
-
-    Then of suspended generators: a loader that a `for` loop draws from has no name in any frame.
-    """
-    for frame in _frames(thread):
+    """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it."""
+    for frame in itertools.chain(_frames(thread), _suspended_frames()):
+        if not _is_users(frame.f_code.co_filename):
+            continue
         for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
             yield frame, name, value
             if isinstance(value, list | tuple):
                 yield from ((frame, f"{name}[{index}]", item) for index, item in enumerate(value[:1000]))
-            elif isinstance(value, dict) and len(value) <= 1000:
-                data = [(key, item) for key, item in value.items() if isinstance(item, np.ndarray | Tensor)]
-                yield from ((frame, f"{name}[{key!r}]", item) for key, item in data)
             elif not isinstance(value, types.ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
                 yield from ((frame, f"{name}.{key}", item) for key, item in list(vars(value).items()))
 
 
-def _frames(thread: int) -> Iterator[types.FrameType]:
-    """The user's frames of this thread and another, the innermost first, and those of suspended generators."""
-    frame: types.FrameType | None
-    for frame in (sys._getframe(), sys._current_frames().get(thread)):
-        while frame is not None:
-            if _is_users(frame.f_code.co_filename):
-                yield frame
-            frame = frame.f_back
-    for candidate in gc.get_objects():
-        if (
-            type(candidate) is types.GeneratorType
-            and candidate.gi_suspended
-            and _is_users(candidate.gi_code.co_filename)
-        ):
-            yield candidate.gi_frame  # type: ignore[misc]  # a suspended one has a frame
+def _suspended_frames() -> Iterator[types.FrameType]:
+    """The frames of suspended generators: a loader that a `for` loop draws from has no name in any other frame."""
+    generators = (thing for thing in gc.get_objects() if type(thing) is types.GeneratorType)
+    yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

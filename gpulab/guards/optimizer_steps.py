@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 from torch.optim import Optimizer
 
-from gpulab.guards.memory import Line, Span, is_plain, line_of, overlap, span_of, user_frame
+from gpulab.guards.memory import Line, Span, overlap, span_of, user_line
 from gpulab.guards.own_work import own_work
 
 
@@ -32,9 +31,8 @@ class OptimizerSteps:
         """A step was made: it changed the parameters that have a gradient."""
         self.count += 1
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None and is_plain(parameter)]
-        line = line_of(user_frame(sys._getframe(1)))
-        self.latest[id(optimizer)] = Step(self.count, type(optimizer).__name__, line, changed)
+        changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None]
+        self.latest[id(optimizer)] = Step(self.count, type(optimizer).__name__, user_line(), changed)
 
     def since(self, count: int, span: Span) -> Step | None:
         """A step that changed something in a piece of memory after the first `count` steps."""

@@ -13,10 +13,8 @@ NumPy and read again and again is a view on purpose, and no finding.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -31,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.guards.copies_under_way import CopiesUnderWay, waiting
 from gpulab.guards.findings import Overwritten
-from gpulab.guards.fingerprints import memory_digest
-from gpulab.guards.memory import Holder, Line, is_plain, line_of, nearest_holder, span_of, user_frame
+from gpulab.guards.fingerprints import memory, memory_digest
+from gpulab.guards.memory import Line, is_plain, span_of, user_line
 from gpulab.guards.own_work import uncompiled
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
@@ -67,14 +65,14 @@ class _Birth:
         """Take all that is in the memory now for right."""
         self.version = version
         if self.size <= BLOCK:
-            self.content = bytes((ctypes.c_char * self.size).from_address(self.address))
+            self.content = bytes(memory(self.address, self.address + self.size))
         else:
             self.content = self.look(range(math.ceil(self.size / BLOCK)))
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor in this memory has another content than is remembered: of a large memory, block by block."""
         if isinstance(self.content, bytes):
-            now = (ctypes.c_char * self.size).from_address(self.address)
+            now = memory(self.address, self.address + self.size)
             return self.elements(tensor, now) != self.elements(tensor, self.content)
         blocks = self.blocks(tensor)
         return self.look(blocks) != self.content[blocks.start : blocks.stop]
@@ -102,14 +100,12 @@ class SharedReads(TorchDispatchMode):
     in proportion to what is read, whatever the size of the memory. May be entered again, and in several threads.
     """
 
-    def __init__(self, tell: Callable[[Overwritten], None]) -> None:
+    def __init__(self, tell: Callable[..., None]) -> None:
         super().__init__()
         self.tell = tell
         self.copies = CopiesUnderWay(tell)
         self.checked = self.unchecked = 0
-        self.births: dict[int, _Birth] = {}  # by the identity of the storage
-        self.holders: dict[Line, Holder | None] = {}  # of the memory of the tensors that a line made
-        self.latest: dict[int, _Birth] = {}  # by the address of the memory
+        self.births: dict[int, list[_Birth]] = {}  # by the address of the memory: who lives, and the latest
         self.room = FEW
         self.lock = threading.Lock()
 
@@ -136,7 +132,7 @@ class SharedReads(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation is MADE:
             self.birth_of(args[0])
-        if not _is_view(operation):
+        if not operation.is_view:  # which reads no number
             read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
             named = {name: value for name, value in kwargs.items() if name != "out"}
             tensors = [tensor for tensor in _tensors((*read, *named.values())) if tensor.is_cpu]
@@ -150,23 +146,20 @@ class SharedReads(TorchDispatchMode):
         if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        known_birth = self.births.get(storage._cdata)
-        if known_birth and not known_birth.storage.expired():
-            return known_birth
         if storage.resizable() or not storage.nbytes():
             return None
-        line = line_of(user_frame(sys._getframe(1)))
-        birth = _Birth(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), tensor._version, line)
+        address = storage.data_ptr()
+        for birth in self.births.get(address, ()):
+            if birth.storage.cdata == storage._cdata:
+                return birth
+        birth = _Birth(StorageWeakRef(storage), address, storage.nbytes(), tensor._version, user_line())
         birth.remember(tensor._version)
-        with self.lock:
-            if len(self.births) >= self.room:
-                self.births = {key: birth for key, birth in self.births.items() if not birth.storage.expired()}
-                used = {birth.address for birth in self.births.values()}
-                self.latest = {address: birth for address, birth in self.latest.items() if address in used}
-                self.room = max(FEW, 2 * len(self.births))
-            self.births[storage._cdata] = birth
-            if not getattr(_thread, "copies", False):
-                self.latest[birth.address] = birth
+        if not getattr(_thread, "copies", False):
+            with self.lock:
+                if len(self.births) >= self.room:
+                    self.births = {key: births for key, births in self.births.items() if any(map(_lives, births))}
+                    self.room = max(FEW, 2 * len(self.births))
+                self.births[address] = [*filter(_lives, self.births.get(address, ())), birth]
         return birth
 
     def accept(self, tensor: Tensor) -> None:
@@ -188,23 +181,20 @@ class SharedReads(TorchDispatchMode):
                 birth.remember(tensor._version)
             if not birth.differs(tensor):
                 continue
-            latest = self.latest.get(birth.address, birth)
-            if latest is birth or (birth.meant_as_view and latest.storage.expired()):
+            latest = self.births.get(birth.address, [birth])[-1]
+            if latest is birth or (birth.meant_as_view and not _lives(latest)):
                 birth.meant_as_view = True
                 birth.accept(tensor)
             else:
                 cause = "together" if addresses.count(birth.address) > 1 else "stale"
-                self._report(tensor, birth, latest, cause, name)
+                lines = {"made by": birth.line, "made again by": latest.line, "read by": user_line()}
+                self.tell(Overwritten.of(cause, name, tensor, lines), span_of(tensor))
         self.copies.check(tensors, name)
 
-    def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, name: str) -> None:
-        if birth.line not in self.holders:  # asked once a line: it looks at all that there is
-            self.holders[birth.line] = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
-        read = line_of(user_frame(sys._getframe(1)))
-        lines = {"made by": birth.line, "made again by": latest.line, "read by": read}
-        finding = Overwritten.of(cause, name, tensor, lines)
-        holder = self.holders[birth.line]
-        self.tell(finding.held_by(holder) if holder else finding)
+
+def _lives(birth: _Birth) -> bool:
+    """Whether the tensor that was born is still there, or another over the same storage."""
+    return not birth.storage.expired()
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
@@ -216,13 +206,6 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
             yield from (item for item in argument if isinstance(item, Tensor))
 
 
-@functools.cache
-def _is_view(operation: Any) -> bool:
-    """Whether an operation reads no number: what it returns is other words for the same memory."""
-    returned = [result.alias_info for result in operation._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
-
-
 # --- who makes tensors, who reads them without torch, who asks whether a copy is done ---------------------------
 
 _listening: list[SharedReads] = []  # those that are entered, once for each time, whatever the thread
@@ -230,62 +213,59 @@ _lock = threading.Lock()
 _thread = threading.local()
 
 
-def _noting_birth(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = make(*args, **kwargs)
-        for reads in list(_listening):
-            reads.birth_of(tensor)
-        return tensor
-
-    return uncompiled(call)
+def _make(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    tensor = make(*args, **kwargs)
+    for reads in list(_listening):
+        reads.birth_of(tensor)
+    return tensor
 
 
-def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        _thread.copies = True  # what is made of the memory now lives no longer than the call
-        try:
-            return make(*args, **kwargs)
-        finally:
-            _thread.copies = False
-
-    return uncompiled(call)
+def _make_copy(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    _thread.copies = True  # what is made of the memory now lives no longer than the call
+    try:
+        return make(*args, **kwargs)
+    finally:
+        _thread.copies = False
 
 
-def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(take)
-    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for reads in list(_listening):
-            if take.__name__ == "tolist":
-                reads.check([tensor], take.__name__)
-            else:  # a view, of which nothing is read yet
-                reads.copies.check([tensor], take.__name__)
-        return take(tensor, *args, **kwargs)
-
-    return uncompiled(call)
+def _take_numbers(take: Callable[..., Any], tensor: Tensor) -> Any:
+    for reads in list(_listening):
+        reads.check([tensor], take.__name__)
+    return take(tensor)
 
 
-def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    @functools.wraps(query)
-    def call(stream_or_event: Any) -> bool:
-        finished = query(stream_or_event)
-        if finished:
-            waiting()
-        return finished
+def _take_view(take: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Any:
+    for reads in list(_listening):  # of what is shared, nothing is read yet
+        reads.copies.check([tensor], take.__name__)
+    return take(tensor, **kwargs)
 
-    return uncompiled(call)
+
+def _ask(query: Callable[[Any], bool], stream_or_event: Any) -> bool:
+    finished = query(stream_or_event)
+    if finished:
+        waiting()
+    return finished
+
+
+def _calling(call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in the place of one of torch's functions: it calls another with that function before all else."""
+
+    @functools.wraps(own)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return call(own, *args, **kwargs)
+
+    return uncompiled(stand_in)
 
 
 # What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.
-REPLACED: list[tuple[Any, str, Callable[[Any], Any]]] = [
-    *((torch, name, _noting_birth) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
-    (torch, "tensor", _marking_copies),
-    (torch.utils.dlpack, "from_dlpack", _noting_birth),
-    (Tensor, "numpy", _checking_reads),
-    (Tensor, "tolist", _checking_reads),
-    (torch.cuda.Event, "query", _hearing_queries),
-    (torch.cuda.Stream, "query", _hearing_queries),
+REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
+    *((torch, name, _make) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "tensor", _make_copy),
+    (torch.utils.dlpack, "from_dlpack", _make),
+    (Tensor, "numpy", _take_view),
+    (Tensor, "tolist", _take_numbers),
+    (torch.cuda.Event, "query", _ask),
+    (torch.cuda.Stream, "query", _ask),
 ]
 _torchs: list[Any] = []  # torch's own, meanwhile
 
@@ -294,9 +274,9 @@ def _listen(reads: SharedReads) -> None:
     """Be told of all these. Threads may leave in another order than they came."""
     with _lock:
         if not _listening:
-            for owner, name, wrap in REPLACED:
+            for owner, name, call in REPLACED:
                 _torchs.append(getattr(owner, name))
-                setattr(owner, name, wrap(_torchs[-1]))
+                setattr(owner, name, _calling(call, _torchs[-1]))
         _listening.append(reads)
 
 
