@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from gpulab.guards.memory import Holder, Line
-from gpulab.guards.optimizer_steps import Step
+from gpulab.guards.memory import Holder, Line, Span
 
-SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
-READ = "{function} read a tensor, {tensor}: "
-COPIED = "a pinned tensor, {tensor}: "
+TENSOR = "{dtype} of shape {shape} on {device}"
+SAVED = (
+    f"the backward pass of {{function}} ({{operation}}) was given {{which}}, {TENSOR}, overwritten since it was saved"
+)
+READ = f"{{function}} read a tensor, {TENSOR}: "
+COPIED = f"a pinned tensor, {TENSOR}: "
 WROTE = "something other than torch wrote there, and another tensor was made of it"
 COPY_IT = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
 GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
@@ -52,6 +54,15 @@ CAUSES = {  # what happened, why, and what to do
         "leave out non_blocking=True, or wait before it is read: torch.cuda.current_stream().synchronize()",
     ),
 }
+
+
+class Step(NamedTuple):
+    """A step of an optimizer."""
+
+    number: int  # of all steps, in order
+    optimizer: str
+    line: Line
+    changed: list[Span]
 
 
 @functools.cache
@@ -144,12 +155,8 @@ class Overwritten:
         return replace(known, explanation=f"{known.explanation}; it shares memory with {holder.words}", remedy=remedy)
 
     def __str__(self) -> str:
-        headline = CAUSES[self.cause][0].format(
-            function=self.function,
-            operation=self.operation,
-            operand=f"its `{self.operand}`" if self.operand else "a tensor",
-            tensor=f"{self.dtype} of shape {self.shape} on {self.device}",
-        )
+        which = f"its `{self.operand}`" if self.operand else "a tensor"
+        headline = CAUSES[self.cause][0].format_map({**vars(self), "which": which})
         times = f" ({self.count} times)" if self.count > 1 else ""
         lines = [f"  {did} {line}" for did, line in self.lines.items()]
         if self.line.text:

@@ -24,13 +24,12 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
-from gpulab.guards.findings import Overwritten
+from gpulab.guards.findings import Overwritten, Step
 from gpulab.guards.fingerprints import fingerprint
 from gpulab.guards.memory import Holder, Line, Span, nearest_holder, overlap, span_of, user_line
-from gpulab.guards.optimizer_steps import OptimizerSteps
 from gpulab.guards.own_work import at_work, own_work, uncompiled
 from gpulab.guards.shared_reads import SharedReads
 
@@ -149,7 +148,8 @@ class Guard:
     def __init__(self, on: str = "raise", reads: str = "backward") -> None:
         self.on, self.reads = on, reads
         self.checked = self._unchecked = self._warned = 0
-        self._shared, self._steps = SharedReads(self._tell), OptimizerSteps()
+        self._shared = SharedReads(self._tell)
+        self._steps, self._latest_steps = 0, dict[int, Step]()  # of optimizers: how many, and by whose identity
         self._findings: dict[tuple[Any, ...], Overwritten] = {}
         self._lock = threading.RLock()
         self._threads: list[int] = []  # who is inside the block
@@ -190,7 +190,7 @@ class Guard:
             raise _forbidden(error) from error
         if not self._threads:
             self._holders.clear()
-            self._steps_seen = register_optimizer_step_post_hook(self._steps.note)
+            self._steps_seen = register_optimizer_step_post_hook(self._note_step)
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
         if self.reads == "any":
@@ -214,7 +214,7 @@ class Guard:
 
     @own_work
     def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, user_line(self._last_thread), self._steps.count)
+        saved = _Saved(tensor, user_line(self._last_thread), self._steps)
         foreign = saved.span[1] and not saved.tensor.untyped_storage().resizable()
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
         if foreign and saved.line not in self._holders:
@@ -261,9 +261,18 @@ class Guard:
         for report in itertools.compress(reports, differ.tolist()):
             report()
 
+    @own_work
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        """An optimizer has made a step: it changed the parameters that have a gradient."""
+        self._steps += 1
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None]
+        self._latest_steps[id(optimizer)] = Step(self._steps, type(optimizer).__name__, user_line(), changed)
+
     def _report(self, finding: Overwritten, span: Span, steps: int) -> None:
         """Tell of a finding of the backward pass, which may be due to a step of an optimizer after so many others."""
-        step = self._steps.since(steps, span)
+        later_steps = (step for step in self._latest_steps.values() if step.number > steps)
+        step = next((step for step in later_steps if any(overlap(span, changed) for changed in step.changed)), None)
         self._tell(finding.changed_by(step) if step else finding, span)
         if not self._threads:
             self._warn()

@@ -59,18 +59,17 @@ def keep_own_frames(error: BaseException) -> None:
     An operation of torch that the guard watches is called by the guard through `torch._ops`.
     """
     kept: list[types.TracebackType] = []
-    frame, ours = error.__traceback__, False
-    while frame:
-        module = frame.tb_frame.f_globals.get("__name__", "")
-        starting = module == "runpy" or (module.startswith("importlib.") and not kept)
-        ours = starting or module.startswith("gpulab.guards.") or (ours and module == "torch._ops")
+    trace, ours = error.__traceback__, False
+    while trace:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        ours = module == "runpy" or module.startswith("gpulab.guards.") or (ours and module == "torch._ops")
         if not ours:
-            kept.append(frame)
-        frame = frame.tb_next
-    trace = None
-    for frame in reversed(kept):
-        trace = types.TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    error.__traceback__ = trace
+            kept.append(trace)
+        trace = trace.tb_next
+    error.__traceback__ = None
+    for trace in reversed(kept):
+        trace.tb_next = error.__traceback__
+        error.__traceback__ = trace
     for earlier_error in (error.__cause__, error.__context__):
         if earlier_error:
             keep_own_frames(earlier_error)

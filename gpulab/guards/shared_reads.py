@@ -13,11 +13,11 @@ NumPy and read again and again is a view on purpose, and no finding.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpulab.guards.copies_under_way import CopiesUnderWay, waiting
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory, memory_digest
-from gpulab.guards.memory import Line, is_plain, span_of, user_line
+from gpulab.guards.memory import Line, Span, is_plain, span_of, user_line
 from gpulab.guards.own_work import uncompiled
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
@@ -44,53 +44,38 @@ class _Birth:
     """A tensor over foreign memory: where it lies, what was in it when it was last read rightly, and who made it."""
 
     storage: StorageWeakRef
-    address: int
-    size: int  # bytes
+    memory: Span
     version: int
     line: Line
     meant_as_view: bool = False  # read before and after a write, with no other tensor made between
-    content: bytes | list[int] = b""  # of a large memory a number for each block
+    digests: dict[int, int] = field(default_factory=dict)  # for each block of the memory, by its address
+    content: bytes = b""  # of a small memory
 
-    def blocks(self, tensor: Tensor) -> range:
-        """Which blocks of the memory a tensor lies in."""
-        first, last = (address - self.address for address in span_of(tensor))
-        return range(first // BLOCK, math.ceil(last / BLOCK))
+    def remember(self, span: Span) -> None:
+        """Take what is in a part of the memory now for right."""
+        self.digests |= self.look(span)
+        if self.memory[1] - self.memory[0] <= BLOCK:
+            self.content = bytes(memory(*self.memory))
 
-    def look(self, blocks: range) -> list[int]:
-        """Numbers that stand for what is in some blocks of the memory now."""
-        begins = range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK)
-        return [memory_digest(self.address + at, self.address + min(at + BLOCK, self.size)) for at in begins]
-
-    def remember(self, version: int) -> None:
-        """Take all that is in the memory now for right."""
-        self.version = version
-        if self.size <= BLOCK:
-            self.content = bytes(memory(self.address, self.address + self.size))
-        else:
-            self.content = self.look(range(math.ceil(self.size / BLOCK)))
+    def look(self, span: Span) -> dict[int, int]:
+        """What is now in the blocks in which a part of the memory lies."""
+        begin, end = self.memory
+        begins = range(begin + (span[0] - begin) // BLOCK * BLOCK, span[1], BLOCK)
+        return {begin: memory_digest(begin, min(begin + BLOCK, end)) for begin in begins}
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor in this memory has another content than is remembered: of a large memory, block by block."""
-        if isinstance(self.content, bytes):
-            now = memory(self.address, self.address + self.size)
-            return self.elements(tensor, now) != self.elements(tensor, self.content)
-        blocks = self.blocks(tensor)
-        return self.look(blocks) != self.content[blocks.start : blocks.stop]
+        if self.look(span_of(tensor)).items() <= self.digests.items():
+            return False
+        now = memory(*self.memory)
+        return not self.content or self.elements(tensor, now) != self.elements(tensor, self.content)
 
     def elements(self, tensor: Tensor, memory: Any) -> bytes:
         """The elements of a tensor, out of its memory or what was kept of that."""
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
-        offset = tensor.data_ptr() - self.address
+        offset = tensor.data_ptr() - self.memory[0]
         return np.ndarray(tuple(tensor.shape), f"V{width}", memory, offset, strides).tobytes()
-
-    def accept(self, tensor: Tensor) -> None:
-        """Take what a tensor in this memory holds now for right."""
-        if isinstance(self.content, bytes):
-            self.remember(self.version)
-        else:
-            blocks = self.blocks(tensor)
-            self.content[blocks.start : blocks.stop] = self.look(blocks)
 
 
 class SharedReads(TorchDispatchMode):
@@ -152,8 +137,9 @@ class SharedReads(TorchDispatchMode):
         for birth in self.births.get(address, ()):
             if birth.storage.cdata == storage._cdata:
                 return birth
-        birth = _Birth(StorageWeakRef(storage), address, storage.nbytes(), tensor._version, user_line())
-        birth.remember(tensor._version)
+        memory = address, address + storage.nbytes()
+        birth = _Birth(StorageWeakRef(storage), memory, tensor._version, user_line())
+        birth.remember(memory)
         if not getattr(_thread, "copies", False):
             with self.lock:
                 if len(self.births) >= self.room:
@@ -166,27 +152,28 @@ class SharedReads(TorchDispatchMode):
         """Take what a tensor holds now for right: another has told of it."""
         birth = self.birth_of(tensor)
         if birth:
-            birth.accept(tensor)
+            birth.remember(span_of(tensor))
 
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Look at what an operation of this name is about to read."""
         self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         births = [self.birth_of(tensor) for tensor in tensors]
-        addresses = [birth.address for birth in births if birth]
+        places = [birth.memory[0] for birth in births if birth]
         for tensor, birth in zip(tensors, births, strict=True):
             if birth is None or not tensor.numel():
                 continue
             self.checked += 1
             if tensor._version != birth.version:  # torch wrote there itself
-                birth.remember(tensor._version)
+                birth.version = tensor._version
+                birth.remember(birth.memory)
             if not birth.differs(tensor):
                 continue
-            latest = self.births.get(birth.address, [birth])[-1]
+            latest = self.births.get(birth.memory[0], [birth])[-1]
             if latest is birth or (birth.meant_as_view and not _lives(latest)):
                 birth.meant_as_view = True
-                birth.accept(tensor)
+                birth.remember(span_of(tensor))
             else:
-                cause = "together" if addresses.count(birth.address) > 1 else "stale"
+                cause = "together" if places.count(birth.memory[0]) > 1 else "stale"
                 lines = {"made by": birth.line, "made again by": latest.line, "read by": user_line()}
                 self.tell(Overwritten.of(cause, name, tensor, lines), span_of(tensor))
         self.copies.check(tensors, name)
@@ -228,16 +215,10 @@ def _make_copy(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor
         _thread.copies = False
 
 
-def _take_numbers(take: Callable[..., Any], tensor: Tensor) -> Any:
+def _take(take: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     for reads in list(_listening):
         reads.check([tensor], take.__name__)
-    return take(tensor)
-
-
-def _take_view(take: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Any:
-    for reads in list(_listening):  # of what is shared, nothing is read yet
-        reads.copies.check([tensor], take.__name__)
-    return take(tensor, **kwargs)
+    return take(tensor, *args, **kwargs)
 
 
 def _ask(query: Callable[[Any], bool], stream_or_event: Any) -> bool:
@@ -262,12 +243,10 @@ REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
     *((torch, name, _make) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
     (torch, "tensor", _make_copy),
     (torch.utils.dlpack, "from_dlpack", _make),
-    (Tensor, "numpy", _take_view),
-    (Tensor, "tolist", _take_numbers),
-    (torch.cuda.Event, "query", _ask),
-    (torch.cuda.Stream, "query", _ask),
+    *((Tensor, name, _take) for name in ("numpy", "tolist")),
+    *((kind, "query", _ask) for kind in (torch.cuda.Event, torch.cuda.Stream)),
 ]
-_torchs: list[Any] = []  # torch's own, meanwhile
+_torchs_own = contextlib.ExitStack()  # puts them back
 
 
 def _listen(reads: SharedReads) -> None:
@@ -275,8 +254,9 @@ def _listen(reads: SharedReads) -> None:
     with _lock:
         if not _listening:
             for owner, name, call in REPLACED:
-                _torchs.append(getattr(owner, name))
-                setattr(owner, name, _calling(call, _torchs[-1]))
+                own = getattr(owner, name)
+                setattr(owner, name, _calling(call, own))
+                _torchs_own.callback(setattr, owner, name, own)
         _listening.append(reads)
 
 
@@ -284,6 +264,4 @@ def _leave(reads: SharedReads) -> None:
     with _lock:
         _listening.remove(reads)
         if not _listening:
-            for (owner, name, _), own in zip(REPLACED, _torchs, strict=True):
-                setattr(owner, name, own)
-            _torchs.clear()
+            _torchs_own.close()
