@@ -436,7 +436,8 @@ def guard_script(
         say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
     file = json and json.absolute()  # the script may go to another folder
-    scripts.check_script(script, is_module)
+    if not is_module:
+        scripts.check_script(script)
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:

@@ -68,9 +68,8 @@ class CopiesUnderWay:
         else:
             return
         cause, host, device = ("leaving", source, target) if target.is_cuda else ("arriving", target, source)
-        if host.device.type != "cpu" or not device.is_cuda or not is_plain(host) or not host.is_pinned():
-            return
-        if torch.cuda.is_current_stream_capturing():
+        goes_on = device.is_cuda and host.is_cpu and is_plain(host) and host.is_pinned()
+        if not goes_on or torch.cuda.is_current_stream_capturing():
             return
         _hear_of_waits()
         _going_on.add(self)
@@ -118,21 +117,18 @@ class CopiesUnderWay:
         lines = {**copy.finding.lines, f"met by {name} in": user_line()}
         self.untold.append(replace(copy.finding, operation=name, function=name, lines=lines))
 
-    def settle(self, end: bool = False) -> None:
-        """Tell what was found; at the `end`, of what is overwritten and was never waited for, too."""
+    def settle(self) -> None:
+        """Tell what was found."""
         with self.lock:
-            if end:
-                self.compare("the end of the guard", self.under_way())
             findings, self.untold = self.untold, []
-        if end:
-            self.forget()
         for finding in findings:
             self.tell(finding)
 
-    def forget(self) -> None:
-        """Look at nothing any more: waits that come later are nobody's."""
+    def end(self) -> None:
+        """Find what is overwritten and was never waited for; waits that come later are nobody's."""
         with self.lock:
-            self.copies, self.untold = [], []
+            self.compare("the end of the guard", self.under_way())
+            self.copies = []
         _going_on.discard(self)
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from gpulab.guards.memory import Holder, Line, Span
 
-TENSOR = "{dtype} of shape {shape} on {device}"
-SAVED = (
-    f"the backward pass of {{function}} ({{operation}}) was given {{which}}, {TENSOR}, overwritten since it was saved"
-)
-READ = f"{{function}} read a tensor, {TENSOR}: "
-COPIED = f"a pinned tensor, {TENSOR}: "
+SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
+READ = "{function} read a tensor, {tensor}: "
+COPIED = "a pinned tensor, {tensor}: "
 WROTE = "something other than torch wrote there, and another tensor was made of it"
 COPY_IT = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
 GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
@@ -132,11 +129,6 @@ class Overwritten:
         """The line that saved the tensor for backward, made it, or asked for its copy."""
         return next(iter(self.lines.values()))
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two findings have in common that are told as one."""
-        return self.operation, *self.lines.items()
-
     def because(self, cause: str) -> Overwritten:
         """The same finding, in the words of another cause."""
         _, explanation, remedy = CAUSES[cause]
@@ -155,8 +147,9 @@ class Overwritten:
         return replace(known, explanation=f"{known.explanation}; it shares memory with {holder.words}", remedy=remedy)
 
     def __str__(self) -> str:
-        which = f"its `{self.operand}`" if self.operand else "a tensor"
-        headline = CAUSES[self.cause][0].format_map({**vars(self), "which": which})
+        operand = f"its `{self.operand}`" if self.operand else "a tensor"
+        tensor = f"{self.dtype} of shape {self.shape} on {self.device}"
+        headline = CAUSES[self.cause][0].format_map({**vars(self), "operand": operand, "tensor": tensor})
         times = f" ({self.count} times)" if self.count > 1 else ""
         lines = [f"  {did} {line}" for did, line in self.lines.items()]
         if self.line.text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 
 import torch
 import xxhash
@@ -18,18 +19,19 @@ SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layou
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-FEW = 1 << 12  # numbers that are brought from a GPU to be hashed
-WIDEST, NARROWEST = 1 << 14, 1 << 6  # bytes in a row of a matrix; of more, 2^31 would not hold the sum
+NARROWEST = 1 << 6  # words in a row; a tensor that would have shorter ones is filled up with zeros
 CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes: the widest that a tensor consists of
+FEW = 1 << 12  # numbers that are brought from a GPU to be hashed
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
     """A number that stands for the content of a tensor, bit by bit and place by place.
 
     On a CPU it is the XXH3 hash of the tensor's memory. On another device it is the sum of the 32-bit words, each times
-    a random 64-bit number of its place, modulo 2^64; large tensors are first made small, on a GPU of NVIDIA's by the
-    product with a random matrix of eight columns, which is exact in whole numbers. Two contents share a fingerprint by
-    accident with a probability of about 2^-32. Dense memory is read where it lies; a view with gaps is copied.
+    a random 64-bit number of its place, modulo 2^64; of a large tensor each row has such a sum, and then the sums have
+    one. Two contents share a fingerprint by accident with a probability of about 2^-32. Dense memory is read where it
+    lies; a view with gaps is copied.
 
     Args:
         tensor: of any shape, type and layout.
@@ -113,33 +115,19 @@ def content(tensor: Tensor) -> int:
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:
-    """Few and small kernels: on a GPU it is their launching that costs."""
+    """Few kernels: on a GPU it is their launching that costs."""
     flat = _flat(tensor)
-    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+    size = flat.element_size()
+    words = flat.view(WORDS[math.gcd(4, size * len(flat), size * flat.storage_offset())])
     table = _table(str(words.device), level)
     if len(words) <= TABLE:
         return (words * table[: len(words)]).sum()
-    rows = flat.view(torch.int8)
-    ideal_width = 1 << max(6, (8 * len(rows) // TABLE - 1).bit_length())  # so that what is left is one table long
-    width = min(ideal_width, len(rows) & -len(rows), WIDEST)
-    if width >= NARROWEST and flat.data_ptr() % 16 == 0 and _multiplies_bytes(str(flat.device)):
-        weights = table.view(torch.int8)[: 8 * width].view(width, 8)
-        return _digest(torch._int_mm(rows.view(-1, width), weights).view(-1), level + 1)
     if len(words) > CHUNK:
         return _digest(torch.stack([_digest(chunk, level) for chunk in words.split(CHUNK)]), level + 2)
-    rows, rest = words.split([len(words) // TABLE * TABLE, len(words) % TABLE])
-    sums = (rows.view(-1, TABLE) * table).sum(1), (rest * table[: len(rest)]).sum(0, keepdim=True)
-    return _digest(torch.cat(sums), level + 1)
-
-
-@functools.cache
-def _multiplies_bytes(device: str) -> bool:
-    """Whether a device has the product of matrices of bytes, in whole numbers of 32 bits."""
-    first, second = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((32, 64), (64, 8)))
-    try:
-        return bool((torch._int_mm(first, second) == 64).all())
-    except (RuntimeError, NotImplementedError):
-        return False
+    width = min(len(words) & -len(words), TABLE)  # the largest power of two that leaves no rest
+    if width < NARROWEST:
+        words, width = torch.nn.functional.pad(words, (0, -len(words) % TABLE)), TABLE
+    return _digest((words.view(-1, width) * table[:width]).sum(1), level + 1)
 
 
 @functools.cache

@@ -153,7 +153,6 @@ class Guard:
         self._findings: dict[tuple[Any, ...], Overwritten] = {}
         self._lock = threading.RLock()
         self._threads: list[int] = []  # who is inside the block
-        self._last_thread = threading.get_ident()
         self._holders: dict[Line, Holder | None] = {}  # who shared the memory of what a line saved
         # What was compared on an accelerator, and what tells of a difference, by autograd's number of a backward pass.
         self._pending: dict[int, list[tuple[Any, Any, Callable[[], None]]]] = {}
@@ -189,7 +188,6 @@ class Guard:
         except RuntimeError as error:
             raise _forbidden(error) from error
         if not self._threads:
-            self._holders.clear()
             self._steps_seen = register_optimizer_step_post_hook(self._note_step)
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
@@ -218,7 +216,7 @@ class Guard:
         foreign = saved.span[1] and not saved.tensor.untyped_storage().resizable()
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
         if foreign and saved.line not in self._holders:
-            self._holders[saved.line] = nearest_holder(saved.span, str(tensor.device), self._last_thread)
+            self._holders[saved.line] = nearest_holder(saved.span, self._last_thread)
         return saved
 
     @uncompiled
@@ -280,15 +278,16 @@ class Guard:
     def _tell(self, finding: Overwritten, span: Span = (0, 0)) -> None:
         """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted."""
         with self._lock:
-            earlier_finding = self._findings.get(finding.key)
+            key = finding.operation, *finding.lines.items()  # what findings have in common that are told as one
+            earlier_finding = self._findings.get(key)
             if earlier_finding:
                 finding = replace(earlier_finding, count=earlier_finding.count + 1)
             else:
                 holder = self._holders.get(finding.line)
                 if not holder or not overlap(holder.span, span):
-                    holder = nearest_holder(span, finding.device, self._last_thread)
+                    holder = nearest_holder(span, self._last_thread)
                 finding = finding.held_by(holder) if holder else finding
-            self._findings[finding.key] = finding
+            self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)
 

@@ -45,14 +45,14 @@ class Line(NamedTuple):
         return f"{self.function}, {shown.as_posix()}:{self.number}"
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is memory and no more: of no subclass, sparse, nested, meta, or inside a transform."""
+def is_plain(tensor: Any) -> bool:
+    """Whether something is a tensor and memory, no more: of no subclass, sparse, nested, meta, or in a transform."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_nested
 
 
-def span_of(tensor: Tensor) -> Span:
+def span_of(tensor: Any) -> Span:
     """The memory from the first to the last element of a tensor that is plain; else none, which nothing overlaps."""
     if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
@@ -98,19 +98,15 @@ class Holder(NamedTuple):
     span: Span
 
 
-def nearest_holder(span: Span, device: str, thread: int) -> Holder | None:
+def nearest_holder(span: Span, thread: int) -> Holder | None:
     """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
     nearest_tensor = None
     for frame, name, value in _variables(thread) if span[1] else ():
-        array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
-        if array:
-            value_span, class_name = np.lib.array_utils.byte_bounds(value), "NumPy array"
-        elif isinstance(value, Tensor) and str(value.device) == device:
-            value_span, class_name = span_of(value), "tensor"
-        else:
-            continue
+        array = name if isinstance(value, np.ndarray) else ""
+        value_span = np.lib.array_utils.byte_bounds(value) if array else span_of(value)
         if overlap(value_span, span):
-            words = f"the {class_name} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
+            kind = "NumPy array" if array else "tensor"
+            words = f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
             holder = Holder(array, words, value_span)
             if array:
                 return holder

@@ -8,26 +8,23 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-from gpulab.errors import GpulabError, OverwrittenError, UsageError
+from gpulab.errors import OverwrittenError, UsageError
 from gpulab.guards.guards import Guard
 
 
-def check_script(script: str, is_module: bool) -> None:
-    """Raises `GpulabError` where there is no such file or module."""
-    if not is_module and not Path(script).is_file():
+def check_script(script: str) -> None:
+    """Raises `UsageError` where there is no such file."""
+    if not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
-    if is_module and not PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]):
-        raise GpulabError(f"{script}: no such module")
 
 
 def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
     """Run a script or a module as Python would, with its arguments, inside the guard `report`.
 
     Args:
-        script: a file, or the name of a module, as for `python -m`. `check_script` says whether it is there.
+        script: a file, or the name of a module, as for `python -m`.
         arguments: what the script is given.
         report: the guard; what was found is in it, however the script ended.
         is_module: whether `script` is the name of a module.
@@ -44,7 +41,7 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
             else:
                 runpy.run_path(script, run_name="__main__")
     except Exception as error:
-        if not (isinstance(error, OverwrittenError) and report.findings):  # which the report tells
+        if not isinstance(error, OverwrittenError):  # which the report tells
             keep_own_frames(error)
             sys.excepthook(type(error), error, error.__traceback__)
         return True
@@ -70,9 +67,6 @@ def keep_own_frames(error: BaseException) -> None:
     for trace in reversed(kept):
         trace.tb_next = error.__traceback__
         error.__traceback__ = trace
-    for earlier_error in (error.__cause__, error.__context__):
-        if earlier_error:
-            keep_own_frames(earlier_error)
 
 
 def json_lines(report: Guard) -> Iterator[str]:

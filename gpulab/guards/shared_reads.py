@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -36,7 +37,7 @@ from gpulab.guards.own_work import uncompiled
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
 BLOCK = 1 << 16  # bytes that have one number
-FEW = 1000  # births, after which those are dropped whose memory is gone
+FEW = 1000  # pieces of memory, after which those are dropped that are gone
 
 
 @dataclass
@@ -47,7 +48,6 @@ class _Birth:
     memory: Span
     version: int
     line: Line
-    meant_as_view: bool = False  # read before and after a write, with no other tensor made between
     digests: dict[int, int] = field(default_factory=dict)  # for each block of the memory, by its address
     content: bytes = b""  # of a small memory
 
@@ -91,7 +91,6 @@ class SharedReads(TorchDispatchMode):
         self.copies = CopiesUnderWay(tell)
         self.checked = self.unchecked = 0
         self.births: dict[int, list[_Birth]] = {}  # by the address of the memory: who lives, and the latest
-        self.room = FEW
         self.lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -101,11 +100,10 @@ class SharedReads(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         _leave(self)
-        ended = self not in _listening
+        if self not in _listening:
+            self.copies.end()
         if raised[0] is None:
-            self.copies.settle(end=ended)
-        elif ended:
-            self.copies.forget()
+            self.copies.settle()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -119,8 +117,9 @@ class SharedReads(TorchDispatchMode):
             self.birth_of(args[0])
         if not operation.is_view:  # which reads no number
             read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
-            named = {name: value for name, value in kwargs.items() if name != "out"}
-            tensors = [tensor for tensor in _tensors((*read, *named.values())) if tensor.is_cpu]
+            lists = (value if isinstance(value, list | tuple) else (value,) for value in (*read, *kwargs.values()))
+            values = itertools.chain.from_iterable(lists)
+            tensors = [value for value in values if isinstance(value, Tensor) and value.is_cpu]
             self.check(tensors, operation.overloadpacket.__name__)
         result = operation(*args, **kwargs)
         self.copies.note(operation, args, kwargs, result)
@@ -142,16 +141,14 @@ class SharedReads(TorchDispatchMode):
         birth.remember(memory)
         if not getattr(_thread, "copies", False):
             with self.lock:
-                if len(self.births) >= self.room:
+                if len(self.births) % FEW == 0:
                     self.births = {key: births for key, births in self.births.items() if any(map(_lives, births))}
-                    self.room = max(FEW, 2 * len(self.births))
                 self.births[address] = [*filter(_lives, self.births.get(address, ())), birth]
         return birth
 
     def accept(self, tensor: Tensor) -> None:
         """Take what a tensor holds now for right: another has told of it."""
-        birth = self.birth_of(tensor)
-        if birth:
+        if birth := self.birth_of(tensor):
             birth.remember(span_of(tensor))
 
     def check(self, tensors: list[Tensor], name: str) -> None:
@@ -169,8 +166,7 @@ class SharedReads(TorchDispatchMode):
             if not birth.differs(tensor):
                 continue
             latest = self.births.get(birth.memory[0], [birth])[-1]
-            if latest is birth or (birth.meant_as_view and not _lives(latest)):
-                birth.meant_as_view = True
+            if latest is birth:
                 birth.remember(span_of(tensor))
             else:
                 cause = "together" if places.count(birth.memory[0]) > 1 else "stale"
@@ -182,15 +178,6 @@ class SharedReads(TorchDispatchMode):
 def _lives(birth: _Birth) -> bool:
     """Whether the tensor that was born is still there, or another over the same storage."""
     return not birth.storage.expired()
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an operation, and in lists of them."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from (item for item in argument if isinstance(item, Tensor))
 
 
 # --- who makes tensors, who reads them without torch, who asks whether a copy is done ---------------------------
