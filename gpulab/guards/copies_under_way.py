@@ -58,6 +58,7 @@ class CopiesUnderWay:
         self.copies: list[_Copy] = []
         self.untold: list[Overwritten] = []
         self.lock = threading.RLock()
+        _known.add(self)
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that was just run: is it a copy that goes on after it?"""
@@ -72,7 +73,6 @@ class CopiesUnderWay:
         if not goes_on or torch.cuda.is_current_stream_capturing():
             return
         _hear_of_waits()
-        _going_on.add(self)
         span, event = span_of(host), torch.cuda.Event()
         event.record(torch.cuda.current_stream(device.device))
         content = memory_digest(*span) if cause == "leaving" else 0
@@ -129,16 +129,15 @@ class CopiesUnderWay:
         with self.lock:
             self.compare("the end of the guard", self.under_way())
             self.copies = []
-        _going_on.discard(self)
 
 
-_going_on: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()  # those that know of a copy
+_known: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()
 
 
 @uncompiled
 def waiting(*_: Any) -> None:
     """Somebody waits for a GPU."""
-    for copies in list(_going_on):
+    for copies in list(_known):
         copies.waiting()
 
 

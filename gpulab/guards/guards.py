@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -96,7 +95,7 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
     Raises:
         UsageError: for another `on` or `reads`.
-        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
+        GpulabError: where torch forbids its hooks in the block (inside `torch.func.grad` and what is built on it).
 
     Examples:
         >>> import warnings
@@ -176,17 +175,13 @@ class Guard:
             uses += f" and {self._shared.checked} reads of memory that tensors share with others"
         lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
         if self.unchecked:
-            lines.append(
-                f"not compared: {self.unchecked} others, because torch does not give the tensor's content away"
-            )
+            why = "because torch does not give the tensor's content away"
+            lines.append(f"not compared: {self.unchecked} others, {why}")
         return "\n".join(lines)
 
     @uncompiled
     def __enter__(self) -> Guard:
-        try:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-        except RuntimeError as error:
-            raise _forbidden(error) from error
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         if not self._threads:
             self._steps_seen = register_optimizer_step_post_hook(self._note_step)
         self._last_thread = _thread.ident
@@ -206,7 +201,10 @@ class Guard:
         if error is not None or self._findings:
             drain()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-            raise _forbidden(error) from error
+            raise GpulabError(
+                f"the guard needs torch's hooks for saved tensors, and torch forbids them here ({error}). "
+                f"Put the guard around code that calls backward, not around torch.func transforms"
+            ) from error
         if not self._threads:
             self._warn()
 
@@ -228,10 +226,9 @@ class Guard:
     @own_work
     def _check(self, saved: _Saved, node: Any) -> None:
         if saved.tensor._version != saved.version:
-            self._report(saved.finding(node, "step" if saved.is_parameter else "inplace"), saved.span, saved.steps)
+            self._report(saved.finding(node, "inplace"), saved.span, saved.steps)
             return
-        now = saved.current()
-        digest = None if saved.digest is None else fingerprint(now)
+        digest = None if saved.digest is None else fingerprint(saved.tensor)
         with self._lock:
             self.checked += digest is not None
             self._unchecked += digest is None
@@ -239,12 +236,14 @@ class Guard:
         later = isinstance(digest, Tensor) and task >= 0  # on an accelerator: looked at once, when `backward` ends
         if (not later and (digest is None or bool(digest == saved.digest))) or _is_scratch(node, saved.tensor):
             return
-        finding = saved.finding(node, "data" if now is saved.tensor else "replaced", name_operand=not later)
+        cause = "data" if span_of(saved.tensor) == saved.span else "replaced"
+        finding = saved.finding(node, cause, name_operand=not later)
         # Which keeps no content of a tensor alive.
         report = functools.partial(self._report, finding, saved.span, saved.steps)
         if not later:
             report()
-            self._shared.accept(now)  # told once: the operation is about to read it
+            if birth := self._shared.birth_of(saved.tensor):
+                birth.remember(saved.span)  # told once: the operation is about to read it
             return
         with self._lock:
             if task not in self._pending:
@@ -302,26 +301,16 @@ class Guard:
 class _Saved:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("digest", "is_parameter", "line", "original", "span", "steps", "tensor", "version")
+    __slots__ = ("digest", "line", "span", "steps", "tensor", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
-        # Detached: an operation that keeps its own output would otherwise keep itself alive for ever.
-        self.tensor: Tensor = tensor.detach()
-        self.version = self.tensor._version
-        # Without a guard a leaf is kept itself, and sees what is assigned to its `.data`.
-        self.original = weakref.ref(tensor) if tensor.is_leaf else None
-        owner = tensor if tensor._base is None else tensor._base
-        self.is_parameter = owner.is_leaf and owner.requires_grad
+        # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`. Others are detached: an
+        # operation that keeps its own output would otherwise keep itself alive for ever.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
         self.line, self.steps = line, steps
         self.digest = fingerprint(self.tensor)
         self.span = span_of(self.tensor)
-
-    def current(self) -> Tensor:
-        """What autograd would use if there were no guard."""
-        original = self.original() if self.original and self.span[1] else None
-        if original is None or original.data_ptr() == self.tensor.data_ptr():
-            return self.tensor
-        return original.detach()
 
     def finding(self, node: Any, cause: str, name_operand: bool = True) -> Overwritten:
         """What is known without asking who shares the memory."""
@@ -337,7 +326,7 @@ class _Saved:
 def _current_node(caller: types.FrameType | None) -> Any:
     """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
     node = torch._C._current_autograd_node()
-    recomputing = caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
+    recomputing = caller is not None and caller.f_globals.get("__name__") == "torch.utils.checkpoint"
     return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
 
 
@@ -359,10 +348,3 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     """
     own = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
     return getattr(node, "_saved_training", False) and any(_saved_names(node, tensor, own))
-
-
-def _forbidden(error: RuntimeError) -> GpulabError:
-    return GpulabError(
-        f"the guard needs torch's hooks for saved tensors, and torch forbids them here ({error}). "
-        f"Put the guard around code that calls backward, not around torch.func transforms"
-    )

@@ -63,8 +63,7 @@ def span_of(tensor: Any) -> Span:
 @functools.cache
 def _is_users(file: str) -> bool:
     """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
-    own = file.startswith((OWN, "<frozen"))
-    return not own and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
+    return not file.startswith((OWN, "<frozen")) and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
 
 
 def _frames(thread: int = 0) -> Iterator[types.FrameType]:

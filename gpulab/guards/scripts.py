@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpulab.errors import OverwrittenError, UsageError
@@ -23,6 +21,8 @@ def check_script(script: str) -> None:
 def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
     """Run a script or a module as Python would, with its arguments, inside the guard `report`.
 
+    What Python knows of the program, `sys.argv` and the first of `sys.path`, is the script's from here on.
+
     Args:
         script: a file, or the name of a module, as for `python -m`.
         arguments: what the script is given.
@@ -32,7 +32,6 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
     Returns:
         Whether an error ended the script. Its traceback is printed as Python would print it. `SystemExit` comes out.
     """
-    before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path.cwd() if is_module else Path(script).resolve().parent)
     try:
         with report:
@@ -45,8 +44,6 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
             keep_own_frames(error)
             sys.excepthook(type(error), error, error.__traceback__)
         return True
-    finally:
-        sys.argv, sys.path[0] = before
     return False
 
 
@@ -67,15 +64,3 @@ def keep_own_frames(error: BaseException) -> None:
     for trace in reversed(kept):
         trace.tb_next = error.__traceback__
         error.__traceback__ = trace
-
-
-def json_lines(report: Guard) -> Iterator[str]:
-    """Each finding as an object of JSON in a line.
-
-    Examples:
-        >>> list(json_lines(Guard()))
-        []
-    """
-    for finding in report.findings:
-        lines = {did: {**line._asdict(), "text": line.text} for did, line in finding.lines.items()}
-        yield json.dumps({**asdict(finding), "lines": lines})

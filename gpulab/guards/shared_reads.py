@@ -23,7 +23,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.utils.dlpack
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,7 +90,6 @@ class SharedReads(TorchDispatchMode):
         self.copies = CopiesUnderWay(tell)
         self.checked = self.unchecked = 0
         self.births: dict[int, list[_Birth]] = {}  # by the address of the memory: who lives, and the latest
-        self.lock = threading.Lock()
 
     def __enter__(self) -> Self:
         _listen(self)
@@ -140,16 +138,11 @@ class SharedReads(TorchDispatchMode):
         birth = _Birth(StorageWeakRef(storage), memory, tensor._version, user_line())
         birth.remember(memory)
         if not getattr(_thread, "copies", False):
-            with self.lock:
+            with _lock:
                 if len(self.births) % FEW == 0:
                     self.births = {key: births for key, births in self.births.items() if any(map(_lives, births))}
                 self.births[address] = [*filter(_lives, self.births.get(address, ())), birth]
         return birth
-
-    def accept(self, tensor: Tensor) -> None:
-        """Take what a tensor holds now for right: another has told of it."""
-        if birth := self.birth_of(tensor):
-            birth.remember(span_of(tensor))
 
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Look at what an operation of this name is about to read."""
