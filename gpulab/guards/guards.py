@@ -83,11 +83,11 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
         reads: `backward` compares what autograd has saved. `any` compares, too, what any operation reads of memory that
             a tensor shares with NumPy or another library: a tensor is refused that was made there earlier than
             another one, and whose content has changed since. With CUDA, pinned memory is refused, too, that is written
-            or read between a copy with `non_blocking=True` and the next wait. Not seen are what NumPy copies or reads
-            itself (`np.stack`, a view that `.numpy()` gave before the copy), what `torch.save` writes, other processes,
-            views of one memory that begin at different places, `torch.from_file` twice of one file, `frombuffer` and
-            `from_dlpack` under a name that was imported before, and a single tensor that is read before and after its
-            memory was written, which may be meant. Two tensors of one array that are both meant as views of it are
+            or read between a copy with `non_blocking=True` and the next wait. `.numpy()` is a read. Not seen are what
+            NumPy reads later through the view that it gave, what `torch.save` writes, other processes, views of one
+            memory that begin at different places, `torch.from_file` twice of one file, `frombuffer` and `from_dlpack`
+            under a name that was imported before, and a single tensor that is read before and after its memory was
+            written, which may be meant. Two tensors of one array that are both meant as views of it are
             blamed; so may be, in a memory above 64 KiB, a tensor beside whose elements others have changed.
 
     Returns:
