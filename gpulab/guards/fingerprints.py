@@ -11,8 +11,6 @@ import xxhash
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gpulab.guards.memory import span_of
-
 TABLE = 1 << 16  # random numbers, one for each place in a row of words
 SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layout's parts
     torch.sparse_coo: ("_indices", "_values"),
@@ -57,7 +55,7 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
             return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
         hashed = xxhash.xxh3_64()
         for flat in map(_flat, ordinary):
-            hashed.update(memory(*span_of(flat)))
+            hashed.update(memory(flat.data_ptr(), flat.data_ptr() + flat.nbytes))
         return hashed.intdigest()
 
 

@@ -77,11 +77,11 @@ def _frames(thread: int = 0) -> Iterator[types.FrameType]:
 
 def user_line(thread: int = 0) -> Line:
     """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
-    users = (frame for frame in _frames(thread) if _is_users(frame.f_code.co_filename))
-    outside_torch = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((OWN, TORCH)))
-    for frame in itertools.chain(users, outside_torch):
-        return line_of(frame)
-    return Line("<unknown>", 0, "<unknown>")
+    for frame in _frames(thread):
+        if _is_users(frame.f_code.co_filename):
+            return line_of(frame)
+    others = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((OWN, TORCH)))
+    return next(map(line_of, others), Line("<unknown>", 0, "<unknown>"))
 
 
 def line_of(frame: types.FrameType) -> Line:
