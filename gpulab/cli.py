@@ -421,9 +421,6 @@ def guard_script(
     is_module: Annotated[bool, option("SCRIPT is the name of a module, as for python -m", flag="-m")] = False,
     reads: Annotated[str, option("any: every later read of shared memory; backward: what autograd saved")] = "any",
     stop: Annotated[bool, option("end the script at the first finding", flag="--stop")] = False,
-    json: Annotated[
-        Path | None, option("write each finding to this file, as a line of JSON", callback=writable)
-    ] = None,
 ) -> None:
     """Run a script or module, and tell which tensors were overwritten before they were used. Exit status 1 if one was.
 
@@ -431,11 +428,11 @@ def guard_script(
     """
     from gpulab.guards import guards, scripts
 
-    for given in {"--reads", "--stop", "--json"}.intersection(arguments or ()):
+    for given in {"--reads", "--stop"}.intersection(arguments or ()):
         say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
-    file = json and json.absolute()  # the script may go to another folder
-    scripts.check_script(script, is_module)
+    if not is_module:
+        scripts.check_script(script)
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
@@ -446,8 +443,6 @@ def guard_script(
             failed = False
         finally:
             say(report, sys.stderr)
-            if file:
-                files.write(file, "".join(f"{line}\n" for line in scripts.json_lines(report)).encode())
     if failed or report.findings:
         raise typer.Exit(1)
 

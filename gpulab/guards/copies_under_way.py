@@ -9,7 +9,6 @@ a stream or an event, by `query()`, or by an operation that waits, such as `.ite
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory_digest
-from gpulab.guards.memory import Span, is_plain, line_of, overlap, span_of, user_frame
+from gpulab.guards.memory import Span, is_plain, overlap, span_of, user_line
 from gpulab.guards.own_work import uncompiled
 
 
@@ -59,6 +58,7 @@ class CopiesUnderWay:
         self.copies: list[_Copy] = []
         self.untold: list[Overwritten] = []
         self.lock = threading.RLock()
+        _known.add(self)
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that was just run: is it a copy that goes on after it?"""
@@ -69,82 +69,75 @@ class CopiesUnderWay:
         else:
             return
         cause, host, device = ("leaving", source, target) if target.is_cuda else ("arriving", target, source)
-        if host.device.type != "cpu" or not device.is_cuda or not is_plain(host) or not host.is_pinned():
-            return
-        if torch.cuda.is_current_stream_capturing():
+        goes_on = device.is_cuda and host.is_cpu and is_plain(host) and host.is_pinned()
+        if not goes_on or torch.cuda.is_current_stream_capturing():
             return
         _hear_of_waits()
-        _going_on.add(self)
         span, event = span_of(host), torch.cuda.Event()
         event.record(torch.cuda.current_stream(device.device))
         content = memory_digest(*span) if cause == "leaving" else 0
         name = operation.overloadpacket.__name__
-        finding = Overwritten.of(cause, name, host, {"copied by": line_of(user_frame(sys._getframe(1)))})
-        copy = _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
+        finding = Overwritten.of(cause, name, host, {"copied by": user_line()})
         with self.lock:
-            same_memory = [earlier_copy for earlier_copy in self.copies if overlap(earlier_copy.span, span)]
-            self.compare(name, same_memory)
-            self.copies = [earlier_copy for earlier_copy in self.copies if not earlier_copy.over()]
-            self.copies.append(copy)
+            self.compare(name, [copy for copy in self.under_way() if overlap(copy.span, span)])
+            self.copies.append(_Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event))
+
+    def under_way(self) -> list[_Copy]:
+        """The copies with which something can still go wrong; the others are forgotten."""
+        self.copies = [copy for copy in self.copies if not copy.over()]
+        return self.copies
 
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Tell of tensors of the host that are about to be read and have not arrived, and of what waits have found."""
         if not self.copies and not self.untold:
             return
         with self.lock:
-            if any(copy.finding.cause == "arriving" for copy in self.copies):
-                self.copies = [copy for copy in self.copies if not copy.over()]
-                arriving = [copy for copy in self.copies if copy.finding.cause == "arriving"]
-                spans = [span_of(read) for read in tensors if is_plain(read)]
-                for copy in arriving:
-                    if any(overlap(copy.span, span) for span in spans):
-                        self.find(copy, name)
+            spans = [span_of(tensor) for tensor in tensors]
+            for copy in self.under_way():
+                if copy.finding.cause == "arriving" and any(overlap(copy.span, span) for span in spans):
+                    self.find(copy, name)
         self.settle()
 
     def waiting(self) -> None:
         """Somebody is about to wait, or has: what is overwritten now was overwritten too early."""
         with self.lock:
-            self.copies = [copy for copy in self.copies if not copy.over()]
-            self.compare("a wait", self.copies)
+            self.compare("a wait", self.under_way())
             for copy in self.copies:
                 copy.waited = True
 
     def compare(self, name: str, copies: list[_Copy]) -> None:
-        """Find what has been overwritten among copies."""
-        for copy in [copy for copy in copies if not copy.over() and copy.overwritten()]:
-            self.find(copy, name)
+        """Find what has been overwritten among copies that are under way."""
+        for copy in copies:
+            if copy.overwritten():
+                self.find(copy, name)
 
     def find(self, copy: _Copy, name: str) -> None:
         """Keep a finding until it can be told, once for each copy."""
         self.copies = [other_copy for other_copy in self.copies if other_copy is not copy]
-        lines = {**copy.finding.lines, f"met by {name} in": line_of(user_frame(sys._getframe(1)))}
+        lines = {**copy.finding.lines, f"met by {name} in": user_line()}
         self.untold.append(replace(copy.finding, operation=name, function=name, lines=lines))
 
-    def settle(self, end: bool = False) -> None:
-        """Tell what was found; at the `end`, of what is overwritten and was never waited for, too."""
+    def settle(self) -> None:
+        """Tell what was found."""
         with self.lock:
-            if end:
-                self.compare("the end of the guard", self.copies)
             findings, self.untold = self.untold, []
-        if end:
-            self.forget()
         for finding in findings:
             self.tell(finding)
 
-    def forget(self) -> None:
-        """Look at nothing any more: waits that come later are nobody's."""
+    def end(self) -> None:
+        """Find what is overwritten and was never waited for; waits that come later are nobody's."""
         with self.lock:
-            self.copies, self.untold = [], []
-        _going_on.discard(self)
+            self.compare("the end of the guard", self.under_way())
+            self.copies = []
 
 
-_going_on: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()  # those that know of a copy
+_known: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()
 
 
 @uncompiled
 def waiting(*_: Any) -> None:
     """Somebody waits for a GPU."""
-    for copies in list(_going_on):
+    for copies in list(_known):
         copies.waiting()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from gpulab.guards.memory import Holder, Line
-from gpulab.guards.optimizer_steps import Step
+from gpulab.guards.memory import Holder, Line, Span
 
 SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
 READ = "{function} read a tensor, {tensor}: "
@@ -26,7 +27,7 @@ CAUSES = {  # what happened, why, and what to do
     "numpy": (SAVED, "NumPy wrote into its memory", "copy it: torch.tensor(array) or torch.as_tensor(array.copy())"),
     "step": (
         SAVED,
-        "it is a parameter that was changed in place after the forward pass, as the step of an optimizer does",
+        "it is a parameter, which the step of the optimizer {optimizer} changed after the forward pass",
         "step after backward: call `backward` of every loss that was computed with the parameter before the step, or "
         "compute that loss anew after it",
     ),
@@ -50,6 +51,23 @@ CAUSES = {  # what happened, why, and what to do
         "leave out non_blocking=True, or wait before it is read: torch.cuda.current_stream().synchronize()",
     ),
 }
+
+
+class Step(NamedTuple):
+    """A step of an optimizer."""
+
+    number: int  # of all steps, in order
+    optimizer: str
+    line: Line
+    changed: list[Span]
+
+
+@functools.cache
+def _function(operation: str) -> str:
+    """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`; else the operation."""
+    if match := re.fullmatch(r"(.*)Backward\d+", operation):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
+    return operation.removesuffix("Backward")
 
 
 @dataclass(frozen=True)
@@ -100,29 +118,16 @@ class Overwritten:
     count: int = 1
 
     @classmethod
-    def of(
-        cls,
-        cause: str,
-        operation: str,
-        tensor: Tensor,
-        lines: dict[str, Line],
-        function: str = "",
-        operand: str | None = None,
-    ) -> Overwritten:
+    def of(cls, cause: str, operation: str, tensor: Tensor, lines: dict[str, Line], operand: str | None = None) -> Self:
         """A finding in the words of its cause."""
         _, explanation, remedy = CAUSES[cause]
         described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        return cls(cause, operation, function or operation, operand, *described, lines, explanation, remedy)
+        return cls(cause, operation, _function(operation), operand, *described, lines, explanation, remedy)
 
     @property
     def line(self) -> Line:
         """The line that saved the tensor for backward, made it, or asked for its copy."""
         return next(iter(self.lines.values()))
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two findings have in common that are told as one."""
-        return self.operation, *self.lines.items()
 
     def because(self, cause: str) -> Overwritten:
         """The same finding, in the words of another cause."""
@@ -131,23 +136,19 @@ class Overwritten:
 
     def changed_by(self, step: Step) -> Overwritten:
         """The same finding, with the step of an optimizer that changed the tensor."""
-        changer = f"the step of the optimizer {step.optimizer}"
-        explanation = f"it is a parameter, which {changer} changed after the forward pass"
-        lines = {**self.lines, "changed by": step.line}
-        return replace(self.because("step"), lines=lines, explanation=explanation)
+        explanation = CAUSES["step"][1].format(optimizer=step.optimizer)
+        return replace(self.because("step"), lines={**self.lines, "changed by": step.line}, explanation=explanation)
 
     def held_by(self, holder: Holder) -> Overwritten:
-        """The same finding, with the variable that shares the memory."""
-        remedy = self.remedy.replace("array", holder.array) if holder.array else self.remedy
-        return replace(self, explanation=f"{self.explanation}; it shares memory with {holder.words}", remedy=remedy)
+        """The same finding, with the variable that shares the memory; a NumPy array that does has written there."""
+        known = self.because("numpy") if holder.array and self.cause == "data" else self
+        remedy = known.remedy.replace("array", holder.array or "array")
+        return replace(known, explanation=f"{known.explanation}; it shares memory with {holder.words}", remedy=remedy)
 
     def __str__(self) -> str:
-        headline = CAUSES[self.cause][0].format(
-            function=self.function,
-            operation=self.operation,
-            operand=f"its `{self.operand}`" if self.operand else "a tensor",
-            tensor=f"{self.dtype} of shape {self.shape} on {self.device}",
-        )
+        operand = f"its `{self.operand}`" if self.operand else "a tensor"
+        tensor = f"{self.dtype} of shape {self.shape} on {self.device}"
+        headline = CAUSES[self.cause][0].format_map({**vars(self), "operand": operand, "tensor": tensor})
         times = f" ({self.count} times)" if self.count > 1 else ""
         lines = [f"  {did} {line}" for did, line in self.lines.items()]
         if self.line.text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 
 import torch
 import xxhash
@@ -16,18 +17,19 @@ SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layou
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-FEW = 1 << 12  # numbers that are brought from a GPU to be hashed
-WIDEST, NARROWEST = 1 << 14, 1 << 6  # bytes in a row of a matrix; of more, 2^31 would not hold the sum
+NARROWEST = 1 << 6  # words in a row; a tensor that would have shorter ones is filled up with zeros
 CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes: the widest that a tensor consists of
+FEW = 1 << 12  # numbers that are brought from a GPU to be hashed
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
     """A number that stands for the content of a tensor, bit by bit and place by place.
 
     On a CPU it is the XXH3 hash of the tensor's memory. On another device it is the sum of the 32-bit words, each times
-    a random 64-bit number of its place, modulo 2^64; large tensors are first made small, on a GPU of NVIDIA's by the
-    product with a random matrix of eight columns, which is exact in whole numbers. Two contents share a fingerprint by
-    accident with a probability of about 2^-32. Dense memory is read where it lies; a view with gaps is copied.
+    a random 64-bit number of its place, modulo 2^64; of a large tensor each row has such a sum, and then the sums have
+    one. Two contents share a fingerprint by accident with a probability of about 2^-32. Dense memory is read where it
+    lies; a view with gaps is copied.
 
     Args:
         tensor: of any shape, type and layout.
@@ -52,9 +54,8 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
             digests = [_digest(component) for component in ordinary]
             return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
         hashed = xxhash.xxh3_64()
-        for component in ordinary:
-            flat = _flat(component)
-            hashed.update(memory(flat))
+        for flat in map(_flat, ordinary):
+            hashed.update(memory(flat.data_ptr(), flat.data_ptr() + flat.nbytes))
         return hashed.intdigest()
 
 
@@ -91,15 +92,15 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a contiguous tensor on a CPU, where they lie; the tensor must outlive them."""
+def memory(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
+    """The host's memory from one address to before another, as it is whenever it is read."""
     # Not through .numpy(), after which torch would refuse to resize the tensor.
-    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return (ctypes.c_char * (end - begin)).from_address(begin)
 
 
 def memory_digest(begin: int, end: int) -> int:
     """A number of 64 bits that stands for what lies in the host's memory from one address to before another."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * (end - begin)).from_address(begin))
+    return xxhash.xxh3_64_intdigest(memory(begin, end))
 
 
 def content(tensor: Tensor) -> int:
@@ -107,49 +108,24 @@ def content(tensor: Tensor) -> int:
 
     A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
     """
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = tensor.detach().resolve_neg().contiguous()
-    if flat.device.type != "cpu" and flat.numel() > FEW:
-        return int(_digest(flat))
-    flat = flat.cpu()
-    return xxhash.xxh3_64_intdigest(memory(flat))
+    ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return int(fingerprint(ordered if ordered.numel() > FEW else ordered.cpu()))  # type: ignore[arg-type]
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:
-    """Few and small kernels: on a GPU it is their launching that costs."""
+    """Few kernels: on a GPU it is their launching that costs."""
     flat = _flat(tensor)
-    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+    size = flat.element_size()
+    words = flat.view(WORDS[math.gcd(4, size * len(flat), size * flat.storage_offset())])
     table = _table(str(words.device), level)
     if len(words) <= TABLE:
         return (words * table[: len(words)]).sum()
-    rows = flat.view(torch.int8)
-    ideal_width = 1 << max(6, (8 * len(rows) // TABLE - 1).bit_length())  # so that what is left is one table long
-    width = min(ideal_width, len(rows) & -len(rows), WIDEST)
-    if width >= NARROWEST and flat.data_ptr() % 16 == 0 and _multiplies_bytes(str(flat.device)):
-        weights = _byte_table(str(flat.device), level)[:width]
-        return _digest(torch._int_mm(rows.view(-1, width), weights).view(-1), level + 1)
-    sums = []
-    for chunk in words.split(CHUNK):
-        rows, rest = chunk.split([len(chunk) // TABLE * TABLE, len(chunk) % TABLE])
-        sums.append((rows.view(-1, TABLE) * table).sum(1))
-        if len(rest):
-            sums.append((rest * table[: len(rest)]).sum(0, keepdim=True))
-    return _digest(torch.cat(sums), level + 1)
-
-
-@functools.cache
-def _multiplies_bytes(device: str) -> bool:
-    """Whether a device has the product of matrices of bytes, in whole numbers of 32 bits."""
-    first, second = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((32, 64), (64, 8)))
-    try:
-        return bool((torch._int_mm(first, second) == 64).all())
-    except (RuntimeError, NotImplementedError):
-        return False
-
-
-@functools.cache
-def _byte_table(device: str, level: int) -> Tensor:
-    return _table(device, level).view(torch.int8)[: 8 * WIDEST].view(WIDEST, 8)
+    if len(words) > CHUNK:
+        return _digest(torch.stack([_digest(chunk, level) for chunk in words.split(CHUNK)]), level + 2)
+    width = min(len(words) & -len(words), TABLE)  # the largest power of two that leaves no rest
+    if width < NARROWEST:
+        words, width = torch.nn.functional.pad(words, (0, -len(words) % TABLE)), TABLE
+    return _digest((words.view(-1, width) * table[:width]).sum(1), level + 1)
 
 
 @functools.cache

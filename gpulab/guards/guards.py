@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
+import itertools
 import sys
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
-from gpulab.guards.findings import Overwritten
+from gpulab.guards.findings import Overwritten, Step
 from gpulab.guards.fingerprints import fingerprint
-from gpulab.guards.memory import Line, Span, is_plain, line_of, nearest_holder, overlap, span_of, user_frame
-from gpulab.guards.optimizer_steps import OptimizerSteps
+from gpulab.guards.memory import Holder, Line, Span, nearest_holder, overlap, span_of, user_line
 from gpulab.guards.own_work import at_work, own_work, uncompiled
 from gpulab.guards.shared_reads import SharedReads
 
@@ -85,11 +83,11 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
         reads: `backward` compares what autograd has saved. `any` compares, too, what any operation reads of memory that
             a tensor shares with NumPy or another library: a tensor is refused that was made there earlier than
             another one, and whose content has changed since. With CUDA, pinned memory is refused, too, that is written
-            or read between a copy with `non_blocking=True` and the next wait. Not seen are what NumPy copies or reads
-            itself (`np.stack`, a view that `.numpy()` gave before the copy), what `torch.save` writes, other processes,
-            views of one memory that begin at different places, `torch.from_file` twice of one file, `frombuffer` and
-            `from_dlpack` under a name that was imported before, and a single tensor that is read before and after its
-            memory was written, which may be meant. Two tensors of one array that are both meant as views of it are
+            or read between a copy with `non_blocking=True` and the next wait. `.numpy()` is a read. Not seen are what
+            NumPy reads later through the view that it gave, what `torch.save` writes, other processes, views of one
+            memory that begin at different places, `torch.from_file` twice of one file, `frombuffer` and `from_dlpack`
+            under a name that was imported before, and a single tensor that is read before and after its memory was
+            written, which may be meant. Two tensors of one array that are both meant as views of it are
             blamed; so may be, in a memory above 64 KiB, a tensor beside whose elements others have changed.
 
     Returns:
@@ -97,7 +95,7 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
     Raises:
         UsageError: for another `on` or `reads`.
-        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
+        GpulabError: where torch forbids its hooks in the block (inside `torch.func.grad` and what is built on it).
 
     Examples:
         >>> import warnings
@@ -148,15 +146,15 @@ class Guard:
 
     def __init__(self, on: str = "raise", reads: str = "backward") -> None:
         self.on, self.reads = on, reads
-        self.checked = self._unchecked = 0
-        self._shared, self._steps = SharedReads(self._tell), OptimizerSteps()
+        self.checked = self._unchecked = self._warned = 0
+        self._shared = SharedReads(self._tell)
+        self._steps, self._latest_steps = 0, dict[int, Step]()  # of optimizers: how many, and by whose identity
         self._findings: dict[tuple[Any, ...], Overwritten] = {}
-        self._warned = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads: list[int] = []  # who is inside the block
-        self._last_thread = threading.get_ident()
-        self._holders: dict[Line, Any] = {}
-        self._pending: dict[int, list[_Compared]] = {}  # by autograd's number of a backward pass
+        self._holders: dict[Line, Holder | None] = {}  # who shared the memory of what a line saved
+        # What was compared on an accelerator, and what tells of a difference, by autograd's number of a backward pass.
+        self._pending: dict[int, list[tuple[Any, Any, Callable[[], None]]]] = {}
 
     @property
     def findings(self) -> list[Overwritten]:
@@ -177,23 +175,15 @@ class Guard:
             uses += f" and {self._shared.checked} reads of memory that tensors share with others"
         lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
         if self.unchecked:
-            lines.append(
-                f"not compared: {self.unchecked} others, because torch does not give the tensor's content away"
-            )
+            why = "because torch does not give the tensor's content away"
+            lines.append(f"not compared: {self.unchecked} others, {why}")
         return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return f"<guard on={self.on!r}: {len(self)} findings, {self.checked} checked, {self.unchecked} unchecked>"
 
     @uncompiled
     def __enter__(self) -> Guard:
-        try:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-        except RuntimeError as error:
-            raise _forbidden(error) from error
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         if not self._threads:
-            self._holders.clear()
-            self._steps_seen = register_optimizer_step_post_hook(self._steps.note)
+            self._steps_seen = register_optimizer_step_post_hook(self._note_step)
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
         if self.reads == "any":
@@ -211,17 +201,20 @@ class Guard:
         if error is not None or self._findings:
             drain()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-            raise _forbidden(error) from error
+            raise GpulabError(
+                f"the guard needs torch's hooks for saved tensors, and torch forbids them here ({error}). "
+                f"Put the guard around code that calls backward, not around torch.func transforms"
+            ) from error
         if not self._threads:
             self._warn()
 
     @own_work
     def _pack(self, tensor: Tensor) -> _Saved:
-        frame = user_frame(sys._getframe().f_back) or user_frame(sys._current_frames().get(self._last_thread))
-        saved = _Saved(tensor, line_of(frame), self._steps.count)
+        saved = _Saved(tensor, user_line(self._last_thread), self._steps)
+        foreign = saved.span[1] and not saved.tensor.untyped_storage().resizable()
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
-        if saved.foreign and saved.line not in self._holders:
-            self._holders[saved.line] = nearest_holder(saved.span, str(tensor.device), self._last_thread)
+        if foreign and saved.line not in self._holders:
+            self._holders[saved.line] = nearest_holder(saved.span, self._last_thread)
         return saved
 
     @uncompiled
@@ -233,10 +226,9 @@ class Guard:
     @own_work
     def _check(self, saved: _Saved, node: Any) -> None:
         if saved.tensor._version != saved.version:
-            self._report(saved.found(node, "step" if saved.is_parameter else "inplace"))
+            self._report(saved.finding(node, "inplace"), saved.span, saved.steps)
             return
-        now = saved.current()
-        digest = None if saved.digest is None else fingerprint(now)
+        digest = None if saved.digest is None else fingerprint(saved.tensor)
         with self._lock:
             self.checked += digest is not None
             self._unchecked += digest is None
@@ -244,59 +236,57 @@ class Guard:
         later = isinstance(digest, Tensor) and task >= 0  # on an accelerator: looked at once, when `backward` ends
         if (not later and (digest is None or bool(digest == saved.digest))) or _is_scratch(node, saved.tensor):
             return
-        found = saved.found(node, "data" if now is saved.tensor else "replaced", name_operand=not later)
-        if later:
-            with self._lock:
-                pending = self._pending.setdefault(task, [])
-                pending.append(_Compared(digest, saved.digest, found))
-                first = len(pending) == 1
-            if first:
+        cause = "data" if span_of(saved.tensor) == saved.span else "replaced"
+        finding = saved.finding(node, cause, name_operand=not later)
+        # Which keeps no content of a tensor alive.
+        report = functools.partial(self._report, finding, saved.span, saved.steps)
+        if not later:
+            report()
+            if birth := self._shared.birth_of(saved.tensor):
+                birth.remember(saved.span)  # told once: the operation is about to read it
+            return
+        with self._lock:
+            if task not in self._pending:
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
-        else:
-            self._report(found)
-            if self.reads == "any":
-                self._shared.accept(now)  # told once: the operation is about to read it
+            self._pending.setdefault(task, []).append((digest, saved.digest, report))
 
     @own_work
     def _settle(self, task: int) -> None:
         """Report what has changed of what a backward pass used on an accelerator."""
-        with self._lock:
-            pending = self._pending.pop(task, [])
-        if pending:
-            device = pending[0].now.device
-            now = torch.stack([compared.now.to(device) for compared in pending])
-            then = torch.stack([compared.then.to(device) for compared in pending])
-            for differs, compared in zip((now != then).tolist(), pending, strict=True):
-                if differs:
-                    self._report(compared.found)
+        now, then, reports = zip(*self._pending.pop(task), strict=True)
+        differ = torch.stack([a.to(now[0].device) for a in now]) != torch.stack([b.to(now[0].device) for b in then])
+        for report in itertools.compress(reports, differ.tolist()):
+            report()
 
-    def _report(self, found: _Found) -> None:
-        """Tell of a finding of the backward pass, with who changed or shares the memory."""
-        finding, span = found.finding, found.span
-        step = self._steps.since(found.steps, span)
-        if step:
-            finding = finding.changed_by(step)
-        if finding.key not in self._findings:
-            holder = self._holders.get(finding.line)
-            if holder is None or not (holder.array and overlap(holder.span, span)):
-                holder = nearest_holder(span, finding.device, self._last_thread)
-            if holder and holder.array and finding.cause == "data":
-                finding = finding.because("numpy")
-            if holder:
-                finding = finding.held_by(holder)
-        if self.on == "raise":
-            self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
-        self._tell(finding)
+    @own_work
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        """An optimizer has made a step: it changed the parameters that have a gradient."""
+        self._steps += 1
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None]
+        self._latest_steps[id(optimizer)] = Step(self._steps, type(optimizer).__name__, user_line(), changed)
+
+    def _report(self, finding: Overwritten, span: Span, steps: int) -> None:
+        """Tell of a finding of the backward pass, which may be due to a step of an optimizer after so many others."""
+        later_steps = (step for step in self._latest_steps.values() if step.number > steps)
+        step = next((step for step in later_steps if any(overlap(span, changed) for changed in step.changed)), None)
+        self._tell(finding.changed_by(step) if step else finding, span)
         if not self._threads:
             self._warn()
 
-    def _tell(self, finding: Overwritten) -> None:
-        """Keep a finding, and end what goes on with an error, if that was wanted."""
+    def _tell(self, finding: Overwritten, span: Span = (0, 0)) -> None:
+        """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted."""
         with self._lock:
-            earlier_finding = self._findings.get(finding.key)
+            key = finding.operation, *finding.lines.items()  # what findings have in common that are told as one
+            earlier_finding = self._findings.get(key)
             if earlier_finding:
                 finding = replace(earlier_finding, count=earlier_finding.count + 1)
-            self._findings[finding.key] = finding
+            else:
+                holder = self._holders.get(finding.line)
+                if not holder or not overlap(holder.span, span):
+                    holder = nearest_holder(span, self._last_thread)
+                finding = finding.held_by(holder) if holder else finding
+            self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)
 
@@ -308,90 +298,46 @@ class Guard:
             warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=3)
 
 
-class _Found(NamedTuple):
-    """What a guard remembers of a finding until it is told, which does not keep the tensor's content alive."""
-
-    finding: Overwritten
-    span: Span
-    steps: int  # of optimizers, that had been made when the tensor was saved
-
-
-class _Compared(NamedTuple):
-    """Two fingerprints that stay on an accelerator until `backward` ends, and the finding if they differ."""
-
-    now: Any
-    then: Any
-    found: _Found
-
-
 class _Saved:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("digest", "foreign", "is_parameter", "line", "original", "plain", "span", "steps", "tensor", "version")
+    __slots__ = ("digest", "line", "span", "steps", "tensor", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
-        # Detached: an operation that keeps its own output would otherwise keep itself alive for ever.
-        self.tensor: Tensor = tensor.detach()
-        self.version = self.tensor._version
-        # Without a guard a leaf is kept itself, and sees what is assigned to its `.data`.
-        self.original = weakref.ref(tensor) if tensor.is_leaf else None
-        owner = tensor if tensor._base is None else tensor._base
-        self.is_parameter = owner.is_leaf and owner.requires_grad
+        # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`. Others are detached: an
+        # operation that keeps its own output would otherwise keep itself alive for ever.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
         self.line, self.steps = line, steps
         self.digest = fingerprint(self.tensor)
-        self.plain = is_plain(self.tensor)
-        self.span = span_of(self.tensor) if self.plain else (0, 0)
-        self.foreign = self.plain and not self.tensor.untyped_storage().resizable()
+        self.span = span_of(self.tensor)
 
-    def current(self) -> Tensor:
-        """What autograd would use if there were no guard."""
-        original = self.original() if self.original and self.plain else None
-        if original is None or original.data_ptr() == self.tensor.data_ptr():
-            return self.tensor
-        return original.detach()
-
-    def found(self, node: Any, cause: str, name_operand: bool = True) -> _Found:
+    def finding(self, node: Any, cause: str, name_operand: bool = True) -> Overwritten:
         """What is known without asking who shares the memory."""
         backward = torch._C._current_graph_task_id() >= 0
         operation = node.name() if node is not None else "recomputation" if backward else "no operation"
-        operands = _saved_names(node, self.tensor) if name_operand else []
-        operand, lines = next(iter(operands), None), {"saved by": self.line}
-        finding = Overwritten.of(cause, operation, self.tensor, lines, _function(operation), operand)
-        if cause == "inplace":
-            versions = f"version {self.version} when saved, {self.tensor._version} now"
-            finding = replace(finding, explanation=f"{finding.explanation} ({versions})")
-        return _Found(finding, self.span, self.steps)
+        operand = next(_saved_names(node, self.tensor), None) if name_operand else None
+        return Overwritten.of(cause, operation, self.tensor, {"saved by": self.line}, operand)
 
 
 # --- what a finding says -----------------------------------------------------------------------------------
 
 
-@functools.cache
-def _function(operation: str) -> str:
-    """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`."""
-    if match := re.fullmatch(r"(.*)Backward\d+", operation):
-        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
-    return operation.removesuffix("Backward")
-
-
 def _current_node(caller: types.FrameType | None) -> Any:
     """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
     node = torch._C._current_autograd_node()
-    recomputing = caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
+    recomputing = caller is not None and caller.f_globals.get("__name__") == "torch.utils.checkpoint"
     return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
 
 
-def _saved_names(node: Any, tensor: Tensor, among: Iterable[str] | None = None) -> list[str]:
-    """Under which names a node has saved this tensor: what has its shape, and begins where it does in memory."""
-    names = []
-    for attribute in dir(node) if among is None else among:
+def _saved_names(node: Any, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:
+    """Under which names a node has saved this tensor: what has its shape, and lies where it does in memory."""
+    span = span_of(tensor)
+    for attribute in among or dir(node):
         with contextlib.suppress(RuntimeError):
             value = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
-            if not isinstance(value, Tensor) or value.shape != tensor.shape:
-                continue
-            if value.data_ptr() == tensor.data_ptr() != 0:
-                names.append(attribute.removeprefix("_saved_"))
-    return names
+            if isinstance(value, Tensor) and value.shape == tensor.shape and span_of(value) == span != (0, 0):
+                yield attribute.removeprefix("_saved_")
 
 
 def _is_scratch(node: Any, tensor: Tensor) -> bool:
@@ -401,11 +347,4 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     ReLU keeps the tensor that it is about to fill with its noise.
     """
     own = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
-    return getattr(node, "_saved_training", False) and bool(_saved_names(node, tensor, own))
-
-
-def _forbidden(error: RuntimeError) -> GpulabError:
-    return GpulabError(
-        f"the guard needs torch's hooks for saved tensors, and torch forbids them here ({error}). "
-        f"Put the guard around code that calls backward, not around torch.func transforms"
-    )
+    return getattr(node, "_saved_training", False) and any(_saved_names(node, tensor, own))

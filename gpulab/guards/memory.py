@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import linecache
 import os
 import sys
@@ -44,16 +45,16 @@ class Line(NamedTuple):
         return f"{self.function}, {shown.as_posix()}:{self.number}"
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is memory and no more: of no subclass, sparse, nested, meta, or inside a transform."""
+def is_plain(tensor: Any) -> bool:
+    """Whether something is a tensor and memory, no more: of no subclass, sparse, nested, meta, or in a transform."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_nested
 
 
-def span_of(tensor: Tensor) -> Span:
-    """The memory from the first to the last element of a tensor that is plain."""
-    if tensor.numel() == 0:
+def span_of(tensor: Any) -> Span:
+    """The memory from the first to the last element of a tensor that is plain; else none, which nothing overlaps."""
+    if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
@@ -62,27 +63,29 @@ def span_of(tensor: Tensor) -> Span:
 @functools.cache
 def _is_users(file: str) -> bool:
     """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
-    own = file.startswith((OWN, "<frozen"))
-    return not own and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
+    return not file.startswith((OWN, "<frozen")) and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
 
 
-def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """The innermost frame of the user; if there is none, the innermost outside torch."""
-    outside_torch = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_users(file):
-            return frame
-        if outside_torch is None and not file.startswith((OWN, TORCH)):
-            outside_torch = frame
-        frame = frame.f_back
-    return outside_torch
+def _frames(thread: int = 0) -> Iterator[types.FrameType]:
+    """The frames of this thread, the innermost first, and then those of another thread."""
+    frame: types.FrameType | None
+    for frame in (sys._getframe(), sys._current_frames().get(thread)):
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
 
 
-def line_of(frame: types.FrameType | None) -> Line:
+def user_line(thread: int = 0) -> Line:
+    """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
+    for frame in _frames(thread):
+        if _is_users(frame.f_code.co_filename):
+            return line_of(frame)
+    others = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((OWN, TORCH)))
+    return next(map(line_of, others), Line("<unknown>", 0, "<unknown>"))
+
+
+def line_of(frame: types.FrameType) -> Line:
     """The line at which a frame is."""
-    if frame is None:
-        return Line("<unknown>", 0, "<unknown>")
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
@@ -94,19 +97,15 @@ class Holder(NamedTuple):
     span: Span
 
 
-def nearest_holder(span: Span, device: str, thread: int) -> Holder | None:
+def nearest_holder(span: Span, thread: int) -> Holder | None:
     """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
     nearest_tensor = None
     for frame, name, value in _variables(thread) if span[1] else ():
-        array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
-        if array:
-            value_span, class_name = np.lib.array_utils.byte_bounds(value), "NumPy array"
-        elif isinstance(value, Tensor) and is_plain(value) and str(value.device) == device:
-            value_span, class_name = span_of(value), "tensor"
-        else:
-            continue
+        array = name if isinstance(value, np.ndarray) else ""
+        value_span = np.lib.array_utils.byte_bounds(value) if array else span_of(value)
         if overlap(value_span, span):
-            words = f"the {class_name} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
+            kind = "NumPy array" if array else "tensor"
+            words = f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
             holder = Holder(array, words, value_span)
             if array:
                 return holder
@@ -120,34 +119,19 @@ def overlap(first: Span, second: Span) -> bool:
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
-    """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it.
-
-    Then of suspended generators: a loader that a `for` loop draws from has no name in any frame.
-    """
-    for frame in _frames(thread):
+    """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it."""
+    for frame in itertools.chain(_frames(thread), _suspended_frames()):
+        if not _is_users(frame.f_code.co_filename):
+            continue
         for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
             yield frame, name, value
             if isinstance(value, list | tuple):
                 yield from ((frame, f"{name}[{index}]", item) for index, item in enumerate(value[:1000]))
-            elif isinstance(value, dict) and len(value) <= 1000:
-                data = [(key, item) for key, item in value.items() if isinstance(item, np.ndarray | Tensor)]
-                yield from ((frame, f"{name}[{key!r}]", item) for key, item in data)
             elif not isinstance(value, types.ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
                 yield from ((frame, f"{name}.{key}", item) for key, item in list(vars(value).items()))
 
 
-def _frames(thread: int) -> Iterator[types.FrameType]:
-    """The user's frames of this thread and another, the innermost first, and those of suspended generators."""
-    frame: types.FrameType | None
-    for frame in (sys._getframe(), sys._current_frames().get(thread)):
-        while frame is not None:
-            if _is_users(frame.f_code.co_filename):
-                yield frame
-            frame = frame.f_back
-    for candidate in gc.get_objects():
-        if (
-            type(candidate) is types.GeneratorType
-            and candidate.gi_suspended
-            and _is_users(candidate.gi_code.co_filename)
-        ):
-            yield candidate.gi_frame  # type: ignore[misc]  # a suspended one has a frame
+def _suspended_frames() -> Iterator[types.FrameType]:
+    """The frames of suspended generators: a loader that a `for` loop draws from has no name in any other frame."""
+    generators = (thing for thing in gc.get_objects() if type(thing) is types.GeneratorType)
+    yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

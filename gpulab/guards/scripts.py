@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from importlib.machinery import PathFinder
+from collections.abc import Sequence
 from pathlib import Path
 
-from gpulab.errors import GpulabError, OverwrittenError, UsageError
+from gpulab.errors import OverwrittenError, UsageError
 from gpulab.guards.guards import Guard
 
 
-def check_script(script: str, is_module: bool) -> None:
-    """Raises `GpulabError` where there is no such file or module."""
-    if not is_module and not Path(script).is_file():
+def check_script(script: str) -> None:
+    """Raises `UsageError` where there is no such file."""
+    if not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
-    if is_module and not PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]):
-        raise GpulabError(f"{script}: no such module")
 
 
 def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
     """Run a script or a module as Python would, with its arguments, inside the guard `report`.
 
+    What Python knows of the program, `sys.argv` and the first of `sys.path`, is the script's from here on.
+
     Args:
-        script: a file, or the name of a module, as for `python -m`. `check_script` says whether it is there.
+        script: a file, or the name of a module, as for `python -m`.
         arguments: what the script is given.
         report: the guard; what was found is in it, however the script ended.
         is_module: whether `script` is the name of a module.
@@ -35,7 +32,6 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
     Returns:
         Whether an error ended the script. Its traceback is printed as Python would print it. `SystemExit` comes out.
     """
-    before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path.cwd() if is_module else Path(script).resolve().parent)
     try:
         with report:
@@ -44,12 +40,10 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
             else:
                 runpy.run_path(script, run_name="__main__")
     except Exception as error:
-        if not (isinstance(error, OverwrittenError) and report.findings):  # which the report tells
+        if not isinstance(error, OverwrittenError):  # which the report tells
             keep_own_frames(error)
             sys.excepthook(type(error), error, error.__traceback__)
         return True
-    finally:
-        sys.argv, sys.path[0] = before
     return False
 
 
@@ -59,30 +53,14 @@ def keep_own_frames(error: BaseException) -> None:
     An operation of torch that the guard watches is called by the guard through `torch._ops`.
     """
     kept: list[types.TracebackType] = []
-    frame, ours = error.__traceback__, False
-    while frame:
-        module = frame.tb_frame.f_globals.get("__name__", "")
-        starting = module == "runpy" or (module.startswith("importlib.") and not kept)
-        ours = starting or module.startswith("gpulab.guards.") or (ours and module == "torch._ops")
+    trace, ours = error.__traceback__, False
+    while trace:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        ours = module == "runpy" or module.startswith("gpulab.guards.") or (ours and module == "torch._ops")
         if not ours:
-            kept.append(frame)
-        frame = frame.tb_next
-    trace = None
-    for frame in reversed(kept):
-        trace = types.TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    error.__traceback__ = trace
-    for earlier_error in (error.__cause__, error.__context__):
-        if earlier_error:
-            keep_own_frames(earlier_error)
-
-
-def json_lines(report: Guard) -> Iterator[str]:
-    """Each finding as an object of JSON in a line.
-
-    Examples:
-        >>> list(json_lines(Guard()))
-        []
-    """
-    for finding in report.findings:
-        lines = {did: {**line._asdict(), "text": line.text} for did, line in finding.lines.items()}
-        yield json.dumps({**asdict(finding), "lines": lines})
+            kept.append(trace)
+        trace = trace.tb_next
+    error.__traceback__ = None
+    for trace in reversed(kept):
+        trace.tb_next = error.__traceback__
+        error.__traceback__ = trace

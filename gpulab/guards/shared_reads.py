@@ -13,32 +13,30 @@ NumPy and read again and again is a view on purpose, and no finding.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
-import math
-import sys
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.utils.dlpack
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.guards.copies_under_way import CopiesUnderWay, waiting
 from gpulab.guards.findings import Overwritten
-from gpulab.guards.fingerprints import memory_digest
-from gpulab.guards.memory import Holder, Line, is_plain, line_of, nearest_holder, span_of, user_frame
+from gpulab.guards.fingerprints import memory, memory_digest
+from gpulab.guards.memory import Line, Span, is_plain, span_of, user_line
 from gpulab.guards.own_work import uncompiled
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
 BLOCK = 1 << 16  # bytes that have one number
-FEW = 1000  # births, after which those are dropped whose memory is gone
+FEW = 1000  # pieces of memory, after which those are dropped that are gone
 
 
 @dataclass
@@ -46,53 +44,37 @@ class _Birth:
     """A tensor over foreign memory: where it lies, what was in it when it was last read rightly, and who made it."""
 
     storage: StorageWeakRef
-    address: int
-    size: int  # bytes
+    memory: Span
     version: int
     line: Line
-    meant_as_view: bool = False  # read before and after a write, with no other tensor made between
-    content: bytes | list[int] = b""  # of a large memory a number for each block
+    digests: dict[int, int] = field(default_factory=dict)  # for each block of the memory, by its address
+    content: bytes = b""  # of a small memory
 
-    def blocks(self, tensor: Tensor) -> range:
-        """Which blocks of the memory a tensor lies in."""
-        first, last = (address - self.address for address in span_of(tensor))
-        return range(first // BLOCK, math.ceil(last / BLOCK))
+    def remember(self, span: Span) -> None:
+        """Take what is in a part of the memory now for right."""
+        self.digests |= self.look(span)
+        if self.memory[1] - self.memory[0] <= BLOCK:
+            self.content = bytes(memory(*self.memory))
 
-    def look(self, blocks: range) -> list[int]:
-        """Numbers that stand for what is in some blocks of the memory now."""
-        begins = range(blocks.start * BLOCK, min(blocks.stop * BLOCK, self.size), BLOCK)
-        return [memory_digest(self.address + at, self.address + min(at + BLOCK, self.size)) for at in begins]
-
-    def remember(self, version: int) -> None:
-        """Take all that is in the memory now for right."""
-        self.version = version
-        if self.size <= BLOCK:
-            self.content = bytes((ctypes.c_char * self.size).from_address(self.address))
-        else:
-            self.content = self.look(range(math.ceil(self.size / BLOCK)))
+    def look(self, span: Span) -> dict[int, int]:
+        """What is now in the blocks in which a part of the memory lies."""
+        begin, end = self.memory
+        begins = range(begin + (span[0] - begin) // BLOCK * BLOCK, span[1], BLOCK)
+        return {begin: memory_digest(begin, min(begin + BLOCK, end)) for begin in begins}
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor in this memory has another content than is remembered: of a large memory, block by block."""
-        if isinstance(self.content, bytes):
-            now = (ctypes.c_char * self.size).from_address(self.address)
-            return self.elements(tensor, now) != self.elements(tensor, self.content)
-        blocks = self.blocks(tensor)
-        return self.look(blocks) != self.content[blocks.start : blocks.stop]
+        if self.look(span_of(tensor)).items() <= self.digests.items():
+            return False
+        now = memory(*self.memory)
+        return not self.content or self.elements(tensor, now) != self.elements(tensor, self.content)
 
     def elements(self, tensor: Tensor, memory: Any) -> bytes:
         """The elements of a tensor, out of its memory or what was kept of that."""
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
-        offset = tensor.data_ptr() - self.address
+        offset = tensor.data_ptr() - self.memory[0]
         return np.ndarray(tuple(tensor.shape), f"V{width}", memory, offset, strides).tobytes()
-
-    def accept(self, tensor: Tensor) -> None:
-        """Take what a tensor in this memory holds now for right."""
-        if isinstance(self.content, bytes):
-            self.remember(self.version)
-        else:
-            blocks = self.blocks(tensor)
-            self.content[blocks.start : blocks.stop] = self.look(blocks)
 
 
 class SharedReads(TorchDispatchMode):
@@ -102,16 +84,12 @@ class SharedReads(TorchDispatchMode):
     in proportion to what is read, whatever the size of the memory. May be entered again, and in several threads.
     """
 
-    def __init__(self, tell: Callable[[Overwritten], None]) -> None:
+    def __init__(self, tell: Callable[..., None]) -> None:
         super().__init__()
         self.tell = tell
         self.copies = CopiesUnderWay(tell)
         self.checked = self.unchecked = 0
-        self.births: dict[int, _Birth] = {}  # by the identity of the storage
-        self.holders: dict[Line, Holder | None] = {}  # of the memory of the tensors that a line made
-        self.latest: dict[int, _Birth] = {}  # by the address of the memory
-        self.room = FEW
-        self.lock = threading.Lock()
+        self.births: dict[int, list[_Birth]] = {}  # by the address of the memory: who lives, and the latest
 
     def __enter__(self) -> Self:
         _listen(self)
@@ -120,11 +98,10 @@ class SharedReads(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         _leave(self)
-        ended = self not in _listening
+        if self not in _listening:
+            self.copies.end()
         if raised[0] is None:
-            self.copies.settle(end=ended)
-        elif ended:
-            self.copies.forget()
+            self.copies.settle()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -136,10 +113,11 @@ class SharedReads(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation is MADE:
             self.birth_of(args[0])
-        if not _is_view(operation):
+        if not operation.is_view:  # which reads no number
             read = args[1:] if operation.overloadpacket.__name__ in OVERWRITING else args
-            named = {name: value for name, value in kwargs.items() if name != "out"}
-            tensors = [tensor for tensor in _tensors((*read, *named.values())) if tensor.is_cpu]
+            lists = (value if isinstance(value, list | tuple) else (value,) for value in (*read, *kwargs.values()))
+            values = itertools.chain.from_iterable(lists)
+            tensors = [value for value in values if isinstance(value, Tensor) and value.is_cpu]
             self.check(tensors, operation.overloadpacket.__name__)
         result = operation(*args, **kwargs)
         self.copies.note(operation, args, kwargs, result)
@@ -150,77 +128,49 @@ class SharedReads(TorchDispatchMode):
         if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        known_birth = self.births.get(storage._cdata)
-        if known_birth and not known_birth.storage.expired():
-            return known_birth
         if storage.resizable() or not storage.nbytes():
             return None
-        line = line_of(user_frame(sys._getframe(1)))
-        birth = _Birth(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), tensor._version, line)
-        birth.remember(tensor._version)
-        with self.lock:
-            if len(self.births) >= self.room:
-                self.births = {key: birth for key, birth in self.births.items() if not birth.storage.expired()}
-                used = {birth.address for birth in self.births.values()}
-                self.latest = {address: birth for address, birth in self.latest.items() if address in used}
-                self.room = max(FEW, 2 * len(self.births))
-            self.births[storage._cdata] = birth
-            if not getattr(_thread, "copies", False):
-                self.latest[birth.address] = birth
+        address = storage.data_ptr()
+        for birth in self.births.get(address, ()):
+            if birth.storage.cdata == storage._cdata:
+                return birth
+        memory = address, address + storage.nbytes()
+        birth = _Birth(StorageWeakRef(storage), memory, tensor._version, user_line())
+        birth.remember(memory)
+        if not getattr(_thread, "copies", False):
+            with _lock:
+                if len(self.births) % FEW == 0:
+                    self.births = {key: births for key, births in self.births.items() if any(map(_lives, births))}
+                self.births[address] = [*filter(_lives, self.births.get(address, ())), birth]
         return birth
-
-    def accept(self, tensor: Tensor) -> None:
-        """Take what a tensor holds now for right: another has told of it."""
-        birth = self.birth_of(tensor)
-        if birth:
-            birth.accept(tensor)
 
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Look at what an operation of this name is about to read."""
         self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         births = [self.birth_of(tensor) for tensor in tensors]
-        addresses = [birth.address for birth in births if birth]
+        places = [birth.memory[0] for birth in births if birth]
         for tensor, birth in zip(tensors, births, strict=True):
             if birth is None or not tensor.numel():
                 continue
             self.checked += 1
             if tensor._version != birth.version:  # torch wrote there itself
-                birth.remember(tensor._version)
+                birth.version = tensor._version
+                birth.remember(birth.memory)
             if not birth.differs(tensor):
                 continue
-            latest = self.latest.get(birth.address, birth)
-            if latest is birth or (birth.meant_as_view and latest.storage.expired()):
-                birth.meant_as_view = True
-                birth.accept(tensor)
+            latest = self.births.get(birth.memory[0], [birth])[-1]
+            if latest is birth:
+                birth.remember(span_of(tensor))
             else:
-                cause = "together" if addresses.count(birth.address) > 1 else "stale"
-                self._report(tensor, birth, latest, cause, name)
+                cause = "together" if places.count(birth.memory[0]) > 1 else "stale"
+                lines = {"made by": birth.line, "made again by": latest.line, "read by": user_line()}
+                self.tell(Overwritten.of(cause, name, tensor, lines), span_of(tensor))
         self.copies.check(tensors, name)
 
-    def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, name: str) -> None:
-        if birth.line not in self.holders:  # asked once a line: it looks at all that there is
-            self.holders[birth.line] = nearest_holder(span_of(tensor), "cpu", threading.get_ident())
-        read = line_of(user_frame(sys._getframe(1)))
-        lines = {"made by": birth.line, "made again by": latest.line, "read by": read}
-        finding = Overwritten.of(cause, name, tensor, lines)
-        holder = self.holders[birth.line]
-        self.tell(finding.held_by(holder) if holder else finding)
 
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an operation, and in lists of them."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from (item for item in argument if isinstance(item, Tensor))
-
-
-@functools.cache
-def _is_view(operation: Any) -> bool:
-    """Whether an operation reads no number: what it returns is other words for the same memory."""
-    returned = [result.alias_info for result in operation._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
+def _lives(birth: _Birth) -> bool:
+    """Whether the tensor that was born is still there, or another over the same storage."""
+    return not birth.storage.expired()
 
 
 # --- who makes tensors, who reads them without torch, who asks whether a copy is done ---------------------------
@@ -230,73 +180,63 @@ _lock = threading.Lock()
 _thread = threading.local()
 
 
-def _noting_birth(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = make(*args, **kwargs)
-        for reads in list(_listening):
-            reads.birth_of(tensor)
-        return tensor
-
-    return uncompiled(call)
+def _make(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    tensor = make(*args, **kwargs)
+    for reads in list(_listening):
+        reads.birth_of(tensor)
+    return tensor
 
 
-def _marking_copies(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        _thread.copies = True  # what is made of the memory now lives no longer than the call
-        try:
-            return make(*args, **kwargs)
-        finally:
-            _thread.copies = False
-
-    return uncompiled(call)
+def _make_copy(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    _thread.copies = True  # what is made of the memory now lives no longer than the call
+    try:
+        return make(*args, **kwargs)
+    finally:
+        _thread.copies = False
 
 
-def _checking_reads(take: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(take)
-    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for reads in list(_listening):
-            if take.__name__ == "tolist":
-                reads.check([tensor], take.__name__)
-            else:  # a view, of which nothing is read yet
-                reads.copies.check([tensor], take.__name__)
-        return take(tensor, *args, **kwargs)
-
-    return uncompiled(call)
+def _take(take: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    for reads in list(_listening):
+        reads.check([tensor], take.__name__)
+    return take(tensor, *args, **kwargs)
 
 
-def _hearing_queries(query: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    @functools.wraps(query)
-    def call(stream_or_event: Any) -> bool:
-        finished = query(stream_or_event)
-        if finished:
-            waiting()
-        return finished
+def _ask(query: Callable[[Any], bool], stream_or_event: Any) -> bool:
+    finished = query(stream_or_event)
+    if finished:
+        waiting()
+    return finished
 
-    return uncompiled(call)
+
+def _calling(call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in the place of one of torch's functions: it calls another with that function before all else."""
+
+    @functools.wraps(own)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return call(own, *args, **kwargs)
+
+    return uncompiled(stand_in)
 
 
 # What may make a tensor without a copy, and what torch does not tell of: replaced while somebody listens.
-REPLACED: list[tuple[Any, str, Callable[[Any], Any]]] = [
-    *((torch, name, _noting_birth) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
-    (torch, "tensor", _marking_copies),
-    (torch.utils.dlpack, "from_dlpack", _noting_birth),
-    (Tensor, "numpy", _checking_reads),
-    (Tensor, "tolist", _checking_reads),
-    (torch.cuda.Event, "query", _hearing_queries),
-    (torch.cuda.Stream, "query", _hearing_queries),
+REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
+    *((torch, name, _make) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "tensor", _make_copy),
+    (torch.utils.dlpack, "from_dlpack", _make),
+    *((Tensor, name, _take) for name in ("numpy", "tolist")),
+    *((kind, "query", _ask) for kind in (torch.cuda.Event, torch.cuda.Stream)),
 ]
-_torchs: list[Any] = []  # torch's own, meanwhile
+_torchs_own = contextlib.ExitStack()  # puts them back
 
 
 def _listen(reads: SharedReads) -> None:
     """Be told of all these. Threads may leave in another order than they came."""
     with _lock:
         if not _listening:
-            for owner, name, wrap in REPLACED:
-                _torchs.append(getattr(owner, name))
-                setattr(owner, name, wrap(_torchs[-1]))
+            for owner, name, call in REPLACED:
+                own = getattr(owner, name)
+                setattr(owner, name, _calling(call, own))
+                _torchs_own.callback(setattr, owner, name, own)
         _listening.append(reads)
 
 
@@ -304,6 +244,4 @@ def _leave(reads: SharedReads) -> None:
     with _lock:
         _listening.remove(reads)
         if not _listening:
-            for (owner, name, _), own in zip(REPLACED, _torchs, strict=True):
-                setattr(owner, name, own)
-            _torchs.clear()
+            _torchs_own.close()

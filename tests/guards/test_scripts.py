@@ -48,11 +48,12 @@ def test_guard_runs_a_script_with_the_output_and_status_of_python(command, tmp_p
     assert "nothing was overwritten" in guarded.stderr
 
 
-def test_guard_refuses_a_module_that_is_not_there(capsys):
+def test_guard_refuses_a_script_or_module_that_is_not_there(capsys):
     from gpulab.cli import app, main
 
-    for words, status in ((["-m", "no_such_module"], 1), (["no_such_file.py"], 2)):
+    said = {"-m no_such_module": (1, "No module named no_such_module"), "nowhere.py": (2, "nowhere.py: no such script")}
+    for command, (status, words) in said.items():
         with pytest.raises(SystemExit) as ended:
-            main(lambda words=words: app(["guard", *words]))
+            main(lambda command=command: app(["guard", *command.split()]))
         assert ended.value.code == status
-        assert f"{words[-1]}: no such" in capsys.readouterr().err
+        assert words in capsys.readouterr().err
