@@ -7,23 +7,18 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
 from gpulab import __version__, files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
+from gpulab.printing import save_plot, say, say_runs
 from gpulab.settings import Setting
 from gpulab.store.factors import OPTIONS, whole_numbers
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from gpulab.report import Report
 
 PYTHONS_WARNINGS = warnings.formatwarning
 
@@ -133,59 +128,6 @@ def value(text: str) -> Any:
         with contextlib.suppress(ValueError):
             return read(text)
     return text
-
-
-def rows_where(frame: pd.DataFrame, where: list[str] | None) -> pd.DataFrame:
-    """The rows of runs that `--where` asks for."""
-    from gpulab.stats.pairs import find_column
-
-    for name, text in pairs(where):
-        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
-    return frame
-
-
-# --- what is printed -------------------------------------------------------------------------------------
-
-
-def say(text: object, to: IO[str] | None = None) -> None:
-    """Print a text, whatever is in it: it may come from a file of a stranger's."""
-    stream = to or sys.stdout
-    try:
-        with files.writing("standard output"):
-            print(printable(str(text)), file=stream, flush=True)  # who reads a pipe reads it now
-    except (BrokenPipeError, GpulabError) as error:
-        files.write_nowhere(stream)  # a disk that is full is met once: not again when Python ends
-        # A command that nobody reads any more, as in `gpulab runs | head`, goes on to its end.
-        if stream is not sys.stderr and isinstance(error, GpulabError):
-            raise
-
-
-def say_runs(frame: pd.DataFrame, where: str = "") -> None:
-    """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
-    from gpulab.store import runs as stores
-    from gpulab.store.factors import FACTORS
-
-    differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
-    of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
-    columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
-    columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
-    rows = frame[columns].itertuples(index=False)
-    cells = ([f"{v:.5g}" if isinstance(v, float) else str(v) for v in row] for row in rows)
-    say(f"{len(frame)} runs{where}\n{aligned([columns, *cells])}")
-
-
-def aligned(rows: Iterable[Iterable[str]]) -> str:
-    """A table of texts in columns."""
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
-
-
-def save_plot(result: Report, file: Path | None) -> None:
-    """Draw a result into a file, where one was asked for, and say so where a table is not disturbed."""
-    if file:
-        result.plot().save(file)
-        say(f"picture in {file}", sys.stderr)
 
 
 # --- commands --------------------------------------------------------------------------------------------
@@ -302,6 +244,7 @@ def verdict(
     `--metric loss` finds `metrics.loss`, `--block seed` finds `params.seed`. A run that finished with NaN or infinity
     diverged, which is counted. One whose `status` is neither `finished` nor `diverged` is left out, which is said.
     """
+    from gpulab.stats.pairs import rows_where
     from gpulab.stats.tables import read_table
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.store import recorded
@@ -311,7 +254,7 @@ def verdict(
     if file.suffix == ".parquet":
         with contextlib.suppress(DataError):
             is_store = bool(recorded.read_packed(file))
-    frame = rows_where(stores.runs(file) if is_store else read_table(file, metric), where)
+    frame = rows_where(stores.runs(file) if is_store else read_table(file, metric), pairs(where))
     answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
     say(answer)
     save_plot(answer, picture)
@@ -325,12 +268,13 @@ def runs(
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
     """List the runs in a store."""
+    from gpulab.stats.pairs import rows_where
     from gpulab.store import runs as stores
 
     folder = stores.store_folder(store)
     if not recorded and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
-    frame = rows_where(stores.recorded_runs() if recorded else stores.runs(folder), where)
+    frame = rows_where(stores.recorded_runs() if recorded else stores.runs(folder), pairs(where))
     if csv:
         say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
@@ -347,9 +291,10 @@ def pack(
     where: Where = None,
 ) -> None:
     """Pack runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
+    from gpulab.stats.pairs import rows_where
     from gpulab.store import runs as stores
 
-    frame = rows_where(stores.runs(store), where)
+    frame = rows_where(stores.runs(store), pairs(where))
     if frame.empty:
         raise GpulabError(f"{store}: no runs to pack")
     count = stores.pack(frame, file)
@@ -359,16 +304,13 @@ def pack(
 @app.command()
 def record(
     step: Annotated[str, argument(STEP)],
-    trace_file: Annotated[Path | None, argument("the trace file", "NAME-SETTING.trace")] = None,
+    trace_file: Annotated[Path | None, argument("the file to write", "NAME-SETTING.trace")] = None,
     setting: OneSetting = "cpu",
-    output: Annotated[Path | None, option("the trace file", "NAME-SETTING.trace")] = None,
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
     from gpulab.audits import recording, steps
 
-    if trace_file and output:
-        raise UsageError(f"the trace file is given twice: {trace_file}, and --output {output}")
-    file = trace_file or output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
+    file = trace_file or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
     files.check_writable(file)
     trace = recording.record(steps.find_step(step), setting, file)
     say(f"{trace}\nkept in {file}")
@@ -389,15 +331,7 @@ def audit(
     for setting in settings if len(settings) == 2 else ():
         prepared(setting)
     from gpulab.audits import audits, steps
-    from gpulab.report import render
     from gpulab.store.recorded import shipped
-
-    drawn = find_spec("matplotlib") is not None
-    if html and not drawn:
-        say(
-            "gpulab: the report will have no picture, which needs matplotlib: pip install 'gpulab[notebooks]'",
-            sys.stderr,
-        )
 
     if len(settings) == 2:
         report = audits.audit(steps.find_step(step), *settings, confirm=confirm)
@@ -405,10 +339,7 @@ def audit(
         report = audits.audit(shipped(step), shipped(settings[0]), confirm=confirm)
     say(report)
     if html:
-        if drawn:
-            report.save(html)
-        else:
-            files.write(html, render("page.html", title="Audit", body=report.words()).encode())
+        report.save(html)
         say(f"report in {html}")
     if report.faulty:
         raise typer.Exit(1)

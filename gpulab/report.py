@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import importlib
+import importlib.util
 import io
 import re
 from collections.abc import Iterable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 DPI = 200  # twice what a page shows, for modern screens
 PAGE_DPI = 100
+NO_PICTURE = "There is no picture, which needs matplotlib: pip install 'gpulab[notebooks]'"
 IN_WORDS = "In words"  # above what a figure shows, as text
 # A white card with a margin, which stands on a dark page too.
 STYLE = "max-width: 100%; height: auto; background: white; border-radius: 6px"
@@ -152,8 +154,10 @@ class Report:
         return self.words() + (picture.html() if picture else "")
 
     def save(self, file: str | Path, title: str = "gpulab") -> None:
-        """Write the result to an HTML file of its own, whole or not at all."""
-        files.write(file, render("page.html", title=title, body=self.html()).encode())
+        """Write the result to an HTML file of its own, whole or not at all; where matplotlib is missing, in words."""
+        drawn = importlib.util.find_spec("matplotlib") is not None
+        body = self.html() if drawn else self.words() + paragraphs([NO_PICTURE])
+        files.write(file, render("page.html", title=title, body=body).encode())
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"text/plain": str(self), "text/html": self.words()}, {}

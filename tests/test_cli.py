@@ -240,15 +240,15 @@ def my_steps(tmp_path):
 
 def test_steps_are_recorded_and_compared(my_steps, answer, output):
     assert "kept in step-cpu.trace" in output("record", "my_steps.py:step")
-    output("record", "my_steps:step", "--setting", "cpu:threads=1", "--output", "deep/b.trace")
+    output("record", "my_steps:step", "deep/b.trace", "--setting", "cpu:threads=1")
     assert gl.audits.Trace.load("deep/b.trace").setting == "cpu:threads=1"
     text = output("audit", "step-cpu.trace", "deep/b.trace", "--html", "pages/report.html")
     assert "identical to the last bit" in text
     page = (my_steps / "pages" / "report.html").read_text(encoding="utf-8")
     assert "data:image/png;base64," in page
     assert "cpu:threads=1" in page
-    output("record", "my_steps.py:other", "--output", "other.trace")
-    output("record", "my_steps.py:wrong", "--output", "wrong.trace")
+    output("record", "my_steps.py:other", "other.trace")
+    output("record", "my_steps.py:wrong", "wrong.trace")
     found = answer("audit", "wrong.trace", "wrong.trace", "--html", "wrong.html")
     assert (found.status, "report in wrong.html" in found.out) == (1, True)
     assert "overwritten" in (my_steps / "wrong.html").read_text(encoding="utf-8")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, Pair, differing, largest, or_infinite
@@ -240,11 +239,13 @@ def _side_by_side(judgement: Judgement, a: Operation, b: Operation, rightly: boo
                     yield from found
                     return
     largest_gap = max(map(or_infinite, gaps), default=0.0)
-    if not rightly:
-        return
-    if a.ratio is None or b.ratio is None:
+    if rightly and (a.ratio is None or b.ratio is None):
         yield from _without_a_twin(comparison, a, b, gaps)
-    elif largest_gap <= tol.SAME_INPUTS and not (a.name in tol.DECIDES and (largest_gap or a.name not in NOT_UNIQUE)):
+    elif (
+        rightly
+        and largest_gap <= tol.SAME_INPUTS
+        and not (a.name in tol.DECIDES and (largest_gap or a.name not in NOT_UNIQUE))
+    ):
         yield from _another_kernel(comparison, a, b)  # of what decides, roundings before it may tip the decision
 
 
@@ -331,11 +332,10 @@ def _without_a_twin(comparison: Comparison, a: Operation, b: Operation, of_input
     if (a.name in tol.DECIDES or infinite) and any(finite):
         return  # as a cast to whole numbers, where roundings before it decide
     gap = largest(comparison.result_gaps(a, b))
-    for op in (a, b):
-        if _tf32_explains(comparison, gap, op):
-            yield _as_by_tf32(comparison, op, gap, "results as by TF32")
-            return
-    if gap > tol.UNEXPLAINED:
+    in_tf32 = next((op for op in (a, b) if _tf32_explains(comparison, gap, op)), None)
+    if in_tf32 is not None:
+        yield _as_by_tf32(comparison, in_tf32, gap, "results as by TF32")
+    elif gap > tol.UNEXPLAINED:
         yield finding_between(comparison, "mismatch", b, gap, "other results")
 
 
@@ -372,9 +372,9 @@ def _cause_is_known(judgement: Judgement, x: str, y: str, user: Operation) -> bo
         return None
     stretch = comparison.stretch(x, y)
     found = judgement.wrong_alone | judgement.blamed
-    if any(op in found or op.random or op.name == "_to_copy" for alone in stretch.alone for op in alone):
-        return True
-    if judgement.blamed & {comparison.maker(0, x), comparison.maker(1, y)}:
+    alone = [op for of_one in stretch.alone for op in of_one]
+    makers = {comparison.maker(0, x), comparison.maker(1, y)}
+    if judgement.blamed & makers or any(op in found or op.random or op.name == "_to_copy" for op in alone):
         return True
     known = [judgement.parted[a] for a, _, _ in stretch.before if a in judgement.parted]
     return bool(known) and all(known)
@@ -390,10 +390,14 @@ def _cause_not_found(judgement: Judgement) -> Iterator[Finding]:
         return
     judgement.unexplained = a, b = results[gaps.index(max(gaps))]
     begins = comparison.matched.index(unknown[0])
-    words: dict[str, Any] = {
-        "result": described(b),
-        "more": f" (and {len(gaps) - 1} more results)" if len(gaps) > 1 else "",
-        "tolerance": comparison.tolerance(a, b),
-        "begin": " and ".join(described(op) for _, op in comparison.matched[max(0, begins - 1) : begins + 1]),
-    }
-    yield finding_between(comparison, "cause not found", unknown[0][1], max(gaps), "no cause", **words)
+    yield finding_between(
+        comparison,
+        "cause not found",
+        unknown[0][1],
+        max(gaps),
+        "no cause",
+        result=described(b),
+        more=f" (and {len(gaps) - 1} more results)" if len(gaps) > 1 else "",
+        tolerance=comparison.tolerance(a, b),
+        begin=" and ".join(described(op) for _, op in comparison.matched[max(0, begins - 1) : begins + 1]),
+    )

@@ -44,6 +44,13 @@ def _without(options: Any, names: Collection[str]) -> str:
 NAME_THEM = "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block)"
 
 
+def rows_where(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
+    """The rows that have these values, as text, in these columns, which are found as `find_column` says."""
+    for name, text in conditions:
+        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
+    return frame
+
+
 def find_column(names: Iterable[Any], column: Any, advice: str = "") -> Any:
     """The name that is `column`, or else the one that ends in it after a dot or slash, such as `metrics.loss`.
 

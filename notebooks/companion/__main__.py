@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from gpulab import cli, signals
-from gpulab.cli import Profile, argument, option, say
+from gpulab.cli import Profile, argument, option
 from gpulab.errors import extra
+from gpulab.printing import say
 
 NOTEBOOKS = Path(__file__).parents[1]
 
