@@ -21,7 +21,7 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, or_infinite
-from gpulab.audits.findings import KINDS, Finding
+from gpulab.audits.findings import DETAILS, KINDS, Finding
 from gpulab.audits.judgement import Judgement
 from gpulab.audits.operations import RESULT, Operation
 
@@ -197,6 +197,8 @@ def ranked(judgement: Judgement, confirmed: Mapping[str, float] | None = None) -
             findings = [finding for finding in findings if finding.kind != "cause not found"]
     shares = attribute(comparison, findings, results)
     findings = [replace(finding, share=share) for finding, share in zip(findings, shares, strict=True)]
+    lost, becomes = _lost_before_nan(judgement)
+    findings = [replace(f, detail=f.detail + becomes) if lost is not None and f.op is lost else f for f in findings]
     of_line: dict[tuple[str, str], float] = defaultdict(float)
     for finding in findings:
         of_line[finding.kind, finding.place] += 0.0 if math.isnan(finding.share) else finding.share
@@ -208,7 +210,7 @@ def ranked(judgement: Judgement, confirmed: Mapping[str, float] | None = None) -
 
     def order(finding: Finding) -> tuple[object, ...]:
         return (
-            _tier(judgement, finding, parted),
+            _tier(judgement, finding, parted, lost),
             -(confirmed or {}).get(finding.place, of_line[finding.kind, finding.place]),
             0.0 if math.isnan(finding.share) else -finding.share,
             KINDS.index(finding.kind),
@@ -218,13 +220,13 @@ def ranked(judgement: Judgement, confirmed: Mapping[str, float] | None = None) -
     return sorted(findings, key=order)
 
 
-def _tier(judgement: Judgement, finding: Finding, parted: bool) -> int:
+def _tier(judgement: Judgement, finding: Finding, parted: bool, lost: Operation | None) -> int:
     """Where a finding stands before shares are compared; the smallest number comes first.
 
     First comes what was wrong before another operation made NaN or infinity of it, and then these. Then wrong memory,
-    which may explain everything. Then what made a NaN of one setting alone possible, what has no bound, and a mismatch
-    that explains most of the difference. Among
-    reduced precision a cast, and a product of factors that were rounded before, come after what they are parts of.
+    which may explain everything. Then what made a NaN of one setting alone possible (`lost` precision), what has no
+    bound, and a mismatch that explains most of the difference. Among reduced precision a cast, and a product of factors
+    that were rounded before, come after what they are parts of.
     What does not repeat itself, and makes next to nothing of the difference, comes after the rounding that makes it;
     so does another valid answer, unless some result has `parted` by more than roundings lead.
     """
@@ -236,9 +238,11 @@ def _tier(judgement: Judgement, finding: Finding, parted: bool) -> int:
         return -1
     if finding.kind == "overwritten":
         return 0
-    if op is not None and op is judgement.lost_precision:
-        return 1
-    if not finding.bounded or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED):
+    if (
+        not finding.bounded
+        or (lost is not None and op is lost)
+        or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED)
+    ):
         return 1
     if finding.kind == "reduced precision" and op and (op.name == "_to_copy" or op.rounded_before):
         return 3 if op.name == "_to_copy" else 4
@@ -246,6 +250,21 @@ def _tier(judgement: Judgement, finding: Finding, parted: bool) -> int:
         return 5
     negligible = finding.kind == "nondeterminism" and finding.share < tol.LITTLE
     return 6 if negligible or (finding.kind == "another valid answer" and not parted) else 2
+
+
+def _lost_before_nan(judgement: Judgement) -> tuple[Operation | None, str]:
+    """The nearest operation before a NaN of one setting alone that lost precision, and what is said of that."""
+    if len(judgement.not_finite) != 1:
+        return None, ""
+    ((side, origin),) = judgement.not_finite.items()
+    front = [origin.op]
+    for op in front:  # which grows
+        if op.format or op.dtype in tol.SHORT:
+            name, phase, line = origin.op.name, origin.op.phase, origin.op.line
+            return op, DETAILS["becomes NaN"].format(name=name, phase=phase, line=line)
+        makers = [judgement.comparison.maker(side, value) for value in op.inputs]
+        front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
+    return None, ""
 
 
 def operations_of(finding: Finding, comparison: Comparison) -> tuple[Operation, ...]:

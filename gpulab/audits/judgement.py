@@ -39,7 +39,6 @@ class Judgement:
         drew_otherwise: Those that are known to draw other numbers.
         blamed: Those that were blamed for what they make, which may have many users.
         parted: The operations whose results part between the settings, and whether it is known why.
-        lost_precision: The operation after which precision was lost, and NaN made of that under one setting alone.
         unexplained: The results that are furthest apart though nothing says why, if there are such.
     """
 
@@ -51,7 +50,6 @@ class Judgement:
     blamed: set[Operation] = field(default_factory=set)
     parted: dict[Operation, bool] = field(default_factory=dict)
     unexplained: tuple[Operation, Operation] | None = None
-    lost_precision: Operation | None = None
 
 
 def judge(comparison: Comparison) -> Judgement:
@@ -65,8 +63,6 @@ def judge(comparison: Comparison) -> Judgement:
     for pair in comparison.pairs:
         judgement.findings += _judge_pair(judgement, pair)
     judgement.findings += [*_cause_not_found(judgement), _rounding(comparison)]
-    if len(judgement.not_finite) == 1:
-        _explain_nan(judgement, *next(iter(judgement.not_finite.items())))
     return judgement
 
 
@@ -116,24 +112,6 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
         words["of"] = DETAILS["of infinity"].format(maker=named(origin.infinity))
     detail = DETAILS["makes it" if origin.made else "is given it"].format(**words)
     return finding_of(comparison, "not finite", origin.op, detail)
-
-
-def _explain_nan(judgement: Judgement, side: int, origin: NotFinite) -> None:
-    """Say of the nearest operation before a NaN of one setting alone that lost precision what follows from it."""
-    front = [origin.op]
-    for op in front:  # which grows
-        if op.format or op.dtype in tol.SHORT:
-            break
-        makers = [judgement.comparison.maker(side, value) for value in op.inputs]
-        front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
-    else:
-        return
-    judgement.lost_precision = op
-    words = DETAILS["becomes NaN"].format(name=origin.op.name, phase=origin.op.phase, line=origin.op.line)
-    judgement.findings = [
-        replace(finding, detail=finding.detail + words) if finding.op is op else finding
-        for finding in judgement.findings
-    ]
 
 
 def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
