@@ -15,11 +15,10 @@ from gpulab.errors import GpulabError, UsageError, extra
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
-from gpulab.training.workers import INSIDE, Workers
+from gpulab.training.workers import INSIDE, LOOK, Workers
 
 MAX_RETRIES = 4  # of a run whose node died
 AT_ONCE = 64  # runs that are handed to the cluster, which does as many of them as fit
-LOOK = 1.0  # seconds between looks at whether a run has to stop
 LOCAL = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}  # a cluster that listens to this machine alone
 
 
@@ -82,8 +81,7 @@ class RayCluster(Workers):
         remote = self.ray.remote(max_retries=MAX_RETRIES, **self.task_options(job["setting"]))(train_on_node)
         task = remote.remote({**job, "store": None})
         while not self.ray.wait([task], timeout=LOOK)[0]:
-            if self.stopping.is_set():
-                raise KeyboardInterrupt
+            self.check_stopping()
         try:
             return stores.write_run(Path(job["store"]), *self.ray.get(task)).name
         except self.ray.exceptions.RayTaskError as error:

@@ -11,7 +11,7 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -27,6 +27,7 @@ from gpulab.training.run import train
 
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
 MOST_THREADS = 16  # trainings that share a GPU: more gain nothing, and torch has 32 streams
+LOOK = 1.0  # seconds after which Ctrl-C is heard where waiting does not hear it, as on Windows
 DEAF = 10.0  # seconds after which a process that was asked to end is killed
 IDLE = 20.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
 WHOLE_FILM = 100  # chunks of frames: 5,000 frames of 160×120, 288 MB
@@ -47,11 +48,8 @@ class Workers(contextlib.AbstractContextManager):
         """Those of the machines on which a run may be done: this one."""
         return [passport()]
 
-    def each(self, do: Callable[[int], None], jobs: dict[int, dict[str, Any]], seconds: float) -> Generator[None]:
-        """Call `do` with the number of every run, in threads. Yields when some have ended, or after so many seconds.
-
-        Where one stops reading, or Ctrl-C comes, those under way save checkpoints and end.
-        """
+    def each(self, do: Callable[[int], None], jobs: dict[int, dict[str, Any]]) -> None:
+        """Call `do` with the number of every run, in threads. When Ctrl-C comes, those under way save checkpoints."""
         # The flags of a setting hold for all threads of a process, so those that share a GPU have one setting.
         for setting, numbers in itertools.groupby(jobs, lambda number: self._shared_setting(jobs[number])):
             with sharing(setting) if setting else contextlib.nullcontext() as initializer:
@@ -59,10 +57,9 @@ class Workers(contextlib.AbstractContextManager):
                 tasks = {threads.submit(do, number) for number in numbers}
                 try:
                     while tasks:
-                        ended, tasks = wait(tasks, seconds, FIRST_COMPLETED)
+                        ended, tasks = wait(tasks, LOOK, FIRST_COMPLETED)
                         for task in ended:
                             task.result()  # raises what `do` raised
-                        yield
                 except BaseException:
                     threads.shutdown(wait=False, cancel_futures=True)
                     self.stop({task for task in tasks if not task.cancelled()})
@@ -82,7 +79,7 @@ class Workers(contextlib.AbstractContextManager):
     def do(self, job: dict[str, Any]) -> str:
         """Do a run, and return its id when it is done and kept. `GpulabError` where its process ends by itself."""
         if self._shared_setting(job):
-            return do_run(job, self.stopping)
+            return train(**job, watch=self.check_stopping, progress=False).record["id"]
         try:
             pickled = cloudpickle.dumps(job)  # what is typed into a notebook goes by value
         except Exception as error:  # whatever an object says that hides what it holds
@@ -104,6 +101,11 @@ class Workers(contextlib.AbstractContextManager):
                 environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
             self.pools[key] = ProcessPoolExecutor(1, timeout=IDLE, env=environment, initializer=_begin)
         return self.pools[key]
+
+    def check_stopping(self, *_: Any) -> None:
+        """Interrupt a run that shares this process, after a window, as a signal does in a process of its own."""
+        if self.stopping.is_set():
+            raise KeyboardInterrupt
 
     def stop(self, tasks: set[Future[Any]]) -> None:
         """Have what is under way save checkpoints and end; a process that does not hear is killed."""
@@ -129,19 +131,9 @@ def sharing(setting: str) -> Iterator[Callable[[], None]]:
         yield lambda: torch.cuda.set_stream(torch.cuda.Stream(parsed.device)) if on_gpu else None
 
 
-def do_run(job: dict[str, Any], stopping: threading.Event | None = None) -> str:
-    """Train, and return the run's id; `stopping` interrupts it after a window, as a signal does in its own process."""
-
-    def check_stopping(*_: Any) -> None:
-        if stopping and stopping.is_set():
-            raise KeyboardInterrupt
-
-    return train(**job, watch=check_stopping if stopping else None, progress=False).record["id"]
-
-
 def _do_pickled(job: bytes) -> str:
-    """The same in another process, which a job comes to through a pipe from its parent."""
-    return do_run(cloudpickle.loads(job))
+    """Do a run in another process, which it comes to through a pipe from its parent, and return its id."""
+    return train(**cloudpickle.loads(job), progress=False).record["id"]
 
 
 def _begin() -> None:

@@ -22,7 +22,7 @@ from gpulab.training.spec import CODE_VERSION, RunSpec
 
 
 def planned(net, **options):
-    return RunSpec.of_job({"net": net, **options}).identity(gl.passport())
+    return RunSpec.of(net, **options).identity(gl.passport())
 
 
 def test_the_paper_profile_is_the_published_protocol():
