@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -20,11 +20,10 @@ from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.store.identities import Identity
 from gpulab.training import run
-from gpulab.training.cluster import RayCluster
-from gpulab.training.functions import TrainingFunction, function_of
+from gpulab.training.functions import function_of
 from gpulab.training.protocol import protocol
 from gpulab.training.spec import RunSpec
-from gpulab.training.workers import INSIDE, Workers
+from gpulab.training.workers import INSIDE, RayCluster, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,16 +107,14 @@ class Experiment:
 
     def jobs(self) -> list[dict[str, Any]]:
         """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
+        seeds: Any = self.seeds
         net, how = self.training or self.model, {"profile": self.profile, "store": str(self.folder), **self.how}
         given = [{**self.options, **variant} for variant in self.variants]
         # Weights are of no use for a verdict, unless the options ask for them.
         given = [{"model_options": each} if self.training else {"keep_weights": False, **each} for each in given]
         return [
             {"net": net, "setting": setting, "seed": seed, "rerun": rerun, **each, **how}
-            for setting in self.settings
-            for each in given
-            for rerun in range(self.reruns)
-            for seed in self.seeds  # type: ignore[union-attr]
+            for setting, each, rerun, seed in itertools.product(self.settings, given, range(self.reruns), seeds)
         ]
 
     def run(self, progress: bool = True, engine: str = "local", address: str | None = None) -> pd.DataFrame:
@@ -144,13 +141,9 @@ class Experiment:
             GpulabError: Where runs failed, the store cannot be written, or the cluster does not answer.
         """
         if INSIDE in os.environ:
-            raise UsageError(
-                "an experiment began while a worker imported its file: put it under __name__ == '__main__'"
-            )
-        if engine not in ("local", "ray"):
-            raise UsageError(f"engine {engine!r}: expected local or ray")
-        if engine == "local" and address:
-            raise UsageError(f"address={address!r} is for engine='ray'")
+            raise UsageError("an experiment began as a worker imported its file: put it under __name__ == '__main__'")
+        if engine not in ("local", "ray") or (engine == "local" and address):
+            raise UsageError(f"engine={engine!r}, address={address!r}: expected local or ray; an address is for ray")
         jobs = self.jobs()
         with RayCluster(address) if engine == "ray" else Workers(self.workers) as workers:
             finished = self._train(jobs, workers, progress)
@@ -174,7 +167,7 @@ class Experiment:
         def do(number: int) -> None:
             """Have a run done, unless another driver is doing it."""
             lock = locks[number]
-            with contextlib.suppress(Timeout), files.writing(lock.lock_file), lock:
+            with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
                     run_id = self._done(names[number]) or workers.do(jobs[number])
                     if run_id not in [identity.id for identity in names[number]]:
@@ -239,12 +232,10 @@ def seed_runs(
     """
     import pandas as pd
 
-    asked, seeds = seeds, list(range(seeds) if isinstance(seeds, int) else seeds)
-    if not seeds:
-        raise UsageError(f"seeds={asked!r}: at least one is needed")
-    text, function = str(Setting.parse(setting)), TrainingFunction(train)
+    jobs = Experiment(train, [str(setting)], seeds, options=changes).jobs()
     rows = []
-    for seed in Progress(seeds, unit="run", disable=not progress):
-        one = run.train(function, setting=text, seed=seed, model_options=changes, progress=False)
-        rows.append({"setting": text, "seed": seed, "status": one.status, "final_loss": math.nan, **one.metrics})
+    for job in Progress(jobs, unit="run", disable=not progress):
+        one = run.train(**job | {"store": None}, progress=False)
+        of_run = {"setting": job["setting"], "seed": job["seed"], "status": one.status, "final_loss": one.final_loss}
+        rows.append(of_run | one.metrics)
     return pd.DataFrame(rows)

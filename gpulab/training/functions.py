@@ -71,8 +71,8 @@ class TrainingFunction:
         """Another process reads a file itself; what was typed has its text here alone."""
         return (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
 
-    def described(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What is trained, as JSON; and the digest of what is in the files that options name.
+    def described(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], str]:
+        """What is trained, as JSON; the digest of what is in the files that options name; and what has no text.
 
         `UsageError` for an option that the function has not, or that JSON cannot carry.
         """
@@ -88,7 +88,8 @@ class TrainingFunction:
         as_json = {name: json.loads(content.plain(value)) for name, value in values.items()}
         files = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
         held = [content.content_of({file: content.stamp(file)}) for file in files]
-        return {"source": self.source, "options": as_json}, {"content": content.digest(held)} if held else {}
+        contents = {"content": content.digest(held)} if held else {}
+        return {"source": self.source, "options": as_json}, contents, self.unknown
 
     def train(self, options: dict[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
         """Train, under a setting that is in force; returns what the record says of the end, and the history."""

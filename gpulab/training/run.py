@@ -11,7 +11,9 @@ import functools
 import hashlib
 import itertools
 import math
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,14 +28,14 @@ from gpulab import files
 from gpulab.content import weights_digest
 from gpulab.data.base import Data, Window
 from gpulab.data.feed import Loader, ahead, has_its_device_alone
-from gpulab.errors import UsageError
+from gpulab.errors import DataError, UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.store.identities import Identity
-from gpulab.training import checkpoints, loop
+from gpulab.training import loop
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.loop import Plain, Training, WindowNote
 from gpulab.training.protocol import LAST_FIFTH
@@ -277,7 +279,7 @@ def train(
         if run is None:
             record = stores.begun(identity, passport(), **notes)
             if spec.function:
-                end, history = spec.function(spec.setting, seed)
+                end, history = spec.function.train(spec.asked["option"], spec.setting, seed)
             else:
                 end, history = train_network(spec, checkpoint, checkpoint_seconds, resume, watch, progress)
             run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)
@@ -316,7 +318,7 @@ def train_network(
         What the record says of the end, and the history.
     """
     training, saved = set_up(spec), time.monotonic()
-    resumed = resume and checkpoints.resume(training, checkpoint)
+    resumed = resume and resume_checkpoint(training, checkpoint)
     end = {"resumed_at": len(training.history)} if resumed else {}
     watch = watch or (lambda *_: None)
     total = spec.frames // spec.window * spec.window
@@ -328,19 +330,66 @@ def train_network(
             bar.update(len(training.history) * spec.window - bar.n)
             watch(training.model, training.step)
             if time.monotonic() - saved >= seconds:
-                checkpoints.save(training, checkpoint)
+                save_checkpoint(training, checkpoint)
                 saved = time.monotonic()
 
         watch(training.model, training.step)
         try:
             loop.train(training, windows(spec, training), engine_of(spec, training), after_window)
         except KeyboardInterrupt:
-            checkpoints.save(training, checkpoint)
+            save_checkpoint(training, checkpoint)
             raise
     end |= outcome(spec, training)
     spec.data.check_unchanged()
     spec.model.fresh = False
     return end, training.history
+
+
+def save_checkpoint(training: Training, file: Path | None) -> None:
+    """Keep a training, if nothing of it has changed since its last window ended."""
+    if file is None or not training.history or training.inside_window or training.diverged_at is not None:
+        return
+    tensors, layers = _weights_and_moments(training), training.state or []
+    for number, layer in enumerate(layers):
+        tensors |= {f"state.{number}.{part}": tensor for part, tensor in enumerate(layer)}
+    notes = {"history": training.history, "state": [*map(len, layers)], "ways": sorted(training.ways)}
+    stores.write_tensors(file, tensors, notes)
+
+
+def resume_checkpoint(training: Training, file: Path | None) -> bool:
+    """Take a training to where an interrupted one was, if there is one; whether there was.
+
+    A file that is damaged, or of another network, is set aside before anything is changed.
+    """
+    if file is None or not os.path.lexists(file):
+        return False
+    own, device = _weights_and_moments(training), next(training.model.parameters()).device
+    try:
+        tensors, notes = stores.read_tensors(file)
+        if any(tensors[name].shape != tensor.shape for name, tensor in own.items()):
+            raise DataError("its tensors have other shapes")
+        names = [[f"state.{number}.{part}" for part in range(parts)] for number, parts in enumerate(notes["state"])]
+        state = [[tensors[name].to(device) for name in layer] for layer in names] or None
+        training.model.check_state(state)
+        history, ways = [WindowNote(*note) for note in notes["history"]], set(notes["ways"])
+        step = history[-1].step
+    except Exception as error:  # whatever a checkpoint of another training leads to
+        why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
+        moved = stores.set_aside(file.parents[1], file)
+        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=4)
+        return False
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    training.state, training.history, training.ways, training.step = state, history, ways, step
+    return True
+
+
+def _weights_and_moments(training: Training) -> dict[str, Tensor]:
+    tensors = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
+    for name, moments in training.optimizer.state.items():
+        tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
+    return tensors
 
 
 def history_columns(rows: Sequence[WindowNote]) -> stores.History:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import math
 import shlex
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,7 +25,7 @@ from gpulab.passports import Passport
 from gpulab.settings import Setting
 from gpulab.store.factors import FACTORS, options_of_run
 from gpulab.store.identities import Identity, identified
-from gpulab.training.functions import function_of
+from gpulab.training.functions import TrainingFunction, function_of
 from gpulab.training.protocol import Protocol, protocol
 
 # The version of all code that decides what a training gives: loop, optimiser, engines, models, data, arithmetic. Raise
@@ -66,10 +65,10 @@ class RunSpec:
     contents: dict[str, str]
     unknown: str
     factors: dict[str, Any]
-    asked: dict[str, Any] | None
+    asked: dict[str, Any]
     model: Any = None
     data: Any = None
-    function: Callable[..., Any] | None = None
+    function: TrainingFunction | None = None
 
     @classmethod
     def of(cls, net: Any, setting: Setting | str = "cpu", seed: int = 0, profile: str = "quick", **more: Any) -> Self:
@@ -94,11 +93,9 @@ class RunSpec:
         rerun, model_options = given.pop("rerun", 0), given.pop("model_options", {})
         setting = Setting.parse(setting)
         if function := function_of(net):
-            options = given | model_options
-            what = (*function.described(options), function.unknown)
-            asked = {"net": function.text, "option": options} if function.text else None
-            train = functools.partial(function.train, options)
-            return cls(function.name, setting, seed, "own", rerun, *what, {}, asked, function=train)
+            asked = {"net": function.text, "option": given | model_options}
+            what = function.described(asked["option"])
+            return cls(function.name, setting, seed, "own", rerun, *what, {}, asked, function=function)
         if not isinstance(net, str) and (model_options or type(net) not in MODELS.values()):
             raise UsageError(
                 f"net is a {type(net).__name__}, model_options={model_options}: expected one of {', '.join(MODELS)}, a "
@@ -107,8 +104,8 @@ class RunSpec:
         name = net if isinstance(net, str) else type(net).__name__.lower()
         usual = protocol(name, profile)
         data_options = given.pop("data_options", {})
-        flags, data = {"option": given | model_options, "data-option": data_options}, given.pop("data", None)
-        asked = {"net": net, **flags} if isinstance(net, str) and not isinstance(data, Data) else None
+        asked, data = {"option": given | model_options, "data-option": data_options}, given.pop("data", None)
+        asked["net"] = net if isinstance(net, str) and not isinstance(data, Data) else None
         length = {key: getattr(usual, key) for key in ("frames", "window", "learning_rate")}
         factors = options_of_run(**length | given)
         length = {key: factors.pop(key) for key in length}
@@ -177,7 +174,7 @@ class RunSpec:
 
     def command(self) -> str | None:
         """The command line that makes this run, where there is one."""
-        if self.asked is None:
+        if self.asked["net"] is None:
             return None
         parts = ["gpulab", "train", self.asked["net"], *(() if self.function else ("--profile", self.profile))]
         parts += ["--setting", str(self.setting), "--seed", str(self.seed)]
