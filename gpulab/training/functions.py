@@ -50,8 +50,6 @@ class TrainingFunction:
         where = self.text.rpartition(":")[0] if self.text else ""
         if isinstance(train, str):
             train = find_function(train, "train")
-        if not callable(train):
-            raise UsageError(f"train {train!r}: expected a function train(seed, setting), or its file.py:name")
         self.function: Callable[..., Any] = train
         written = inspect.unwrap(getattr(train, "func", train))
         self.file = Path(where).resolve() if where.endswith(".py") else file_of(written)

@@ -78,8 +78,5 @@ def protocol(model: str, name: str) -> Protocol:
     """
     if (model, name) not in PROTOCOLS:
         known = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
-        raise UsageError(
-            f"model {model!r} with profile {name!r}: expected one of {known}, or a training of your own, such as "
-            "my.py:train"
-        )
+        raise UsageError(f"model {model!r}, profile {name!r}: expected one of {known}, or my.py:train, one of yours")
     return PROTOCOLS[model, name]

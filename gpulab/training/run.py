@@ -37,7 +37,6 @@ from gpulab.store import runs as stores
 from gpulab.store.identities import Identity
 from gpulab.training import loop
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.loop import Plain, Training, WindowNote
 from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.spec import RunSpec
 
@@ -62,6 +61,13 @@ class Run:
         record: Everything that a store writes into the run's `run.json`, as a dictionary: what was asked for, the
             passport of the machine, the command, and the results.
         path: The run's folder in the store; None where it was not kept.
+        status: How the training ended, `finished` or `diverged`.
+        final_loss: The mean of the loss over the last fifth of the windows; NaN when the run diverged. For a training
+            of your own it is what that gave under the name `final_loss` or `loss`, or without a name, else NaN.
+        heldout_loss: The mean squared error per held-out frame after training; NaN when the run diverged. For a
+            training of your own it is what that gave under this name, else NaN.
+        metrics: The numbers that a training of your own gave, by name; empty when it diverged, and for gpulab's
+            networks.
 
     Examples:
         >>> import gpulab as gl
@@ -79,6 +85,12 @@ class Run:
     record: dict[str, Any]
     path: Path | None = None
 
+    def __post_init__(self) -> None:
+        self.status: str = self.record["status"]
+        self.metrics: dict[str, float] = self.record.get("metrics") or {}
+        losses = (self.record["summary"][name] for name in ("final_loss", "heldout_loss"))  # without NaN, as in JSON
+        self.final_loss, self.heldout_loss = (math.nan if loss is None else loss for loss in losses)
+
     @functools.cached_property
     def history(self) -> pd.DataFrame:
         """A data frame with a row for each window.
@@ -89,37 +101,6 @@ class Run:
         import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
 
         return pd.DataFrame({name: self.columns[name] for name in loop.WindowNote._fields})
-
-    @property
-    def status(self) -> str:
-        """How the training ended, `finished` or `diverged`."""
-        return self.record["status"]
-
-    @property
-    def final_loss(self) -> float:
-        """The mean of the loss over the last fifth of the windows; NaN when the run diverged.
-
-        For a training of your own it is what that gave under the name `final_loss` or `loss`, or without a name, else
-        NaN.
-        """
-        return self._summary("final_loss")
-
-    @property
-    def heldout_loss(self) -> float:
-        """The mean squared error per held-out frame after training; NaN when the run diverged.
-
-        For a training of your own it is what that gave under this name, else NaN.
-        """
-        return self._summary("heldout_loss")
-
-    def _summary(self, name: str) -> float:
-        value = self.record["summary"][name]
-        return math.nan if value is None else value
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The numbers that a training of your own gave, by name; empty when it diverged, and for gpulab's networks."""
-        return self.record.get("metrics") or {}
 
     @torch.no_grad()
     def predict(self) -> tuple[Tensor, Tensor]:
@@ -305,7 +286,7 @@ def stored_run(spec: RunSpec, folder: Path, identity: Identity, keep_weights: bo
 
 def train_network(
     spec: RunSpec, checkpoint: Path | None, seconds: float, resume: bool, watch: Watch | None, progress: bool
-) -> tuple[dict[str, Any], list[WindowNote]]:
+) -> tuple[dict[str, Any], list[loop.WindowNote]]:
     """Train as specified, `spec.in_force`.
 
     Args:
@@ -345,7 +326,7 @@ def train_network(
     return end, training.history
 
 
-def save_checkpoint(training: Training, file: Path | None) -> None:
+def save_checkpoint(training: loop.Training, file: Path | None) -> None:
     """Keep a training, if nothing of it has changed since its last window ended."""
     if file is None or not training.history or training.inside_window or training.diverged_at is not None:
         return
@@ -356,7 +337,7 @@ def save_checkpoint(training: Training, file: Path | None) -> None:
     stores.write_tensors(file, tensors, notes)
 
 
-def resume_checkpoint(training: Training, file: Path | None) -> bool:
+def resume_checkpoint(training: loop.Training, file: Path | None) -> bool:
     """Take a training to where an interrupted one was, if there is one; whether there was.
 
     A file that is damaged, or of another network, is set aside before anything is changed.
@@ -371,7 +352,7 @@ def resume_checkpoint(training: Training, file: Path | None) -> bool:
         names = [[f"state.{number}.{part}" for part in range(parts)] for number, parts in enumerate(notes["state"])]
         state = [[tensors[name].to(device) for name in layer] for layer in names] or None
         training.model.check_state(state)
-        history, ways = [WindowNote(*note) for note in notes["history"]], set(notes["ways"])
+        history, ways = [loop.WindowNote(*note) for note in notes["history"]], set(notes["ways"])
         step = history[-1].step
     except Exception as error:  # whatever a checkpoint of another training leads to
         why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
@@ -385,28 +366,28 @@ def resume_checkpoint(training: Training, file: Path | None) -> bool:
     return True
 
 
-def _weights_and_moments(training: Training) -> dict[str, Tensor]:
+def _weights_and_moments(training: loop.Training) -> dict[str, Tensor]:
     tensors = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
     for name, moments in training.optimizer.state.items():
         tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
     return tensors
 
 
-def history_columns(rows: Sequence[WindowNote]) -> stores.History:
+def history_columns(rows: Sequence[loop.WindowNote]) -> stores.History:
     """The history of a run, given a row a window."""
-    columns = zip(WindowNote._fields, zip(*rows, strict=True), HISTORY_TYPES, strict=True)
+    columns = zip(loop.WindowNote._fields, zip(*rows, strict=True), HISTORY_TYPES, strict=True)
     return {name: np.array(values, kind) for name, values, kind in columns}
 
 
-def set_up(spec: RunSpec) -> Training:
+def set_up(spec: RunSpec) -> loop.Training:
     """The training as it begins: the weights are drawn, and the network is on its device."""
     spec.draw_weights()
-    return Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.configuration["learning_rate"])
+    return loop.Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.configuration["learning_rate"])
 
 
-def engine_of(spec: RunSpec, training: Training) -> loop.Engine:
+def engine_of(spec: RunSpec, training: loop.Training) -> loop.Engine:
     """The fastest engine that there is for a training, unless it is asked for autograd's own gradients."""
-    plain = Plain(training, Loader(spec.factors["loader"], spec.setting))
+    plain = loop.Plain(training, Loader(spec.factors["loader"], spec.setting))
     if not spec.factors["fast"] or find_spec("gpulab.engines") is None:  # without that folder all is only slower
         return plain
     from gpulab.engines import fastest
@@ -414,14 +395,14 @@ def engine_of(spec: RunSpec, training: Training) -> loop.Engine:
     return fastest(plain, has_its_device_alone(spec.setting))
 
 
-def windows(spec: RunSpec, training: Training) -> Iterator[Window]:
+def windows(spec: RunSpec, training: loop.Training) -> Iterator[Window]:
     """What is left to train on."""
     done = len(training.history)
     endless = ahead(spec.data.windows(spec.window, spec.seed, done), spec.setting, spec.data)
     return itertools.islice(endless, spec.frames // spec.window - done)
 
 
-def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
+def outcome(spec: RunSpec, training: loop.Training) -> dict[str, Any]:
     """Status and summary for the record."""
     heldout = math.nan if training.diverged_at else heldout_loss(spec, training.model)
     if not math.isfinite(heldout) and training.diverged_at is None:
