@@ -69,8 +69,8 @@ class TrainingFunction:
         """Another process reads a file itself; what was typed has its text here alone."""
         return (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
 
-    def described(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], str]:
-        """What is trained, as JSON; the digest of what is in the files that options name; and what has no text.
+    def described(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What is trained, as JSON; and the digest of what is in the files that options name.
 
         `UsageError` for an option that the function has not, or that JSON cannot carry.
         """
@@ -86,8 +86,7 @@ class TrainingFunction:
         as_json = {name: json.loads(content.plain(value)) for name, value in values.items()}
         files = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
         held = [content.content_of({file: content.stamp(file)}) for file in files]
-        contents = {"content": content.digest(held)} if held else {}
-        return {"source": self.source, "options": as_json}, contents, self.unknown
+        return {"source": self.source, "options": as_json}, {"content": content.digest(held)} if held else {}
 
     def train(self, options: dict[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
         """Train, under a setting that is in force; returns what the record says of the end, and the history."""
@@ -151,7 +150,6 @@ def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Param
     signature = inspect.signature(train)
     parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     wrong = [n for n, p in parameters.items() if n not in GIVEN and p.default is p.empty]
-    wrong += [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
     if wrong or "seed" not in parameters:
         problem = f"{wrong[0]} without a default, which says what was trained" if wrong else "it takes no seed"
         raise UsageError(

@@ -94,7 +94,7 @@ class RunSpec:
         setting = Setting.parse(setting)
         if function := function_of(net):
             asked = {"net": function.text, "option": given | model_options}
-            what = function.described(asked["option"])
+            what = (*function.described(asked["option"]), function.unknown)
             return cls(function.name, setting, seed, "own", rerun, *what, {}, asked, function=function)
         if not isinstance(net, str) and (model_options or type(net) not in MODELS.values()):
             raise UsageError(
