@@ -53,9 +53,11 @@ def ctrl_c(when):
             time.sleep(0.1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     threading.Timer(0.1, press).start()
     with pytest.raises(KeyboardInterrupt):
         yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
