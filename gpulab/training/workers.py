@@ -61,8 +61,9 @@ class Workers(contextlib.AbstractContextManager):
             with sharing(setting) if setting else contextlib.nullcontext() as initializer:
                 count = min(self.count, MOST_THREADS) if setting else self.count
                 with ThreadPoolExecutor(count, "", initializer) as threads:
-                    tasks = {threads.submit(do, number) for number in numbers}
+                    tasks: set[Future[None]] = set()
                     try:
+                        tasks = {threads.submit(do, number) for number in numbers}
                         while tasks:
                             ended, tasks = wait(tasks, LOOK, FIRST_COMPLETED)
                             for task in ended:
