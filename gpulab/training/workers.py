@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from joblib.externals import cloudpickle
 from joblib.externals.loky import ProcessPoolExecutor, process_executor
 
 from gpulab.data import scenes
@@ -87,10 +87,12 @@ class Workers(contextlib.AbstractContextManager):
         if self._shared_setting(job):
             return train(**job, watch=self.check_stopping, progress=False).record["id"]
         try:
-            return self._pool(job["setting"]).submit(do_run, job).result()
-        except pickle.PicklingError as error:  # what is typed into a notebook goes by value, and may hold anything
-            why = str(error.__cause__).strip('\n"').rpartition("\n")[2]
-            raise GpulabError(f"{getattr(job['net'], 'name', job['net'])} cannot be sent to a process: {why}") from None
+            pickled = cloudpickle.dumps(job)  # what is typed into a notebook goes by value
+        except Exception as error:  # whatever an object says that hides what it holds
+            named = getattr(job["net"], "name", job["net"])
+            raise GpulabError(f"{named} cannot be sent to a process: {error}") from None
+        try:
+            return self._pool(job["setting"]).submit(do_run, pickled).result()
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
@@ -135,9 +137,9 @@ def sharing(setting: str) -> Iterator[Callable[[], None]]:
         yield lambda: torch.cuda.set_stream(torch.cuda.Stream(parsed.device)) if on_gpu else None
 
 
-def do_run(job: dict[str, Any]) -> str:
-    """Do a run, and return its id."""
-    return train(**job, progress=False).record["id"]
+def do_run(job: bytes) -> str:
+    """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot unpickle its work."""
+    return train(**cloudpickle.loads(job), progress=False).record["id"]
 
 
 def _begin() -> None:
