@@ -17,8 +17,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
-from joblib.externals import cloudpickle
 from joblib.externals.loky import ProcessPoolExecutor, process_executor
 
 from gpulab.data import scenes
