@@ -198,14 +198,16 @@ class RayCluster(Workers):
 
     def passports(self, setting: str) -> list[Passport]:
         """Those of the nodes that can do a run under a setting; `UsageError` where none can."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         options = self.task_options(setting)
         wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         able = [n for n in nodes if all(n["Resources"].get(name, 0) >= number for name, number in wanted.items())]
         if not able:
             raise UsageError(f"a run under {setting} asks for {wanted} on one node; none of {len(nodes)} has as much")
-        on_each = [{f"node:{node['NodeManagerAddress']}": 0.001} for node in able]  # as Ray writes that a node is meant
-        return self.ray.get([self.ray.remote(**options, resources=here)(passport).remote() for here in on_each])
+        on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in able]
+        return self.ray.get([self.ray.remote(**options, scheduling_strategy=at)(passport).remote() for at in on_each])
 
     def _shared_setting(self, job: dict[str, Any]) -> str:  # noqa: ARG002
         return ""

@@ -56,7 +56,7 @@ class OneNode:
         self.address = address
 
     def nodes(self):
-        return [{"Alive": True, "NodeManagerAddress": "here", "Resources": {"CPU": 1.0}}]
+        return [{"Alive": True, "NodeID": "here", "Resources": {"CPU": 1.0}}]
 
     def remote(self, function=None, **options):
         if function is None:
@@ -81,6 +81,8 @@ class OneNode:
 
 @pytest.fixture
 def ray_stand_in(monkeypatch):
+    strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
     ray = OneNode()
     monkeypatch.setitem(sys.modules, "ray", ray)
     return ray
