@@ -61,7 +61,6 @@ def gradient(spec: RunSpec, training: Training, window: Window, loader: str) -> 
 
 def final_loss(spec: RunSpec, look: Callable[[Training], None] = lambda _: None) -> float:
     """Train to the end, with a look before the first window and after each; NaN for a training that diverged."""
-    spec.draw_weights()  # the same weights each time
     training = set_up(spec)
     look(training)
     loop.train(training, windows(spec, training), engine_of(spec, training), lambda: look(training))

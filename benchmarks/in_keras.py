@@ -158,7 +158,7 @@ def gradient_of(model: Any, state: State, frames: Any) -> tuple[list[Any], Any, 
 def losses_of(spec: RunSpec) -> Iterator[float]:
     """Train as specified; yields the mean loss of each window."""
     with on(spec.setting):
-        model, optimizer = begin(spec), Adam(spec.learning_rate)
+        model, optimizer = begin(spec), Adam(spec.configuration["learning_rate"])
         optimizer.build(model.trainable_variables)
 
         @tf.function(autograph=False)

@@ -59,7 +59,6 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
     batch, count, height, width, channels = shape
     options = {"channels": list(channels), "size": (height, width)}
     spec = RunSpec.of("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
-    spec.draw_weights()
     training = set_up(spec)
     plain = Plain(training, Loader("window", setting))
     engine = fastest(plain).uncaptured() if fast else plain
@@ -136,7 +135,6 @@ def peak(setting: Setting) -> float:
 def autoencoder_window(setting: Setting, fast: bool) -> Step:
     """A window as `gpulab.train` does it."""
     spec = RunSpec.of("autoencoder", setting=setting, profile="quick", fast=fast)
-    spec.draw_weights()
     training, images = set_up(spec), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
     plain = Plain(training, Loader("window", setting))
     engine = fastest(plain).choose(None) if fast else plain

@@ -93,23 +93,23 @@ OPTIONS: dict[str, Option] = {
 FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
 
 
-def factors_of_run(**factors: Any) -> dict[str, Any]:
-    """The factors that `gpulab.train` takes as arguments of its own, checked, each with its value.
+def options_of_run(**options: Any) -> dict[str, Any]:
+    """The options that `gpulab.train` takes as arguments of its own, besides `data`, checked, each with its value.
 
     Raises:
-        UsageError: For an unknown factor, or a value that there is not.
+        UsageError: For an unknown option, or a value that there is not.
     """
-    own = {name: option for name, option in FACTORS.items() if option.of == "run"}
-    if unknown := sorted(factors.keys() - own):
-        raise UsageError(f"no factor {unknown[0]!r}; there are {', '.join(own)}")
-    for name, value in factors.items():
+    own = {name: option for name, option in OPTIONS.items() if option.of == "run" and name != "data"}
+    if unknown := sorted(options.keys() - own):
+        raise UsageError(f"no option {unknown[0]!r}; there are {', '.join(own)}")
+    for name, value in options.items():
         kind, choices = own[name].read, own[name].choices
         if choices and value not in choices:
             raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
-        factors[name] = float(value) if (type(value), kind) == (int, float) else value  # 1 and 1.0 are one run
-        if value is not None and type(factors[name]) is not kind:
+        options[name] = float(value) if (type(value), kind) == (int, float) else value  # 1 and 1.0 are one run
+        if value is not None and type(options[name]) is not kind:
             raise UsageError(f"{name} {value!r}: expected {kind.__name__}, not {type(value).__name__}")
-    return {name: factors.get(name, option.usual) for name, option in own.items()}
+    return {name: options.get(name, option.usual) for name, option in own.items()}
 
 
 def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,15 @@ from filelock import SoftFileLease, Timeout
 
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_count
-from gpulab.passports import Passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.store.identities import Identity
 from gpulab.training import run
-from gpulab.training.cluster import RayCluster
-from gpulab.training.functions import TrainingFunction, is_function
+from gpulab.training.functions import function_of
 from gpulab.training.protocol import protocol
 from gpulab.training.spec import RunSpec
-from gpulab.training.workers import INSIDE, Workers
+from gpulab.training.workers import INSIDE, RayCluster, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,9 +91,8 @@ class Experiment:
     how: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = not isinstance(self.model, str) or is_function(self.model)
-        self.training = TrainingFunction(self.model) if own else None
-        usual = 10 if own else protocol(str(self.model), self.profile).seeds
+        self.training = function_of(self.model)
+        usual = 10 if self.training else protocol(str(self.model), self.profile).seeds
         settings = [self.settings] if isinstance(self.settings, str | Setting) else self.settings
         self.settings = [str(Setting.parse(text)) for text in settings]
         seeds = usual if self.seeds is None else self.seeds
@@ -110,16 +107,14 @@ class Experiment:
 
     def jobs(self) -> list[dict[str, Any]]:
         """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
+        seeds: Any = self.seeds
         net, how = self.training or self.model, {"profile": self.profile, "store": str(self.folder), **self.how}
         given = [{**self.options, **variant} for variant in self.variants]
         # Weights are of no use for a verdict, unless the options ask for them.
         given = [{"model_options": each} if self.training else {"keep_weights": False, **each} for each in given]
         return [
             {"net": net, "setting": setting, "seed": seed, "rerun": rerun, **each, **how}
-            for setting in self.settings
-            for each in given
-            for rerun in range(self.reruns)
-            for seed in self.seeds  # type: ignore[union-attr]
+            for setting, each, rerun, seed in itertools.product(self.settings, given, range(self.reruns), seeds)
         ]
 
     def run(self, progress: bool = True, engine: str = "local", address: str | None = None) -> pd.DataFrame:
@@ -146,92 +141,59 @@ class Experiment:
             GpulabError: Where runs failed, the store cannot be written, or the cluster does not answer.
         """
         if INSIDE in os.environ:
-            raise UsageError(
-                "an experiment began while a worker imported its file: put it under __name__ == '__main__'"
-            )
-        if engine not in ("local", "ray"):
-            raise UsageError(f"engine {engine!r}: expected local or ray")
-        if engine == "local" and address:
-            raise UsageError(f"address={address!r} is for engine='ray'")
+            raise UsageError("an experiment began as a worker imported its file: put it under __name__ == '__main__'")
+        if engine not in ("local", "ray") or (engine == "local" and address):
+            raise UsageError(f"engine={engine!r}, address={address!r}: expected local or ray; an address is for ray")
         jobs = self.jobs()
         with RayCluster(address) if engine == "ray" else Workers(self.workers) as workers:
             finished = self._train(jobs, workers, progress)
         frame = stores.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
-        frame = frame.assign(job=frame.id.map({run_id: job for job, run_id in enumerate(finished)}))
-        frame = frame.dropna(subset="job").sort_values(["setting", "seed", "job"], ignore_index=True)
-        return frame.drop(columns="job")
+        frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))
+        return frame.sort_values(["setting", "seed"], ignore_index=True, kind="stable")
 
     def _train(self, jobs: list[dict[str, Any]], workers: Workers, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
         machines = {setting: workers.passports(setting) for setting in self.settings}
-        names = [identities_of(job, machines[job["setting"]]) for job in jobs]
-        run_ids = [self._done(each) for each in names]
-        # A lock has to be the same at every look: it is taken from another driver when nothing has refreshed it since.
-        locks = [lock_of(self.folder / CLAIMS / f"{identities[0].id}.lock") for identities in names]
+        # A run has a name for each machine that may do it; `UsageError` where a store cannot tell it from another.
+        names = [[RunSpec.of(**job).identity(here) for here in machines[job["setting"]]] for job in jobs]
+        # A lock that knows a dead holder of this machine at once, and one of another by a mark that is not refreshed:
+        # for that it has to be the same at every look.
+        marks = [self.folder / CLAIMS / f"{identities[0].id}.lock" for identities in names]
+        locks = [SoftFileLease(mark, lease_duration=LEASE, blocking=False, thread_local=False) for mark in marks]
+        run_ids = {number: run_id for number, each in enumerate(names) if (run_id := self._done(each))}
         failures: dict[int, str] = {}  # why, by the number of the run
 
         def do(number: int) -> None:
             """Have a run done, unless another driver is doing it."""
-            with claimed(locks[number]) as mine:
-                if not mine:
-                    return
+            lock = locks[number]
+            with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
                     run_id = self._done(names[number]) or workers.do(jobs[number])
                     if run_id not in [identity.id for identity in names[number]]:
-                        raise GpulabError(
-                            "its function or its data were changed while the experiment ran; run it again"
-                        )
+                        raise GpulabError("its function or data were changed while the experiment ran; run it again")
                     run_ids[number] = run_id
-                except GpulabError as error:
-                    failures[number] = str(error)
-                except Exception as error:  # of arguments that make no sense
-                    failures[number] = f"{type(error).__name__}: {error}"
+                except Exception as error:
+                    kind = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
+                    failures[number] = f"{jobs[number]['setting']} seed {jobs[number]['seed']}: {kind}{error}"
+                bar.update(len(run_ids) + len(failures) - bar.n)
 
         with Progress(total=len(jobs), unit="run", leave=False, disable=not progress) as bar:
-            while waiting := {n: jobs[n] for n, done in enumerate(run_ids) if not done and n not in failures}:
-                with contextlib.closing(workers.each(do, waiting, WAIT)) as each:
-                    for _ in each:
-                        bar.n = sum(map(bool, run_ids)) + len(failures)
-                        bar.refresh()
-                time.sleep(WAIT * (bar.n < len(jobs)))  # for another driver
+            while waiting := {n: job for n, job in enumerate(jobs) if n not in run_ids and n not in failures}:
+                workers.each(do, waiting)
+                time.sleep(WAIT * (len(run_ids) + len(failures) < len(jobs)))  # for another driver
         if failures:
-            which = {n: f"{jobs[n]['setting']} seed {jobs[n]['seed']}" for n in failures}
-            by_why = {why: [which[n] for n in failures if failures[n] == why] for why in failures.values()}
             raise GpulabError(
                 f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
-                f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in by_why.items())
+                f"run again to try those: {'; '.join(failures.values())}"
             )
-        return [run_id for run_id in run_ids if run_id]
+        return [run_ids[number] for number in range(len(jobs))]
 
     def _done(self, names: list[Identity]) -> str | None:
         """The id of a run in the store, which has a name for each machine that might have done it."""
         if not self.how.get("resume", True):
             return None
         return next((identity.id for identity in names if stores.find(self.folder, identity)), None)
-
-
-def identities_of(job: dict[str, Any], machines: list[Passport]) -> list[Identity]:
-    """What a run is called on each of several machines; `UsageError` for one that a store cannot tell from another."""
-    spec = RunSpec.of_job(job)
-    return [spec.identity(here) for here in machines]
-
-
-def lock_of(file: Path) -> SoftFileLease:
-    """A lock that knows a dead holder of this machine at once, and one of another by a mark that is not refreshed."""
-    return SoftFileLease(file, lease_duration=LEASE, blocking=False, thread_local=False)
-
-
-@contextlib.contextmanager
-def claimed(lock: SoftFileLease) -> Iterator[bool]:
-    """Whether a run is for this driver to do, and for no other while the block lasts."""
-    with files.writing(lock.lock_file), contextlib.suppress(Timeout):
-        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    try:
-        yield lock.is_locked
-    finally:
-        lock.release()
 
 
 def seed_runs(
@@ -270,12 +232,10 @@ def seed_runs(
     """
     import pandas as pd
 
-    asked, seeds = seeds, list(range(seeds) if isinstance(seeds, int) else seeds)
-    if not seeds:
-        raise UsageError(f"seeds={asked!r}: at least one is needed")
-    text, function = str(Setting.parse(setting)), TrainingFunction(train)
+    jobs = Experiment(train, [str(setting)], seeds, options=changes).jobs()
     rows = []
-    for seed in Progress(seeds, unit="run", disable=not progress):
-        one = run.train(function, setting=text, seed=seed, model_options=changes, progress=False)
-        rows.append({"setting": text, "seed": seed, "status": one.status, "final_loss": math.nan, **one.metrics})
+    for job in Progress(jobs, unit="run", disable=not progress):
+        one = run.train(**job | {"store": None}, progress=False)
+        of_run = {"setting": job["setting"], "seed": job["seed"], "status": one.status, "final_loss": one.final_loss}
+        rows.append(of_run | one.metrics)
     return pd.DataFrame(rows)

@@ -50,8 +50,6 @@ class TrainingFunction:
         where = self.text.rpartition(":")[0] if self.text else ""
         if isinstance(train, str):
             train = find_function(train, "train")
-        if not callable(train):
-            raise UsageError(f"train {train!r}: expected a function train(seed, setting), or its file.py:name")
         self.function: Callable[..., Any] = train
         written = inspect.unwrap(getattr(train, "func", train))
         self.file = Path(where).resolve() if where.endswith(".py") else file_of(written)
@@ -71,8 +69,11 @@ class TrainingFunction:
         """Another process reads a file itself; what was typed has its text here alone."""
         return (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
 
-    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options; `UsageError` for one that the function has not, or that JSON cannot carry."""
+    def described(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What is trained, as JSON; and the digest of what is in the files that options name.
+
+        `UsageError` for an option that the function has not, or that JSON cannot carry.
+        """
         for name, value in options.items():
             check_name(value)
             if name not in self.options:
@@ -81,17 +82,13 @@ class TrainingFunction:
                 json.dumps(value)
             except (TypeError, ValueError):
                 raise UsageError(f"{self.name}: option {name}={value!r:.80} is nothing that JSON can carry") from None
-        return dict(options)
-
-    def described(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What is trained, as JSON; and the digest of what is in the files that options name."""
         values: dict[str, Any] = {**self.options, **options}
         as_json = {name: json.loads(content.plain(value)) for name, value in values.items()}
         files = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
         held = [content.content_of({file: content.stamp(file)}) for file in files]
         return {"source": self.source, "options": as_json}, {"content": content.digest(held)} if held else {}
 
-    def train(self, options: Mapping[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
+    def train(self, options: dict[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
         """Train, under a setting that is in force; returns what the record says of the end, and the history."""
         allocated, begin = _allocated(setting), time.perf_counter()
         given = {"seed": seed, "setting": setting}
@@ -112,21 +109,21 @@ class TrainingFunction:
             clash = f"a metric cannot be called {min(taken)!r}, a column of gpulab.runs or an option"
             raise GpulabError(f"{clash}; give it another name")
         seconds, first = time.perf_counter() - begin, float(next(iter(metrics.values()), math.nan))
-        status = "finished" if metrics and all(map(math.isfinite, metrics.values())) else "diverged"
-        if status == "diverged":
+        if not all(map(math.isfinite, metrics.values())):
             metrics = {}
         if "loss" in metrics:
             metrics.setdefault(FIRST, metrics["loss"])
         summary = {name: metrics.get(name) for name in (FIRST, "heldout_loss")} | {"seconds": seconds}
-        end = {"status": status, "metrics": metrics or None, "summary": summary}
+        end = {"status": "finished" if metrics else "diverged", "metrics": metrics or None, "summary": summary}
         return end, [WindowNote(0, 1, first, seconds)]
 
 
-def is_function(net: Any) -> bool:
-    """Whether something stands for a training of the user's own: a function, or the name of one."""
-    if isinstance(net, str):
-        return ":" in net
-    return isinstance(net, TrainingFunction) or (callable(net) and not isinstance(net, torch.nn.Module))
+def function_of(net: Any) -> TrainingFunction | None:
+    """The training of the user's own that a function stands for, or the name of one; None for anything else."""
+    if isinstance(net, TrainingFunction):
+        return net
+    stands_for_one = ":" in net if isinstance(net, str) else callable(net) and not isinstance(net, torch.nn.Module)
+    return TrainingFunction(net) if stands_for_one else None
 
 
 def _allocated(setting: Setting) -> int | None:
@@ -151,10 +148,8 @@ def _numbers(value: Any) -> dict[str, Any]:
 def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a training; `UsageError` unless they are `seed`, `setting` and options."""
     signature = inspect.signature(train)
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = {name: p for name, p in signature.parameters.items() if p.kind not in several}
+    parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     wrong = [n for n, p in parameters.items() if n not in GIVEN and p.default is p.empty]
-    wrong += [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
     if wrong or "seed" not in parameters:
         problem = f"{wrong[0]} without a default, which says what was trained" if wrong else "it takes no seed"
         raise UsageError(

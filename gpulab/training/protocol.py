@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpulab.errors import UsageError
 
@@ -12,8 +11,7 @@ PROFILES = ("smoke", "quick", "paper")
 LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
 
 
-@dataclass(frozen=True)
-class Protocol:
+class Protocol(NamedTuple):
     """What a profile means for one model.
 
     `frames` are trained on in windows of `window`; `seeds` is how many an experiment uses unless
@@ -27,28 +25,22 @@ class Protocol:
     size: tuple[int, int]
     model: dict[str, Any]
     learning_rate: float = 1e-3
-    data_options: dict[str, Any] = field(default_factory=dict)
+    data_options: dict[str, Any] = {}
 
 
 WHITENER = {"hidden": 128, "code": 24, "batch_size": 50, "covariance": "one-pass"}
 PROTOCOLS = {
-    "autoencoder": {
-        "smoke": Protocol("digits", 400, 20, 2, (28, 28), {"hidden": [64, 16]}),
-        "quick": Protocol("digits", 3_000, 20, 5, (28, 28), {"hidden": [128, 32]}),
-        "paper": Protocol("mnist", 60_000, 20, 10, (28, 28), {"hidden": [128, 32]}),
-    },
-    "prednet": {
-        "smoke": Protocol("walk", 200, 20, 2, (24, 32), {"channels": [3, 8, 16]}),
-        "quick": Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
-        # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last frame.
-        "motion": Protocol("walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
-        "paper": Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
-    },
-    "whitener": {
-        "smoke": Protocol("digits", 4_000, 200, 6, (28, 28), WHITENER),
-        "quick": Protocol("digits", 20_000, 200, 10, (28, 28), WHITENER),
-        "paper": Protocol("mnist", 60_000, 200, 10, (28, 28), WHITENER),
-    },
+    ("autoencoder", "smoke"): Protocol("digits", 400, 20, 2, (28, 28), {"hidden": [64, 16]}),
+    ("autoencoder", "quick"): Protocol("digits", 3_000, 20, 5, (28, 28), {"hidden": [128, 32]}),
+    ("autoencoder", "paper"): Protocol("mnist", 60_000, 20, 10, (28, 28), {"hidden": [128, 32]}),
+    ("prednet", "smoke"): Protocol("walk", 200, 20, 2, (24, 32), {"channels": [3, 8, 16]}),
+    ("prednet", "quick"): Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
+    # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last frame.
+    ("prednet", "motion"): Protocol("walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
+    ("prednet", "paper"): Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
+    ("whitener", "smoke"): Protocol("digits", 4_000, 200, 6, (28, 28), WHITENER),
+    ("whitener", "quick"): Protocol("digits", 20_000, 200, 10, (28, 28), WHITENER),
+    ("whitener", "paper"): Protocol("mnist", 60_000, 200, 10, (28, 28), WHITENER),
 }
 
 
@@ -84,10 +76,7 @@ def protocol(model: str, name: str) -> Protocol:
         >>> protocol("prednet", "paper").frames
         5000
     """
-    if model not in PROTOCOLS:
-        raise UsageError(
-            f"model {model!r}: expected one of {', '.join(PROTOCOLS)}, or a training of your own, such as my.py:train"
-        )
-    if name not in PROTOCOLS[model]:
-        raise UsageError(f"profile {name!r}: {model} has {', '.join(PROTOCOLS[model])}")
-    return PROTOCOLS[model][name]
+    if (model, name) not in PROTOCOLS:
+        known = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
+        raise UsageError(f"model {model!r}, profile {name!r}: expected one of {known}, or my.py:train, one of yours")
+    return PROTOCOLS[model, name]

@@ -11,8 +11,12 @@ import functools
 import hashlib
 import itertools
 import math
+import os
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,30 +28,21 @@ from gpulab import files
 from gpulab.content import weights_digest
 from gpulab.data.base import Data, Window
 from gpulab.data.feed import Loader, ahead, has_its_device_alone
-from gpulab.errors import UsageError
+from gpulab.errors import DataError, UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
+from gpulab.store.identities import Identity
 from gpulab.training import loop
-from gpulab.training.checkpoints import Checkpoints
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.loop import Plain, Training, WindowNote
 from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.spec import RunSpec
-
-try:
-    from gpulab.engines import fastest
-except ModuleNotFoundError as error:  # everything works without that folder, only slower
-    if error.name != "gpulab.engines":
-        raise
-    fastest = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import pandas as pd
 
-CHECKPOINT_SECONDS = 10.0
 HISTORY_TYPES = ("int64", "int64", "float64", "float32")  # of `WindowNote`
 Watch = Callable[[Trainable, int], None]  # called with the model and the number of updates
 
@@ -66,6 +61,13 @@ class Run:
         record: Everything that a store writes into the run's `run.json`, as a dictionary: what was asked for, the
             passport of the machine, the command, and the results.
         path: The run's folder in the store; None where it was not kept.
+        status: How the training ended, `finished` or `diverged`.
+        final_loss: The mean of the loss over the last fifth of the windows; NaN when the run diverged. For a training
+            of your own it is what that gave under the name `final_loss` or `loss`, or without a name, else NaN.
+        heldout_loss: The mean squared error per held-out frame after training; NaN when the run diverged. For a
+            training of your own it is what that gave under this name, else NaN.
+        metrics: The numbers that a training of your own gave, by name; empty when it diverged, and for gpulab's
+            networks.
 
     Examples:
         >>> import gpulab as gl
@@ -83,6 +85,12 @@ class Run:
     record: dict[str, Any]
     path: Path | None = None
 
+    def __post_init__(self) -> None:
+        self.status: str = self.record["status"]
+        self.metrics: dict[str, float] = self.record.get("metrics") or {}
+        losses = (self.record["summary"][name] for name in ("final_loss", "heldout_loss"))  # without NaN, as in JSON
+        self.final_loss, self.heldout_loss = (math.nan if loss is None else loss for loss in losses)
+
     @functools.cached_property
     def history(self) -> pd.DataFrame:
         """A data frame with a row for each window.
@@ -93,37 +101,6 @@ class Run:
         import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
 
         return pd.DataFrame({name: self.columns[name] for name in loop.WindowNote._fields})
-
-    @property
-    def status(self) -> str:
-        """How the training ended, `finished` or `diverged`."""
-        return self.record["status"]
-
-    @property
-    def final_loss(self) -> float:
-        """The mean of the loss over the last fifth of the windows; NaN when the run diverged.
-
-        For a training of your own it is what that gave under the name `final_loss` or `loss`, or without a name, else
-        NaN.
-        """
-        return self._summary("final_loss")
-
-    @property
-    def heldout_loss(self) -> float:
-        """The mean squared error per held-out frame after training; NaN when the run diverged.
-
-        For a training of your own it is what that gave under this name, else NaN.
-        """
-        return self._summary("heldout_loss")
-
-    def _summary(self, name: str) -> float:
-        value = self.record["summary"][name]
-        return math.nan if value is None else value
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The numbers that a training of your own gave, by name; empty when it diverged, and for gpulab's networks."""
-        return self.record.get("metrics") or {}
 
     @torch.no_grad()
     def predict(self) -> tuple[Tensor, Tensor]:
@@ -178,7 +155,7 @@ def train(
     rerun: int = 0,
     store: str | Path | None = None,
     resume: bool = True,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    checkpoint_seconds: float = 10.0,
     keep_weights: bool = True,
     watch: Watch | None = None,
     progress: bool = True,
@@ -267,9 +244,9 @@ def train(
         2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv 2109.01451), for its
         protocol; Kingma, Ba 2014, *Adam: a method for stochastic optimization* (arXiv 1412.6980).
     """
-    chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
-    chosen |= {"data_options": data_options, "model_options": model_options}
-    spec = RunSpec.of(net, data, setting, seed, profile, rerun, **chosen)
+    length = {"frames": frames, "window": window, "learning_rate": learning_rate}
+    options = {"data_options": data_options, "model_options": model_options}
+    spec = RunSpec.of(net, setting, seed, profile, data=data, rerun=rerun, **length, **options, **factors)
     if spec.function and watch:
         raise UsageError("watch goes with gpulab's own networks")
     folder = None if store is None else stores.store_folder(store)
@@ -277,106 +254,162 @@ def train(
     if registered:
         notes["registered"] = f"{Path(registered).stem} {hashlib.sha256(files.read(registered)).hexdigest()}"
     with spec.in_force():
-        if spec.model:
-            spec.draw_weights()
         identity = spec.identity(passport(), kept=folder is not None)
-        checkpoints = Checkpoints(folder, identity, checkpoint_seconds)
-        if folder and resume:
-            existing = stores.find(folder, identity)
-            if existing and (existing[2] is not None or spec.function or not keep_weights):
-                checkpoints.remove()  # one that was killed between keeping its run and this
-                return _stored_run(spec, folder / identity.id, *existing)
-        record = stores.begun(identity, passport(), **notes)
-        if spec.function:
-            end, history = spec.function(spec.setting, seed)
-        else:
-            end, history = train_network(spec, checkpoints, resume, watch, progress)
-    run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)
-    if folder:
-        weights = run.model.state_dict() if keep_weights and run.model else None
-        run.path = stores.write_run(folder, run.record, run.columns, weights)
-        checkpoints.remove()
+        checkpoint = folder and folder / stores.WORK / f"{identity.id}.safetensors"
+        run = stored_run(spec, folder, identity, keep_weights) if folder and resume else None
+        if run is None:
+            record = stores.begun(identity, passport(), **notes)
+            if spec.function:
+                end, history = spec.function.train(spec.asked["option"], spec.setting, seed)
+            else:
+                end, history = train_network(spec, checkpoint, checkpoint_seconds, resume, watch, progress)
+            run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)
+            if folder:
+                weights = run.model.state_dict() if keep_weights and run.model else None
+                run.path = stores.write_run(folder, run.record, run.columns, weights)
+    if checkpoint:  # of a run that is kept now, or was when its process was killed before this
+        with files.writing(checkpoint):
+            checkpoint.unlink(missing_ok=True)
     return run
 
 
+def stored_run(spec: RunSpec, folder: Path, identity: Identity, keep_weights: bool) -> Run | None:
+    """The run as the store has it; None where it has none, or none with weights that are to be kept."""
+    existing = stores.find(folder, identity)
+    if existing is None or (existing[2] is None and spec.model and keep_weights):
+        return None
+    record, columns, weights = existing
+    if weights:
+        spec.model.to(dtype=spec.setting.dtype).load_state_dict(weights)
+    return Run(spec.model if weights else None, spec.data, columns, record, folder / identity.id)
+
+
 def train_network(
-    spec: RunSpec, checkpoints: Checkpoints, resume: bool, watch: Watch | None, progress: bool
-) -> tuple[dict[str, Any], list[WindowNote]]:
+    spec: RunSpec, checkpoint: Path | None, seconds: float, resume: bool, watch: Watch | None, progress: bool
+) -> tuple[dict[str, Any], list[loop.WindowNote]]:
     """Train as specified, `spec.in_force`.
 
     Args:
-        spec: What to train, with its weights drawn.
-        checkpoints: Where it is kept meanwhile, and where it goes on from if it shall `resume`.
-        resume, watch, progress: As of `gpulab.train`.
+        spec: What to train.
+        checkpoint: The file in which it is kept meanwhile, every so many `seconds`; from there it goes on if it shall
+            `resume`.
+        seconds, resume, watch, progress: As of `gpulab.train`.
 
     Returns:
         What the record says of the end, and the history.
     """
-    training, alone = set_up(spec), has_its_device_alone(spec.setting)
-    resumed = {"resumed_at": len(training.history)} if resume and checkpoints.resume(training) else {}
+    training, saved = set_up(spec), time.monotonic()
+    resumed = resume and resume_checkpoint(training, checkpoint)
+    end = {"resumed_at": len(training.history)} if resumed else {}
     watch = watch or (lambda *_: None)
-    count = spec.frames // spec.window
-    with Progress(total=count * spec.window, unit="frame", leave=False, disable=not progress) as bar:
+    total = spec.frames // spec.window * spec.window
+    with Progress(total=total, unit="frame", leave=False, disable=not progress) as bar:
 
         def after_window() -> None:
+            nonlocal saved
             bar.set_postfix(loss=f"{training.history[-1].loss:.3g}", refresh=False)
             bar.update(len(training.history) * spec.window - bar.n)
             watch(training.model, training.step)
-            checkpoints.save_if_due(training)
+            if time.monotonic() - saved >= seconds:
+                save_checkpoint(training, checkpoint)
+                saved = time.monotonic()
 
         watch(training.model, training.step)
         try:
-            loop.train(training, windows(spec, training), engine_of(spec, training, alone), after_window)
+            loop.train(training, windows(spec, training), engine_of(spec, training), after_window)
         except KeyboardInterrupt:
-            checkpoints.save(training)
+            save_checkpoint(training, checkpoint)
             raise
-    end = outcome(spec, training)
-    if not alone:  # its speed is not that of one network
-        end |= {"shared": True, "summary": end["summary"] | {"frames_per_second": None}}
+    end |= outcome(spec, training)
     spec.data.check_unchanged()
     spec.model.fresh = False
-    return resumed | end, training.history
+    return end, training.history
 
 
-def _stored_run(spec: RunSpec, folder: Path, record: Any, history: Any, weights: Any) -> Run:
-    """A run at rest, with its model where weights were kept."""
-    if weights is not None:
-        spec.model.to(dtype=spec.setting.dtype).load_state_dict(weights)
-    return Run(None if weights is None else spec.model, spec.data, history, record, folder)
+def save_checkpoint(training: loop.Training, file: Path | None) -> None:
+    """Keep a training, if nothing of it has changed since its last window ended."""
+    if file is None or not training.history or training.inside_window or training.diverged_at is not None:
+        return
+    tensors, layers = _weights_and_moments(training), training.state or []
+    for number, layer in enumerate(layers):
+        tensors |= {f"state.{number}.{part}": tensor for part, tensor in enumerate(layer)}
+    notes = {"history": training.history, "state": [*map(len, layers)], "ways": sorted(training.ways)}
+    stores.write_tensors(file, tensors, notes)
 
 
-def history_columns(rows: Sequence[WindowNote]) -> stores.History:
+def resume_checkpoint(training: loop.Training, file: Path | None) -> bool:
+    """Take a training to where an interrupted one was, if there is one; whether there was.
+
+    A file that is damaged, or of another network, is set aside before anything is changed.
+    """
+    if file is None or not os.path.lexists(file):
+        return False
+    own, device = _weights_and_moments(training), next(training.model.parameters()).device
+    try:
+        tensors, notes = stores.read_tensors(file)
+        if any(tensors[name].shape != tensor.shape for name, tensor in own.items()):
+            raise DataError("its tensors have other shapes")
+        names = [[f"state.{number}.{part}" for part in range(parts)] for number, parts in enumerate(notes["state"])]
+        state = [[tensors[name].to(device) for name in layer] for layer in names] or None
+        training.model.check_state(state)
+        history, ways = [loop.WindowNote(*note) for note in notes["history"]], set(notes["ways"])
+        step = history[-1].step
+    except Exception as error:  # whatever a checkpoint of another training leads to
+        why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
+        moved = stores.set_aside(file.parents[1], file)
+        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=4)
+        return False
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    training.state, training.history, training.ways, training.step = state, history, ways, step
+    return True
+
+
+def _weights_and_moments(training: loop.Training) -> dict[str, Tensor]:
+    tensors = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
+    for name, moments in training.optimizer.state.items():
+        tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
+    return tensors
+
+
+def history_columns(rows: Sequence[loop.WindowNote]) -> stores.History:
     """The history of a run, given a row a window."""
-    columns = zip(WindowNote._fields, zip(*rows, strict=True), HISTORY_TYPES, strict=True)
+    columns = zip(loop.WindowNote._fields, zip(*rows, strict=True), HISTORY_TYPES, strict=True)
     return {name: np.array(values, kind) for name, values, kind in columns}
 
 
-def set_up(spec: RunSpec) -> Training:
-    """The training as it begins, with the network on its device, whose weights have been drawn already."""
-    return Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.configuration["learning_rate"])
+def set_up(spec: RunSpec) -> loop.Training:
+    """The training as it begins: the weights are drawn, and the network is on its device."""
+    spec.draw_weights()
+    return loop.Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.configuration["learning_rate"])
 
 
-def engine_of(spec: RunSpec, training: Training, alone: bool = True) -> loop.Engine:
+def engine_of(spec: RunSpec, training: loop.Training) -> loop.Engine:
     """The fastest engine that there is for a training, unless it is asked for autograd's own gradients."""
-    plain = Plain(training, Loader(spec.factors["loader"], spec.setting))
-    return fastest(plain, alone) if fastest is not None and spec.factors["fast"] else plain
+    plain = loop.Plain(training, Loader(spec.factors["loader"], spec.setting))
+    if not spec.factors["fast"] or find_spec("gpulab.engines") is None:  # without that folder all is only slower
+        return plain
+    from gpulab.engines import fastest
+
+    return fastest(plain, has_its_device_alone(spec.setting))
 
 
-def windows(spec: RunSpec, training: Training) -> Iterator[Window]:
+def windows(spec: RunSpec, training: loop.Training) -> Iterator[Window]:
     """What is left to train on."""
-    done, count = len(training.history), spec.frames // spec.window
-    return itertools.islice(
-        ahead(spec.data.windows(spec.window, spec.seed, done), spec.setting, spec.data), count - done
-    )
+    done = len(training.history)
+    endless = ahead(spec.data.windows(spec.window, spec.seed, done), spec.setting, spec.data)
+    return itertools.islice(endless, spec.frames // spec.window - done)
 
 
-def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
+def outcome(spec: RunSpec, training: loop.Training) -> dict[str, Any]:
     """Status and summary for the record."""
     heldout = math.nan if training.diverged_at else heldout_loss(spec, training.model)
     if not math.isfinite(heldout) and training.diverged_at is None:
         training.diverged_at = training.step  # the last update ruined the weights, and no later loss shows it
-    diverged, count = training.diverged_at is not None, spec.frames // spec.window
-    last = [note.loss for note in training.history[-max(1, count // LAST_FIFTH) :]]
+    diverged, history = training.diverged_at is not None, training.history
+    last = [note.loss for note in history[-max(1, len(history) // LAST_FIFTH) :]]
+    alone = has_its_device_alone(spec.setting)  # else its speed is not that of one network
     return {
         "status": "diverged" if diverged else "finished",
         "gradients": " and ".join(sorted(training.ways - {"captured"})),
@@ -386,10 +419,11 @@ def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
             # JSON has no NaN.
             "final_loss": None if diverged else math.fsum(last) / len(last),
             "heldout_loss": None if diverged else heldout,
-            "seconds": training.history[-1].seconds,
-            "frames_per_second": len(training.history) * spec.window / training.history[-1].seconds,
+            "seconds": history[-1].seconds,
+            "frames_per_second": len(history) * spec.window / history[-1].seconds if alone else None,
             "weights": weights_digest(training.model.state_dict()),
         },
+        **({} if alone else {"shared": True}),
     }
 
 
@@ -397,8 +431,7 @@ def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
 def heldout_loss(spec: RunSpec, model: Trainable) -> float:
     """The mean squared error per held-out frame."""
     model.eval()
-    loader = Loader("window", spec.setting)
-    state, errors = None, []
+    loader, state, errors = Loader("window", spec.setting), None, []
     for window in ahead(spec.data.heldout(spec.window), spec.setting, spec.data):
         state = None if window.restart else state
         for batch in model.batches(loader.window(window.frames)):

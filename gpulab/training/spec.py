@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import json
 import math
 import shlex
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -25,15 +23,17 @@ from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.store.factors import FACTORS, OPTIONS, factors_of_run
+from gpulab.store.factors import FACTORS, options_of_run
 from gpulab.store.identities import Identity, identified
-from gpulab.training.functions import TrainingFunction, is_function
+from gpulab.training.functions import TrainingFunction, function_of
 from gpulab.training.protocol import Protocol, protocol
 
 # The version of all code that decides what a training gives: loop, optimiser, engines, models, data, arithmetic. Raise
 # it whenever the same request gives other losses: then no run of before stands for one of now. The test
 # `test_losses_are_those_of_this_code_version` fails until that is done.
 CODE_VERSION = 1
+# Arguments of `gpulab.train` that say how a run is done, and nothing of what it is.
+HOW = ("store", "resume", "checkpoint_seconds", "keep_weights", "watch", "progress", "registered")
 
 
 @dataclass(frozen=True)
@@ -65,30 +65,18 @@ class RunSpec:
     contents: dict[str, str]
     unknown: str
     factors: dict[str, Any]
-    asked: dict[str, Any] | None
-    model: Any = field(default=None, compare=False)
-    data: Any = field(default=None, compare=False)
-    function: Callable[..., Any] | None = field(default=None, compare=False)
+    asked: dict[str, Any]
+    model: Any = None
+    data: Any = None
+    function: TrainingFunction | None = None
 
     @classmethod
-    def of(
-        cls,
-        net: Trainable | TrainingFunction | Callable[..., Any] | str,
-        data: Data | str | None = None,
-        setting: Setting | str = "cpu",
-        seed: int = 0,
-        profile: str = "quick",
-        rerun: int = 0,
-        *,
-        data_options: dict[str, Any] | None = None,
-        model_options: dict[str, Any] | None = None,
-        **chosen: Any,
-    ) -> RunSpec:
+    def of(cls, net: Any, setting: Setting | str = "cpu", seed: int = 0, profile: str = "quick", **more: Any) -> Self:
         """Check what `gpulab.train` was asked for, load the data and make the model.
 
         Args:
-            net, data, setting, seed, profile, rerun, data_options, model_options: As of `gpulab.train`.
-            **chosen: Its `frames`, `window` and `learning_rate`, and factors; or options of a function.
+            net, setting, seed, profile: As of `gpulab.train`.
+            **more: Its other arguments. Those that only say how a run is done, such as `store`, are not looked at.
 
         Returns:
             The specification.
@@ -101,60 +89,52 @@ class RunSpec:
             >>> RunSpec.of("prednet", profile="smoke", seed=3, flip=0).command()
             'gpulab train prednet --profile smoke --setting cpu --seed 3 --option flip=0'
         """
-        parsed = Setting.parse(setting)
-        given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
-        if is_function(net):
-            function = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
-            of_data = {"data_options": data_options} if data_options else {}
-            options = function.checked({**given, **(model_options or {}), **of_data})
-            what = (*function.described(options), function.unknown)
-            asked = {"net": function.text, "option": options} if function.text else None
-            train = functools.partial(function.train, options)
-            return cls(function.name, parsed, seed, "own", rerun, *what, {}, asked, function=train)
-        named = isinstance(net, str) and not isinstance(data, Data)
-        name = net if isinstance(net, str) else type(net).__name__.lower()
+        given = {name: value for name, value in more.items() if value is not None and name not in HOW}
+        rerun, model_options = given.pop("rerun", 0), given.pop("model_options", {})
+        setting = Setting.parse(setting)
+        if function := function_of(net):
+            asked = {"net": function.text, "option": given | model_options}
+            what = (*function.described(asked["option"]), function.unknown)
+            return cls(function.name, setting, seed, "own", rerun, *what, {}, asked, function=function)
         if not isinstance(net, str) and (model_options or type(net) not in MODELS.values()):
-            given_as = type(net).__name__ + f" with model_options {model_options}" * bool(model_options)
-            networks = f"{', '.join(MODELS)}, a network of these kinds"
             raise UsageError(
-                f"net is a {given_as}: expected {networks}, or the function that trains yours, train(seed, setting)"
+                f"net is a {type(net).__name__}, model_options={model_options}: expected one of {', '.join(MODELS)}, a "
+                "network of these kinds without options, or the function that trains yours, train(seed, setting)"
             )
+        name = net if isinstance(net, str) else type(net).__name__.lower()
         usual = protocol(name, profile)
-        length = {key: given.get(key, getattr(usual, key)) for key in ("frames", "window", "learning_rate")}
-        _check_length(**length)
-        length["learning_rate"] = float(length["learning_rate"])  # 1 and 1.0 are one run
-        factors = factors_of_run(**{key: value for key, value in given.items() if key not in ("data", *length)})
-        model = _model(net, usual, model_options or {})
-        _check_factors(model, factors)
-        loaded = _data(data, model, usual, length["frames"], data_options or {})
+        data_options = given.pop("data_options", {})
+        asked, data = {"option": given | model_options, "data-option": data_options}, given.pop("data", None)
+        asked["net"] = net if isinstance(net, str) and not isinstance(data, Data) else None
+        length = {key: getattr(usual, key) for key in ("frames", "window", "learning_rate")}
+        factors = options_of_run(**length | given)
+        length = {key: factors.pop(key) for key in length}
+        if not 2 <= length["window"] <= length["frames"] or not 0 <= length["learning_rate"] < math.inf:
+            raise UsageError(f"{length}: expected a window from 2, as many frames at least, and a rate from 0")
+        model, described = _network(net, usual, model_options)
+        check_weight(model, factors["flip"])
+        if factors["loader"] != "window" and (batch_size := getattr(model, "batch_size", 1)) > 1:
+            raise UsageError(
+                f"loader {factors['loader']!r} hands over one frame after another, and {type(model).__name__} sees "
+                f"{batch_size} at a time: give it batch_size=1, or loader 'window'"
+            )
+        loaded = _data(data, model, usual, length["frames"], data_options)
         content = loaded.content if type(loaded).__module__.startswith("gpulab.") else None
-        flags = {"option": given | (model_options or {}), "data-option": data_options or {}}
+        trained = {"model": name, "model_options": described, "data": loaded.name, "data_options": loaded.options()}
         return cls(
             experiment=name,
-            setting=parsed,
+            setting=setting,
             seed=seed,
             profile=profile,
             rerun=rerun,
-            configuration={
-                "model": name,
-                "model_options": _described_model(net, model, usual, model_options or {}),
-                "data": loaded.name,
-                "data_options": loaded.options(),
-                **length,
-            },
+            configuration=trained | length,
             contents={"code": str(CODE_VERSION), "content": content or ""},
             unknown=f"data {loaded.name!r}" if content is None else "",
             factors=factors,
-            asked={"net": net, **flags} if named else None,
+            asked=asked,
             model=model,
             data=loaded,
         )
-
-    @classmethod
-    def of_job(cls, job: dict[str, Any]) -> RunSpec:
-        """The same of all arguments of a call of `gpulab.train`, without those that say how it is done."""
-        what = inspect.signature(cls.of).parameters.keys() | OPTIONS.keys()
-        return cls.of(**{name: value for name, value in job.items() if name in what})
 
     @property
     def frames(self) -> int:
@@ -194,7 +174,7 @@ class RunSpec:
 
     def command(self) -> str | None:
         """The command line that makes this run, where there is one."""
-        if self.asked is None:
+        if self.asked["net"] is None:
             return None
         parts = ["gpulab", "train", self.asked["net"], *(() if self.function else ("--profile", self.profile))]
         parts += ["--setting", str(self.setting), "--seed", str(self.seed)]
@@ -205,69 +185,46 @@ class RunSpec:
         return shlex.join(parts)
 
 
-def _check_length(frames: int, window: int, learning_rate: float) -> None:
-    if not isinstance(window, int) or window < 2:
-        raise UsageError(f"window={window!r}: expected a whole number from 2")
-    if not isinstance(frames, int) or frames < window:
-        raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {window}")
-    if type(learning_rate) not in (int, float) or not 0 <= learning_rate < math.inf:
-        raise UsageError(f"learning_rate={learning_rate!r}: expected a number, 0 or above")
+def _network(net: Any, usual: Protocol, options: dict[str, Any]) -> tuple[Trainable, dict[str, Any]]:
+    """A network of gpulab's: a copy of the one that is given, or a new one; and what makes it, for the record.
 
-
-def _check_factors(model: Trainable, factors: dict[str, Any]) -> None:
-    """Refuse factors that cannot act on this model."""
-    check_weight(model, factors["flip"])
-    batch_size = getattr(model, "batch_size", 1)
-    if factors["loader"] != "window" and batch_size > 1:
-        raise UsageError(
-            f"loader {factors['loader']!r} hands over one frame after another, and {type(model).__name__} sees "
-            f"{batch_size} at a time: give it batch_size=1, or loader 'window'"
-        )
-
-
-def _model(net: Any, usual: Protocol, options: dict[str, Any]) -> Trainable:
-    """A network of gpulab's: a copy of the one that is given, or a new one."""
+    That are its options; or of one that was handed in its layers, and the weights if it has any.
+    """
     if not isinstance(net, str):
-        return copy.deepcopy(net)
-    try:
-        with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
-            return MODELS[net](**{"size": usual.size, **usual.model, **options})
-    except TypeError as error:
-        raise UsageError(f"model {net!r} with {options}: {error}") from None
-
-
-def _described_model(net: Any, model: Trainable, usual: Protocol, options: dict[str, Any]) -> dict[str, Any]:
-    """What makes this model: its options; or of one that was handed in its layers, and the weights if it has any."""
-    if not isinstance(net, str):
+        model = copy.deepcopy(net)
         held = {name: value for name, value in vars(model).items() if name[0] != "_" and name != "training"}
         weights = None if model.fresh else weights_digest(model.state_dict())
-        return {"layers": repr(model), "held": json.loads(plain(held)), "weights": weights}
-    factors = {name: option for name, option in FACTORS.items() if option.of == "model" and hasattr(model, name)}
-    described = {"size": list(usual.size), **usual.model, **options}
-    described |= {name: getattr(model, name) for name in factors}
-    named = {name: v for name, v in described.items() if name not in factors or v != factors[name].usual}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in named.items()}
+        return model, {"layers": repr(model), "held": json.loads(plain(held)), "weights": weights}
+    described = {"size": usual.size, **usual.model, **options}
+    try:
+        with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
+            model = MODELS[net](**described)
+    except TypeError as error:
+        raise UsageError(f"model {net!r} with {options}: {error}") from None
+    factors = {name: getattr(model, name, option.usual) for name, option in FACTORS.items() if option.of == "model"}
+    return model, {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in (described | factors).items()
+        if name not in factors or value != FACTORS[name].usual
+    }
 
 
-def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: int, options: dict[str, Any]) -> Data:
+def _data(data: Data | str | None, model: Any, usual: Protocol, frames: int, options: dict[str, Any]) -> Data:
     """The data to train on, checked against what the model takes."""
-    if isinstance(data, Data):
-        if options:
-            raise UsageError(f"data_options {options} go with the name of a data set, not with one that is loaded")
-    else:
-        size = tuple(getattr(model, "size", usual.size))
+    if not isinstance(data, Data):
+        usual_options = usual.data_options if data in (None, usual.data) else {}
         try:
-            usual_options = usual.data_options if data in (None, usual.data) else {}
-            data = load(data or usual.data, **{"frames": frames, "size": size, **usual_options, **options})
+            data = load(data or usual.data, **{"frames": frames, "size": model.size, **usual_options, **options})
         except TypeError as error:
             raise UsageError(f"data_options {options}: {error}") from None
+    elif options:
+        raise UsageError(f"data_options {options} go with the name of a data set, not with one that is loaded")
     if data.sequential != model.sequential:
         kinds = {True: "a sequence of frames", False: "a set of images"}
         raise UsageError(
             f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}"
         )
-    channels: Any = getattr(model, "channels", (data.channels,))
-    wanted = (channels[0], *getattr(model, "size", data.size))
+    wanted = (getattr(model, "channels", (1,))[0], *model.size)
     if (data.channels, *data.size) != wanted:
         raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
     if data.sequential and len(data) < frames:

@@ -153,7 +153,6 @@ class TrainingExplorer(Explorer):
         try:
             for dropdown in self.settings:
                 spec = RunSpec.of(net, setting=dropdown.value, seed=seed, profile="smoke", frames=FRAMES[net])
-                spec.draw_weights()
                 training = set_up(spec)
                 running.append((spec, training, engine_of(spec, training), windows(spec, training)))
             for number in range(1, FRAMES[net] // running[0][0].window + 1):

@@ -15,7 +15,7 @@ from gpulab.training.spec import RunSpec
 
 
 def planned(net, **options):
-    return RunSpec.of_job({"net": net, **options}).identity(gl.passport())
+    return RunSpec.of(net, **options).identity(gl.passport())
 
 
 BUFFERED = ("copied", "reused", "imitated")

@@ -53,7 +53,7 @@ def test_a_worker_gives_the_bits_that_training_here_gives_and_its_threads_stay_t
     (there,) = frame[(frame.setting == "cpu:threads=1") & (frame.seed == 1) & (frame.rerun == 0)].itertuples()
     assert there.weights == run.record["summary"]["weights"]
     assert there.final_loss == run.final_loss
-    assert there.id == RunSpec.of_job(experiment("anywhere").jobs()[1]).identity(gl.passport()).id
+    assert there.id == RunSpec.of(**experiment("anywhere").jobs()[1]).identity(gl.passport()).id
     assert torch.get_num_threads() == threads
 
 

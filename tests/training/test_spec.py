@@ -22,7 +22,7 @@ from gpulab.training.spec import CODE_VERSION, RunSpec
 
 
 def planned(net, **options):
-    return RunSpec.of_job({"net": net, **options}).identity(gl.passport())
+    return RunSpec.of(net, **options).identity(gl.passport())
 
 
 def test_the_paper_profile_is_the_published_protocol():
@@ -79,8 +79,8 @@ def test_losses_are_those_of_this_code_version(name):
     [
         ({"flip": True}, "flip True: expected int, not bool"),
         ({"flip": 1.0}, "flip 1.0: expected int, not float"),
-        ({"learning_rate": "fast"}, "learning_rate='fast': expected a number"),
-        ({"learning_rate": True}, "learning_rate=True: expected a number"),
+        ({"learning_rate": "fast"}, "learning_rate 'fast': expected float, not str"),
+        ({"learning_rate": True}, "learning_rate True: expected float, not bool"),
     ],
 )
 def test_values_of_another_type_are_refused(chosen, words):

@@ -3,7 +3,10 @@
 import contextlib
 import json
 import os
+import signal
+import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -39,9 +42,22 @@ def do_each(jobs, count=4):
             ended[number] = str(error)
 
     with workers.Workers(count) as engine:
-        for _ in engine.each(do, dict(enumerate(jobs)), 1.0):
-            pass
+        engine.each(do, dict(enumerate(jobs)))
     return [ended[number] for number in range(len(jobs))]
+
+
+@contextlib.contextmanager
+def ctrl_c(when):
+    def press():
+        while not when():
+            time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    threading.Timer(0.1, press).start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -75,10 +91,9 @@ def test_networks_on_streams_of_one_gpu_have_the_bits_that_they_have_alone(train
 
 
 def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(trained_together, tmp_path):
-    with contextlib.suppress(KeyboardInterrupt), workers.Workers(len(NETS)) as engine:
-        waiting = dict(enumerate(jobs(tmp_path)))
-        for _ in engine.each(lambda number: engine.do(waiting[number]), waiting, 0.1):
-            raise KeyboardInterrupt
+    waiting = dict(enumerate(jobs(tmp_path)))
+    with ctrl_c(lambda: True), workers.Workers(len(NETS)) as engine:
+        engine.each(lambda number: engine.do(waiting[number]), waiting)
     assert len(gl.runs(tmp_path)) < len(NETS)
     together = trained_together(tmp_path)
     assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
@@ -95,7 +110,7 @@ def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
     with workers.Workers(2) as engine:
         settings = ["cpu:threads=1", "cpu:threads=1", "cpu:threads=2"]
         waiting = {number: JOB | {"net": "prednet", "setting": setting} for number, setting in enumerate(settings)}
-        list(engine.each(do, waiting, 1.0))
+        engine.each(do, waiting)
     assert sorted(seen) == [(0, 1), (1, 1), (2, 2)]
 
 
@@ -110,8 +125,9 @@ def test_run_that_cannot_be_begun_does_not_stop_the_next(share, monkeypatch, tmp
     assert three.startswith("prednet-smoke-cpu")
 
 
-def goes_on(seed):
+def goes_on(seed, begun=""):
     """Does not hear that it should end."""
+    Path(begun).write_text(str(os.getpid()))
     while True:
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(600)
@@ -120,21 +136,20 @@ def goes_on(seed):
 def test_interruption_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path):
     waited_for, usual = [], workers.Workers.stop
     monkeypatch.setattr(workers.Workers, "stop", lambda self, tasks: waited_for.extend(tasks) or usual(self, tasks))
-    job = {"net": lambda seed: time.sleep(600), "setting": "cpu:threads=1", "seed": 0}
-    with contextlib.suppress(KeyboardInterrupt), workers.Workers(1) as engine:
-        for _ in engine.each(lambda _: engine.do(job), {0: job, 1: job}, 8.0):
-            raise KeyboardInterrupt
+    begun = tmp_path / "begun"
+    job = {"net": lambda seed: begun.touch() or time.sleep(600), "setting": "cpu:threads=1", "seed": 0}
+    with ctrl_c(begun.exists), workers.Workers(1) as engine:
+        engine.each(lambda _: engine.do(job), {0: job, 1: job})
     assert [task.cancelled() for task in waited_for] == [False]
 
 
-def test_process_that_does_not_hear_is_killed(monkeypatch):
+def test_process_that_does_not_hear_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "DEAF", 1.0)
-    job = {"net": goes_on, "setting": "cpu:threads=1", "seed": 0}
-    with contextlib.suppress(KeyboardInterrupt), workers.Workers(1) as engine:
-        for _ in engine.each(lambda _: engine.do(job), {0: job}, 8.0):
-            ((process,),) = (pool._processes for pool in engine.pools.values())
-            raise KeyboardInterrupt
-    assert not psutil.pid_exists(process)
+    begun = tmp_path / "begun"
+    job = {"net": goes_on, "setting": "cpu:threads=1", "seed": 0, "begun": str(begun)}
+    with ctrl_c(lambda: begun.exists() and begun.read_text()), workers.Workers(1) as engine:
+        engine.each(lambda _: engine.do(job), {0: job})
+    assert not psutil.pid_exists(int(begun.read_text()))
 
 
 def test_processes_of_one_setting_are_used_again(tmp_path):
