@@ -73,8 +73,8 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
 
         return step
     moments = itertools.chain(*training.optimizer.state.values())
-    graph = Graph(lambda f, s: engine.update([f], s), frames, state, [*training.model.parameters(), *moments])
-    return lambda: (graph(frames, graph.after), engine)  # whose buffers the graph reads and writes
+    graph = Graph(lambda f, s: engine.update([f], s), (frames, state), [*training.model.parameters(), *moments])
+    return lambda: (graph(frames, graph.outputs[1]), engine)  # whose buffers the graph reads and writes
 
 
 def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:

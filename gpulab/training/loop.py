@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -144,3 +144,23 @@ class Plain:
         loss, per_frame, state = model.training_loss(batch, state)
         loss.backward()
         return per_frame, state
+
+
+class Evaluation(Plain):
+    """Computes the losses of a window's frames, and updates nothing.
+
+    Its gradients are never asked for, so that an engine that computes those otherwise changes nothing here.
+    """
+
+    def __init__(self, training: Training, loader: Loader) -> None:
+        super().__init__(replace(training, ways=set()), loader)  # a run's record says how it was trained
+
+    @torch.no_grad()
+    def update(self, batches: Iterable[Tensor | Feed], state: Any) -> tuple[Tensor, Any]:
+        """The loss of each frame of all batches, and the state after the last."""
+        model: Any = self.model
+        losses = []
+        for batch in batches:
+            _, per_frame, state = model.training_loss(batch, state)
+            losses.append(per_frame)
+        return torch.cat(losses), state

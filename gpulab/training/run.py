@@ -33,7 +33,7 @@ from gpulab.store import runs as stores
 from gpulab.training import loop
 from gpulab.training.checkpoints import Checkpoints
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.loop import Plain, Training, WindowNote
+from gpulab.training.loop import Evaluation, Plain, Training, WindowNote
 from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.spec import RunSpec
 
@@ -358,7 +358,10 @@ def set_up(spec: RunSpec) -> Training:
 
 def engine_of(spec: RunSpec, training: Training, alone: bool = True) -> loop.Engine:
     """The fastest engine that there is for a training, unless it is asked for autograd's own gradients."""
-    plain = Plain(training, Loader(spec.factors["loader"], spec.setting))
+    return _fastest(spec, Plain(training, Loader(spec.factors["loader"], spec.setting)), alone)
+
+
+def _fastest(spec: RunSpec, plain: Plain, alone: bool = True) -> loop.Engine:
     return fastest(plain, alone) if fastest is not None and spec.factors["fast"] else plain
 
 
@@ -372,7 +375,7 @@ def windows(spec: RunSpec, training: Training) -> Iterator[Window]:
 
 def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
     """Status and summary for the record."""
-    heldout = math.nan if training.diverged_at else heldout_loss(spec, training.model)
+    heldout = math.nan if training.diverged_at else heldout_loss(spec, training)
     if not math.isfinite(heldout) and training.diverged_at is None:
         training.diverged_at = training.step  # the last update ruined the weights, and no later loss shows it
     diverged, count = training.diverged_at is not None, spec.frames // spec.window
@@ -393,16 +396,14 @@ def outcome(spec: RunSpec, training: Training) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def heldout_loss(spec: RunSpec, model: Trainable) -> float:
+def heldout_loss(spec: RunSpec, training: Training) -> float:
     """The mean squared error per held-out frame."""
-    model.eval()
-    loader = Loader("window", spec.setting)
+    training.model.eval()
+    engine = _fastest(spec, Evaluation(training, Loader("window", spec.setting)))
     state, errors = None, []
     for window in ahead(spec.data.heldout(spec.window), spec.setting, spec.data):
         state = None if window.restart else state
-        for batch in model.batches(loader.window(window.frames)):
-            _, per_frame, state = model.training_loss(batch, state)
-            errors.append(per_frame)
+        per_frame, state = engine.train_window(window.frames, state)
+        errors.append(per_frame.clone())  # a graph writes those of the next window into the same memory
     values = torch.cat(errors).tolist()  # one look at the device, since every look waits for it
     return math.fsum(values) / len(values)
