@@ -297,6 +297,7 @@ RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     aten.neg.default: lambda b, x: b.combine((-1, b.tangent(x))),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiplied),
     aten.mse_loss_backward.default: squared_error_backward,
+    aten.copy.default: lambda b, _, y, *__: b.combine((None, b.tangent(y))),
     aten.max_pool2d_with_indices.default: max_pooled,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     **dict.fromkeys((aten.mm.default, aten.bmm.default), matrix_product),
