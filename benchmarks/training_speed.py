@@ -4,12 +4,15 @@ python benchmarks/training_speed.py race prednet cpu:threads=2 --leido pytorch-p
 python benchmarks/training_speed.py race autoencoder cuda:tf32=off --record data/measured/autoencoder-my-gpu.json
 python benchmarks/training_speed.py race prednet --write benchmarks/prednet.md    # from all that is recorded
 python benchmarks/training_speed.py networks cuda:tf32=on --size quick
+python benchmarks/training_speed.py end-to-end cuda:tf32=on --record data/measured/end_to_end-my-gpu.json
+python benchmarks/training_speed.py end-to-end --write benchmarks/prednet.md    # from all that is recorded
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import statistics
 import sys
 import tempfile
 import time
@@ -24,7 +27,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
-from gpulab.data.feed import Loader
+from gpulab.data.feed import Loader, ahead
 from gpulab.engines import fastest
 from gpulab.engines.graphs import Captured, Graph
 from gpulab.settings import Setting
@@ -72,8 +75,8 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
 
         return step
     moments = itertools.chain(*training.optimizer.state.values())
-    graph = Graph(lambda f, s: engine.update([f], s), frames, state, [*training.model.parameters(), *moments])
-    return lambda: (graph(frames, graph.after), engine)  # whose buffers the graph reads and writes
+    graph = Graph(lambda f, s: engine.update([f], s), (frames, state), [*training.model.parameters(), *moments])
+    return lambda: (graph(frames, graph.outputs[1]), engine)  # whose buffers the graph reads and writes
 
 
 def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
@@ -252,6 +255,75 @@ def race_ways(
         print(speeds(net, [keep(record, setting.kind, peak=peaks, rows=rows)]))
     if write:
         show(f"Training: {net}", write, measured=speeds(net, recorded.read_measured(net)))
+
+
+# --- end to end ------------------------------------------------------------------------------------------
+# What a reader has of `gl.train`, which sees one film at a time: frames are rendered or decoded, and brought to the
+# device; losses are noted, checkpoints and the record kept.
+
+WARM_WINDOWS = 5  # of a training, in which kernels are chosen and a graph is captured
+SCENES = itertools.count()
+
+
+def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[str, Any]:
+    """A training on so many frames, its step alone, and its data alone; seconds are those of a window."""
+    _, window, height, width, channels = SIZES[size]
+    step = prednet_step((1, window, height, width, channels), setting, True)
+    for _ in range(WARM_WINDOWS):
+        step()
+    alone = statistics.median(seconds(step, setting, STEPS) for _ in range(15))
+    options = {"channels": list(channels), "size": (height, width)}
+    # Frames that are rendered are kept for a while: another walk each time.
+    walks = [{"seed": next(SCENES)} if data == "walk" else {} for _ in range(2)]
+    with tempfile.TemporaryDirectory() as store:
+        common = {"profile": "quick", "frames": count, "window": window, "model_options": options}
+        run = gl.train("prednet", data, setting, store=store, progress=False, data_options=walks[0], **common)
+    each = float(run.history.seconds.diff()[WARM_WINDOWS:].median())
+    film, number = gl.load(data, frames=count, size=(height, width), **walks[1]), count // window
+    began = time.perf_counter()  # before the first: several windows of a walk are rendered with it
+    for _ in itertools.islice(ahead(film.windows(window), setting, film), number):
+        pass
+    of_data = (time.perf_counter() - began) / number
+    found = {"window": window, "seconds": each, "step_seconds": alone, "data_seconds": of_data}
+    kind = data.partition(":")[0]
+    whole = run.record["summary"]["frames_per_second"]
+    return {"size": size, "setting": str(setting), "data": kind, **found, "whole_per_second": whole}
+
+
+def end_to_end_table(found: list[dict[str, Any]]) -> str:
+    """The table of records."""
+    rows = []
+    for machine_name, row in ((record["machine"], row) for record in found for row in record["rows"]):
+        each, alone, of_data = (row["window"] / row[f"{of}seconds"] for of in ("", "step_", "data_"))
+        _, _, height, width, _ = SIZES[row["size"]]
+        words = [f"{row['size']}: {row['window']} frames, {width}×{height}", row["data"]]
+        speeds = [f"{speed:,.0f}" for speed in (each, alone, of_data, row["whole_per_second"])]
+        limit = f"{each / alone:.0%}" + (", the data are the limit" if of_data < alone else "")
+        rows.append([machine_name, row["setting"], *words, *speeds[:2], limit, *speeds[2:]])
+    heads = (
+        "machine|setting|size|data|end to end, frames/s|captured step alone|of its speed|data alone|with the capture"
+    )
+    return table(heads, rows)
+
+
+@app.command("end-to-end")
+def measure_end_to_end(
+    settings: Settings = (),
+    size: Sizes = ("quick", "paper", "kitti"),
+    data: Annotated[list[str], typer.Option(help="walk, video:FILE or frames:DIR; several times")] = ("walk",),
+    frames: Annotated[int, typer.Option(help="to train on")] = 2000,
+    record: Record = None,
+    write: Write = None,
+) -> None:
+    """What `gl.train("prednet")` takes for a window, data and record included, beside the captured step alone."""
+    rows = []
+    for text, one, film in itertools.product(settings, size, data):
+        with gl.setting(text) as setting:
+            rows.append(end_to_end_row(one, setting, film, frames))
+        print(rows[-1], flush=True)
+        keep(record, setting.kind, rows=rows)  # so far, if it is cut off
+    if write:
+        show("Training: prednet", write, end_to_end=end_to_end_table(recorded.read_measured("end_to_end")))
 
 
 # --- several networks on one GPU -------------------------------------------------------------------------

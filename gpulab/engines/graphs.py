@@ -1,10 +1,10 @@
-"""An engine: a window's updates as one CUDA graph. What Python launches kernel by kernel is launched at once."""
+"""What Python launches kernel by kernel, launched at once: a window's updates, or a linear map, as one CUDA graph."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Capturing waits for the whole device and changes what all graphs share, so threads do it one at a time.
 CAPTURING = threading.Lock()
-Updates = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 class Captured:
-    """Computes windows as another engine does, whose updates it captures for each new shape of windows.
+    """An engine that computes windows as another one does, whose updates it captures for each new shape of windows.
 
     Of that engine it uses `update` and the window on the device: one that overrides `batches` to change frames, or
     parameters' buffers, cannot be captured.
@@ -37,52 +36,52 @@ class Captured:
         model, optimizer = self.engine.model, self.engine.optimizer
         if self.graph is None or self.graph[0] != window.shape:
             changed = [*model.parameters(), *itertools.chain(*optimizer.state.values())]
-            graph = Graph(lambda w, s: self.engine.update(model.batches(w), s), window, state, changed)
+            graph = Graph(lambda w, s: self.engine.update(model.batches(w), s), (window, state), changed)
             self.graph = window.shape, graph
         return self.graph[1](window, state)
 
 
 class Graph:
-    """`updates(frames, state)`, captured for frames and a state of one shape: it does the same, to the same bits.
+    """`function(*inputs)`, captured for inputs of one shape: it does the same, to the same bits.
 
     Args:
-        updates: Trains on a window; returns the losses and the state after it. It may not wait for the device. What
-            it reads and writes has to stay as long as this: a graph knows addresses, and holds on to nothing.
-        frames: A window, on a CUDA device.
-        state: The state before it: None, or tensors in lists and tuples.
-        changed: Every tensor that `updates` changes: capturing calls it once to warm up, and puts these back.
+        function: It may not wait for the device. What it reads and writes has to stay as long as this: a graph knows
+            addresses, and holds on to nothing.
+        inputs: Tensors on a CUDA device, also in lists and tuples; and None.
+        changed: Every tensor that `function` changes: capturing calls it once to warm up, and puts these back.
+        pool: Of the memory that it works in, which graphs can share that are replayed one after the other.
 
     References:
         Gray 2019, *Getting started with CUDA graphs*; Nguyen et al. 2021, *Accelerating PyTorch with CUDA graphs*.
     """
 
-    def __init__(self, updates: Updates, frames: Tensor, state: Any, changed: Iterable[Tensor]) -> None:
-        self.frames, self.before = frames.clone(), tree_map_only(Tensor, torch.clone, state)
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Any], changed: Iterable[Tensor] = (), pool: Any = None
+    ) -> None:
+        self.inputs = tree_map_only(Tensor, torch.clone, tuple(inputs))
         kept = [(tensor, tensor.detach().clone()) for tensor in changed]
         current = torch.cuda.current_stream()
         # A thread's own stream, which no other thread launches on; or one beside the default, which is never captured.
         aside = current if current != torch.cuda.default_stream() else torch.cuda.Stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
-            updates(self.frames, self.before)
+            function(*self.inputs)
         current.wait_stream(aside)
         with torch.no_grad():
-            for tensor, value in kept:
-                tensor.copy_(value)
-        del kept, tensor, value  # memory that capturing needs
+            while kept:  # whose memory capturing needs
+                Tensor.copy_(*kept.pop())
         self.graph = torch.cuda.CUDAGraph()
         with CAPTURING:
             # cuBLAS has a workspace a stream: another graph captured on this one would use it, too.
             torch._C._cuda_clearCublasWorkspaces()
-            with torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local"):
-                self.losses, self.after = updates(self.frames, self.before)
+            with torch.cuda.graph(self.graph, pool=pool, stream=aside, capture_error_mode="relaxed"):
+                self.outputs = function(*self.inputs)
             torch._C._cuda_clearCublasWorkspaces()
 
-    def __call__(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The losses and the state after a window, valid until the next call."""
-        self.frames.copy_(frames)
-        for mine, given in zip(tree_leaves(self.before), tree_leaves(state), strict=True):
+    def __call__(self, *inputs: Any) -> Any:
+        """What the function returns for inputs of the same shapes, valid until the next call."""
+        for mine, given in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given)
         self.graph.replay()
-        return self.losses, self.after
+        return self.outputs

@@ -14,8 +14,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from gpulab import files
 from gpulab.content import weights_digest
 from gpulab.data.base import Data, Window
-from gpulab.data.feed import Loader, ahead, has_its_device_alone
+from gpulab.data.feed import Feed, Loader, ahead, has_its_device_alone
 from gpulab.errors import DataError, UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
@@ -387,7 +387,10 @@ def set_up(spec: RunSpec) -> loop.Training:
 
 def engine_of(spec: RunSpec, training: loop.Training) -> loop.Engine:
     """The fastest engine that there is for a training, unless it is asked for autograd's own gradients."""
-    plain = loop.Plain(training, Loader(spec.factors["loader"], spec.setting))
+    return _fastest(spec, loop.Plain(training, Loader(spec.factors["loader"], spec.setting)))
+
+
+def _fastest(spec: RunSpec, plain: loop.Plain) -> loop.Engine:
     if not spec.factors["fast"] or find_spec("gpulab.engines") is None:  # without that folder all is only slower
         return plain
     from gpulab.engines import fastest
@@ -404,7 +407,7 @@ def windows(spec: RunSpec, training: loop.Training) -> Iterator[Window]:
 
 def outcome(spec: RunSpec, training: loop.Training) -> dict[str, Any]:
     """Status and summary for the record."""
-    heldout = math.nan if training.diverged_at else heldout_loss(spec, training.model)
+    heldout = math.nan if training.diverged_at else heldout_loss(spec, training)
     if not math.isfinite(heldout) and training.diverged_at is None:
         training.diverged_at = training.step  # the last update ruined the weights, and no later loss shows it
     diverged, history = training.diverged_at is not None, training.history
@@ -427,15 +430,34 @@ def outcome(spec: RunSpec, training: loop.Training) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def heldout_loss(spec: RunSpec, model: Trainable) -> float:
+class Evaluation(loop.Plain):
+    """Computes the losses of a window's frames, and updates nothing.
+
+    Its gradients are never asked for, so that an engine that computes those otherwise changes nothing here.
+    """
+
+    def __init__(self, training: loop.Training, loader: Loader) -> None:
+        super().__init__(replace(training, ways=set()), loader)  # a run's record says how it was trained
+
+    @torch.no_grad()
+    def update(self, batches: Iterable[Tensor | Feed], state: Any) -> tuple[Tensor, Any]:
+        """The loss of each frame of all batches, and the state after the last."""
+        model: Any = self.model
+        losses = []
+        for batch in batches:
+            _, per_frame, state = model.training_loss(batch, state)
+            losses.append(per_frame)
+        return torch.cat(losses), state
+
+
+def heldout_loss(spec: RunSpec, training: loop.Training) -> float:
     """The mean squared error per held-out frame."""
-    model.eval()
-    loader, state, errors = Loader("window", spec.setting), None, []
+    training.model.eval()
+    engine = _fastest(spec, Evaluation(training, Loader("window", spec.setting)))
+    state, errors = None, []
     for window in ahead(spec.data.heldout(spec.window), spec.setting, spec.data):
         state = None if window.restart else state
-        for batch in model.batches(loader.window(window.frames)):
-            _, per_frame, state = model.training_loss(batch, state)
-            errors.append(per_frame)
+        per_frame, state = engine.train_window(window.frames, state)
+        errors.append(per_frame.clone())  # a graph writes those of the next window into the same memory
     values = torch.cat(errors).tolist()  # one look at the device, since every look waits for it
     return math.fsum(values) / len(values)

@@ -270,6 +270,20 @@ def kernels() -> Picture:
     return style.stacked_shares(table, table.sum(axis=1), tints, label, headline, alt)
 
 
+def end_to_end() -> pd.DataFrame:
+    """What `gl.train("prednet")` does in a second, frames and record included, beside its captured step alone.
+
+    Recorded by `benchmarks/training_speed.py end-to-end`; `data alone` is how many frames come when nobody trains.
+    """
+    rows = recorded_table("end_to_end")
+    speeds = {"end to end": "seconds", "captured step alone": "step_seconds", "data alone": "data_seconds"}
+    table = rows[["size", "data"]].assign(where=_origin_words(rows))
+    for name, column in speeds.items():
+        table[name] = rows.window / rows[column]
+    table["of the step"] = (table["end to end"] / table["captured step alone"]).map("{:.0%}".format)
+    return table.round(0)
+
+
 def small_work(frame: pd.DataFrame) -> Picture:
     """The time of an update of three layers against their width, and where a CPU and another device take the same."""
     figure, (axes,) = style.canvas(1, height=3.6)

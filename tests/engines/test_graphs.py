@@ -4,6 +4,11 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab.data.feed import Loader
+from gpulab.engines import fastest
+from gpulab.training.loop import Evaluation
+from gpulab.training.run import heldout_loss, set_up
+from gpulab.training.spec import RunSpec
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -38,3 +43,31 @@ def test_what_has_to_be_seen_is_not_captured():
         assert not trained("prednet", frames=60).record["captured"]
     assert not trained("prednet", frames=60, loader="reused").record["captured"]
     assert not trained("autoencoder", frames=60, loader="imitated").record["captured"]
+
+
+ON_GPU = ["cuda:tf32=off", "cuda:tf32=on", "cuda:precision=float64"]
+
+
+@pytest.mark.parametrize("setting", ["cpu", *(pytest.param(setting, marks=needs_cuda) for setting in ON_GPU)])
+@pytest.mark.parametrize("model", ["autoencoder", "whitener", "prednet"])
+def test_heldout_windows_by_the_fastest_engine_have_the_same_bits(model, setting):
+    options = {"frames": 700} if model == "prednet" else {}  # of which a tenth is held out
+    spec = RunSpec.of(model, setting=setting, profile="smoke", **options)
+    with spec.in_force():
+        spec.draw_weights()
+        training, states = set_up(spec), [None, None]
+        weights = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+        plain = Evaluation(training, Loader("window", spec.setting))
+        engine = fastest(plain)
+        losses = []
+        for window in spec.data.heldout(spec.window):
+            (found, states[0]), (expected, states[1]) = (
+                one.train_window(window.frames, state) for one, state in zip((engine, plain), states, strict=True)
+            )
+            assert torch.equal(found, expected)
+            losses += expected.tolist()
+        assert (len(losses) > spec.window, "captured" in plain.training.ways) == (True, setting != "cpu")
+        assert heldout_loss(spec, training) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+        for name, tensor in training.model.state_dict().items():
+            assert torch.equal(tensor, weights[name]), name
+    assert training.ways == set()

@@ -143,7 +143,10 @@ def capture_gradient(
     capture = Capture(points, linearize)
     with torch.enable_grad(), capture:
         loss = objective()
-        _check_graph(loss)
+        for node in graph_nodes(loss):
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                # It may hand over numbers in ways that no operation shows.
+                raise UnsupportedError(f"{type(node).__name__} is written in Python")
         capture.forward = False
         try:
             gradients = torch.autograd.grad(loss, points, create_graph=create_graph, materialize_grads=True)
@@ -152,13 +155,6 @@ def capture_gradient(
         except RuntimeError as error:
             raise UnsupportedError(str(error)) from error
     return loss.detach(), [g.detach() for g in gradients], [capture.tangent(g) for g in gradients]
-
-
-def _check_graph(loss: Tensor) -> None:
-    """Autograd functions written in Python may hand over numbers in ways that no operation shows."""
-    for node in graph_nodes(loss):
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            raise UnsupportedError(f"{type(node).__name__} is written in Python")
 
 
 def _address(tensor: Tensor) -> int:

@@ -104,7 +104,7 @@ class ByTorch:
         self.variables = [operation.tangent(self.flat[index]) for index in self.indices]
         self.float_results = [_floats(result) for result in results]
         types = {self.flat[index].dtype for index in self.indices}
-        pointwise = torch.Tag.pointwise in self.function.tags or self.function in POINTWISE
+        pointwise = torch.Tag.pointwise in self.function.tags
         self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
 
     def tried(self) -> Callable[..., Any]:
@@ -178,8 +178,6 @@ def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
 def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Constants among them have the tangent zero."""
     function, dim = b.function, dim % b.results.ndim + 1
-    if function is aten.cat.default:  # which lets numbers of any shape join that are none
-        tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
     members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
@@ -284,16 +282,8 @@ def convolution_backward(b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Any
 
 COPIES = aten.detach.default, aten.clone.default
 VIEWS = aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim
-ALONG = (
-    *(aten.slice.Tensor, aten.select.int, aten.transpose.int),
-    *(aten.unbind.int, aten.split.Tensor, aten.unsafe_split.Tensor),
-)
+ALONG = aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.split.Tensor
 REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
-# Element by element, besides those of which torch says so.
-POINTWISE = (
-    *(aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default),
-    aten.index_fill.int_Tensor,
-)
 RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
     **dict.fromkeys(VIEWS, reshaped),
@@ -307,9 +297,7 @@ RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     aten.neg.default: lambda b, x: b.combine((-1, b.tangent(x))),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiplied),
     aten.mse_loss_backward.default: squared_error_backward,
-    aten.copy.default: lambda b, _, y, *__: (
-        b.combine((None, b.tangent(y))) if y.dtype == b.results.dtype else NotImplemented
-    ),
+    aten.copy.default: lambda b, _, y, *__: b.combine((None, b.tangent(y))),
     aten.max_pool2d_with_indices.default: max_pooled,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     **dict.fromkeys((aten.mm.default, aten.bmm.default), matrix_product),

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpulab.engines.graphs import Graph
 from gpulab.engines.hessian_forward.combinations import Combination
 from gpulab.engines.hessian_forward.convolutions import BiasGradient, Constants, Convolution, number_constants
 
 TOGETHER = 8  # more at a time would be little faster, and keep more tangents waiting
-WARM_UPS = 2
 LIVE = 5  # of the tangents of a map, about one in five is there at a time
 Results = Sequence[int | None]
 
@@ -52,8 +52,8 @@ class LinearMap:
 
     def __init__(self, steps: Sequence[Step], results: Results, size: int) -> None:
         self.steps, self.results, self.bytes = optimized(steps, results), results, size // LIVE
-        self.graphs: dict[int, tuple[Any, list[Tensor], list[Tensor]]] = {}
-        self.pool: Any = None
+        self.graphs: dict[int, Graph] = {}
+        self.pool: Any = None  # of the memory that they share
 
     def __call__(self, *tangents: Tensor) -> list[Tensor]:
         """The map of tensors of shape (k, …); on a GPU, the next call overwrites what it returns."""
@@ -61,12 +61,9 @@ class LinearMap:
             return self._replay(*tangents)
         k = len(tangents[0])
         if k not in self.graphs:
-            self.graphs[k] = self._graph(tangents)
-        graph, inputs, outputs = self.graphs[k]
-        for graph_input, tangent in zip(inputs, tangents, strict=True):
-            graph_input.copy_(tangent)
-        graph.replay()
-        return outputs
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            self.graphs[k] = Graph(self._replay, tangents, pool=self.pool)
+        return self.graphs[k](*tangents)
 
     def _replay(self, *tangents: Tensor) -> list[Tensor]:
         values: dict[int, Tensor] = dict(enumerate(tangents))
@@ -79,21 +76,6 @@ class LinearMap:
             torch.zeros_like(tangent) if number is None else values[number]
             for tangent, number in zip(tangents, self.results, strict=True)
         ]
-
-    def _graph(self, tangents: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
-        """A CUDA graph for as many tangents, with its own inputs and outputs."""
-        inputs = [torch.zeros_like(tangent, memory_format=torch.contiguous_format) for tangent in tangents]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._replay(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="relaxed"):
-            outputs = self._replay(*inputs)
-        return graph, inputs, outputs
 
 
 def optimized(steps: Sequence[Step], results: Results) -> list[Step]:
