@@ -17,7 +17,7 @@ FLOORS = [
     ["engines"],
     ["training"],
     ["saddles"],
-    ["plots"],
+    ["plots", "printing"],
     ["cli", "pytest_plugin"],
     ["__main__"],
 ]
