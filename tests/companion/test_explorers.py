@@ -191,9 +191,9 @@ class Malicious:
 
 
 def test_a_hostile_upload_is_answered_in_a_sentence(audit, tmp_path):
-    notes, rows, sketches = trace_files.read("resnet18", resnet())
-    sketches[rows[0]["outputs"][0]] = np.zeros(10_000_000)
-    trace_files.write(tmp_path / "bomb.trace", notes, rows, sketches)  # which unpacks into too much
+    notes, operations, sketches = trace_files.read("resnet18", resnet())
+    sketches[operations[0][0].outputs[0]] = np.zeros(10_000_000)
+    trace_files.write(tmp_path / "bomb.trace", notes, operations, sketches)  # which unpacks into too much
     bomb, flipped = (tmp_path / "bomb.trace").read_bytes(), bytearray(resnet())
     flipped[9000] ^= 1
     assert len(bomb) < MOST_UPLOADED

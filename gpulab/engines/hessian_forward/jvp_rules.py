@@ -282,7 +282,7 @@ def convolution_backward(b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Any
 
 COPIES = aten.detach.default, aten.clone.default
 VIEWS = aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim
-ALONG = aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.split.Tensor
+ALONG = aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.split.Tensor, aten.unbind.int
 REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
 RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
