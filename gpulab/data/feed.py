@@ -70,7 +70,7 @@ class Loader:
         if self.scaled is None:
             return torch.from_numpy(frames.astype(np.float32)).div_(255).to(self.device, self.dtype)
         # As bytes there is less to move. A division there need not round as here, so the quotients are looked up.
-        return self.scaled[torch.from_numpy(frames).to(self.device, non_blocking=True).int()]
+        return self.scaled[torch.from_numpy(frames).to(self.device).int()]
 
     def feed(self, frames: np.ndarray) -> Feed:
         """The frames one by one, through one buffer."""
@@ -111,12 +111,7 @@ def ahead(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[W
         yield from windows
         return
     data.threads = min(4, os.cpu_count() or 1)
-    yield from made_meanwhile(map(_pinned, windows) if setting.kind == "cuda" else windows)
-
-
-def _pinned(window: Window) -> Window:
-    """The window with its frames in memory that a GPU reads by itself, so that nothing waits for the copy."""
-    return window._replace(frames=torch.from_numpy(window.frames).pin_memory().numpy())
+    yield from made_meanwhile(windows)
 
 
 def made_meanwhile(made: Iterator[Window]) -> Iterator[Window]:
