@@ -18,8 +18,7 @@ import argparse
 import inspect
 import itertools
 import os
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import stock_chainer
-import torch
 from measuring import run
 from threadpoolctl import threadpool_limits
 
@@ -36,14 +34,12 @@ from gpulab.data.datasets import Rendered, load
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
-from gpulab.store import runs as stores
 from gpulab.store.factors import whole_numbers
 from gpulab.training.experiment import Experiment
 from gpulab.training.protocol import protocol
 
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
-CHECKPOINT_SECONDS = 60.0
 Arrays = dict[str, npt.NDArray[Any]]
 FOLDER = "GPULAB_CHAINER_PREDNET"  # the environment variable that names the authors' folder
 
@@ -89,8 +85,6 @@ class Published:
         if self.on_gpu:
             self.chainer.backends.cuda.get_device_from_id(0).use()
             self.model.to_gpu()
-        self.layers = range(1, len(channels))
-        self.kept: Arrays = {}
 
     def restart(self, first: npt.NDArray[np.float32]) -> None:
         """Begin a pass over the frames with its first one."""
@@ -148,54 +142,6 @@ class Published:
         to_cpu = self.chainer.backends.cuda.to_cpu
         return {name: to_cpu(p.grad).copy() for name, p in sorted(self.model.namedparams()) if p.grad is not None}
 
-    # What `unchain_backward` leaves: P_l (l ≥ 1) of a window's last frame stays chained to its convolution, whose
-    # gradient the next window adds to. A checkpoint holds the weights that it was made with, to chain it again.
-
-    def keep_chained(self) -> None:
-        """Keep the weights of these convolutions, before the update, for `state`."""
-        self.kept = {f"chained/{name}": self._numpy(p.data).copy() for name, p in self._chained()}
-
-    def state(self) -> Arrays:
-        """Everything that the next window depends on; `keep_chained` was called before the last update."""
-        saver = self.chainer.serializers.DictionarySerializer()
-        saver["model"].save(self.model)
-        saver["optimizer"].save(self.optimizer)
-        state = {name: np.asarray(self._numpy(value)) for name, value in saver.target.items()}
-        for name, holder, attribute in self._recurrent():
-            state[f"recurrent/{name}"] = self._numpy(getattr(holder, attribute).data)
-        return {**state, **self.kept, "seen": self.seen}
-
-    def restore(self, state: Arrays) -> None:
-        """Go on from a `state`."""
-        loader = self.chainer.serializers.NpzDeserializer(state)
-        loader["model"].load(self.model)
-        loader["optimizer"].load(self.optimizer)
-        self.restart(state["seen"][0])
-        for name, holder, attribute in self._recurrent():
-            value = self.xp.asarray(state[f"recurrent/{name}"])
-            setattr(holder, attribute, self.chainer.Variable(value))
-        updated = {name: p.data.copy() for name, p in self._chained()}
-        for name, p in self._chained():
-            p.data[...] = self.xp.asarray(state[f"chained/{name}"])
-        for layer in self.layers:
-            remembered = getattr(self.network, f"ConvLSTM{layer}").h
-            prediction = self.chainer.functions.relu(getattr(self.network, f"ConvP{layer}")(remembered))
-            setattr(self.network, f"P{layer}", prediction)
-        for name, p in self._chained():
-            p.data[...] = updated[name]
-
-    def _chained(self) -> list[tuple[str, Any]]:
-        return [(f"{n}{name}", p) for n in self.layers for name, p in getattr(self.network, f"ConvP{n}").namedparams()]
-
-    def _recurrent(self) -> Iterator[tuple[str, Any, str]]:
-        yield "P0", self.network, "P0"
-        for layer in (0, *self.layers):
-            for attribute in ("c", "h"):
-                yield f"{attribute}{layer}", getattr(self.network, f"ConvLSTM{layer}"), attribute
-
-    def _numpy(self, array: Any) -> Any:
-        return self.chainer.backends.cuda.to_cpu(array) if self.on_gpu else array
-
 
 def windows(data: Sequence, length: int = 20, every: int = 1) -> Iterator[tuple[npt.NDArray[np.float32], bool]]:
     """Windows of frames in [0, 1], endlessly, and whether the state begins anew.
@@ -225,7 +171,6 @@ def windows(data: Sequence, length: int = 20, every: int = 1) -> Iterator[tuple[
 def published(
     seed: int,
     setting: Setting,
-    folder: Path,
     net: str = "net.py",
     data: str = "walk",
     speed: float = 1.0,
@@ -236,25 +181,23 @@ def published(
     channels: str = "3,48,96,192",
     loader: str = "reused",
     round_trip: bool = True,
-) -> Generator[dict[str, float], None, dict[str, bool]]:
+) -> dict[str, float]:
     """Train the authors' network by a loop with their operations, as `gpulab.train` and `gpulab experiment` call it.
+
+    One that is interrupted begins anew.
 
     Args:
         seed: Of the weights.
         setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, which is all that CuPy and Chainer know today.
-        folder: For checkpoints.
         net: The authors' `net.py`.
         data: `walk`, whose `speed` that is, or a video file, of which one frame in `every` is taken.
         frames: To train on: as many updates are made as they fill windows.
         size: Width x height of a frame in pixels, as the authors write it.
         loader, round_trip: As in `Published`.
 
-    Yields:
-        For each window the mean `loss` of its frames, that of the `last_frame` (which the authors log), and
-        `repeat_loss`, that of repeating the last frame; of each the mean over the last fifth is kept.
-
     Returns:
-        `beats_repeating`: whether the final loss is below that of repeating the last frame.
+        Of the last fifth of the windows the mean `loss` of all frames, that of the `last_frame`, which the authors log,
+        and `repeat_loss`, that of repeating the frame before; and `beats_repeating`, whether the loss is below that.
     """
     if str(setting) not in ("cpu", f"cpu:threads={setting.threads}", "cuda:tf32=off,cudnn=off"):
         raise UsageError(f"setting {setting}: the published network runs under {SETTINGS}")
@@ -265,34 +208,18 @@ def published(
     if not isinstance(source, Sequence) or frames < window:
         raise UsageError(f"data {data!r}, frames {frames}: expected walk or a video, and a window of {window} at least")
     trained = Published(net, setting.kind, seed, (height, width), layers, loader, round_trip)
-    rows: list[dict[str, float]] = []
-    file = folder / "checkpoint.safetensors"
-
-    def restore(tensors: Any, notes: Any) -> None:
-        trained.restore({name: tensor.numpy() for name, tensor in tensors.items()})
-        rows.extend(notes["state"]["rows"])
-
+    rows = []
     with threadpool_limits(setting.threads):
-        stores.resume(file, restore)
-        yield from rows
-        saved = time.monotonic()
-        for whole, restart in itertools.islice(windows(source, window, every), len(rows), frames // window):
+        for whole, restart in itertools.islice(windows(source, window, every), frames // window):
             if restart:
                 trained.restart(whole[0])
             before, coming = (whole[:-1], whole[1:]) if restart else (np.concatenate([trained.seen, whole[:-1]]), whole)
             repeats = np.square(coming - before).mean()
-            due = time.monotonic() - saved > CHECKPOINT_SECONDS
-            losses = trained.window(coming, trained.keep_chained if due else None)
-            row = {"loss": float(np.mean(losses)), "last_frame": losses[-1], "repeat_loss": float(repeats)}
-            rows.append(row)
-            if due:
-                tensors = {name: torch.from_numpy(np.array(array)) for name, array in trained.state().items()}
-                stores.write_tensors(file, tensors, {"step": len(rows), "state": {"rows": rows}})
-                saved = time.monotonic()
-            yield row
-    file.unlink(missing_ok=True)  # what is left in the folder is kept with the run
+            losses = trained.window(coming)
+            rows.append({"loss": np.mean(losses), "last_frame": losses[-1], "repeat_loss": repeats})
     last = rows[-max(1, len(rows) // 5) :]
-    return {"beats_repeating": sum(r["loss"] for r in last) < sum(r["repeat_loss"] for r in last)}
+    means = {name: float(np.mean([row[name] for row in last])) for name in rows[0]}
+    return {**means, "beats_repeating": means["loss"] < means["repeat_loss"]}
 
 
 # --- the first windows -----------------------------------------------------------------------------------
