@@ -331,12 +331,11 @@ def audit(
     for setting in settings if len(settings) == 2 else ():
         prepared(setting)
     from gpulab.audits import audits, steps
-    from gpulab.store.recorded import shipped
 
     if len(settings) == 2:
         report = audits.audit(steps.find_step(step), *settings, confirm=confirm)
     else:
-        report = audits.audit(shipped(step), shipped(settings[0]), confirm=confirm)
+        report = audits.audit(files.shipped(step), files.shipped(settings[0]), confirm=confirm)
     say(report)
     if html:
         report.save(html)

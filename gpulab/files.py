@@ -24,6 +24,7 @@ from gpulab.errors import DataError, GpulabError, check_name, printable
 if TYPE_CHECKING:
     import pyarrow.parquet
 
+PACKAGE = Path(__file__).parent
 HERE = xxhash.xxh32_hexdigest(platform.node().encode())  # this machine, in the names of what it is writing
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
@@ -187,6 +188,13 @@ def check_table_size(file: str | Path, metadata: pyarrow.parquet.FileMetaData, m
         numbers = sum(chunk.num_values for chunk in chunks)
         if numbers > most or sum(chunk.total_uncompressed_size for chunk in chunks) > 8 * most:
             raise DataError(f"{file}: too large: more than {most} numbers in a column")
+
+
+def shipped(file: str | Path) -> Path:
+    """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
+    folder, *rest = Path(file).parts or (".",)
+    copy = PACKAGE.joinpath("recorded", *rest)
+    return copy if folder in ("benchmarks", "data") and copy.is_file() and not Path(file).exists() else Path(file)
 
 
 # --- seals -------------------------------------------------------------------------------------------------

@@ -354,20 +354,20 @@ def test_a_wheel_needs_neither_a_clone_nor_jupyter_nor_matplotlib(tmp_path):
 
 
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
-    from gpulab.store import recorded
+    from gpulab import files
 
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.M))
     read = set(re.findall(r"\b(?:data|benchmarks)/[\w./-]+", commands))
     assert read
-    monkeypatch.setattr(recorded, "PACKAGE", tmp_path / "gpulab")
+    monkeypatch.setattr(files, "PACKAGE", tmp_path / "gpulab")
     monkeypatch.chdir(tmp_path)
     for file in read:
-        assert str(recorded.shipped(file)) == file
+        assert str(files.shipped(file)) == file
         copy = tmp_path / included[file]
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.touch()
-        assert recorded.shipped(file) == copy
+        assert files.shipped(file) == copy
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)

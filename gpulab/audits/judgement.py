@@ -1,4 +1,8 @@
-"""What two traces of one step say about each other, operation by operation: one function for each kind of finding."""
+"""What two traces of one step say about each other, operation by operation: one function for each kind of finding.
+
+Each names a case of `benchmarks/public_cases.py` that it is for, a question that people asked in public, or a fault of
+`benchmarks/plant_faults.py`.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,7 @@ def _judge_pair(judgement: Judgement, pair: Pair) -> Iterator[Finding]:
 
 
 def _overwritten(trace: Trace) -> Iterator[Finding]:
-    """What the guard found: memory that the backward pass needed had changed."""
+    """What the guard found: memory that the backward pass needed had changed (`one_buffer_for_every_frame`)."""
     for entry in trace.overwritten:
         detail = DETAILS["overwritten"].format(why=entry["why"])
         location = (entry["operation"], "backward", "", entry["line"])
@@ -99,7 +103,7 @@ def _overwritten(trace: Trace) -> Iterator[Finding]:
 
 
 def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
-    """A result is NaN or infinite under both settings."""
+    """A result is NaN or infinite under both settings (the faults "addmm in layers: NaN")."""
     first, *others = origin.results
     more = f" and {len(others)} more results" if others else ""
     words = {"what": origin.what, "reaches": f"it reaches {described(first)}{more}", "of": "", "exact": ""}
@@ -115,7 +119,10 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
 
 
 def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
-    """Nondeterminism, reduced precision, or an error that rounding does not explain."""
+    """Nondeterminism, reduced precision, or an error that rounding does not explain.
+
+    `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
+    """
     if op.anew:
         yield finding_of(comparison, "nondeterminism", op, DETAILS["anew"], ADVICE["anew"], side_by_side=True)
     elif op.repeats is False:
@@ -164,7 +171,7 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
 
 
 def _other_arguments(judgement: Judgement, a: Operation, b: Operation) -> Iterator[Finding]:
-    """One was called with other arguments, and made something else of its inputs.
+    """One was called with other arguments, and made something else of its inputs (the faults "exact gelu", "momentum").
 
     Numbers may follow from the data or, with another data type, from its precision.
     """
@@ -199,7 +206,10 @@ def _same_results(comparison: Comparison, a: Operation, b: Operation) -> bool:
 
 
 def _side_by_side(judgement: Judgement, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:
-    """What shows only when two are laid side by side; if both compute `rightly`, they should make the same."""
+    """What shows only when two are laid side by side; if both compute `rightly`, they should make the same.
+
+    Other draws are for `dropout`.
+    """
     comparison = judgement.comparison
     if a.random or b.random:
         if not comparison.same_bits(a, b):
@@ -230,6 +240,7 @@ def _side_by_side(judgement: Judgement, a: Operation, b: Operation, rightly: boo
 def _other_origin(judgement: Judgement, x: str, y: str, user: Operation, gap: float) -> list[Finding] | None:
     """Two inputs that should be one come from elsewhere: data, another value, or operations of one setting alone.
 
+    For the faults in forward code, such as "a transposed weight".
     None where nothing can be said of them.
     """
     comparison = judgement.comparison
@@ -255,7 +266,10 @@ def _other_origin(judgement: Judgement, x: str, y: str, user: Operation, gap: fl
 
 
 def _other_function(judgement: Judgement, x: str, y: str, user: Operation, gap: float) -> Finding | None:
-    """What is wrong with the operations of one setting alone that lead to two values that should be one."""
+    """What is wrong with the operations of one setting alone that lead to two values that should be one.
+
+    `reset_gate_before_or_after`.
+    """
     comparison = judgement.comparison
     stretch = comparison.stretch(x, y)
     alone = [*stretch.alone[1], *stretch.alone[0]]
@@ -289,7 +303,10 @@ def _other_function(judgement: Judgement, x: str, y: str, user: Operation, gap: 
 
 
 def _another_kernel(comparison: Comparison, a: Operation, b: Operation) -> Iterator[Finding]:
-    """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
+    """For kernels that agree with their twins in float64, and not with each other: they are two functions.
+
+    Or answer a question that has several answers (`signs_of_singular_vectors`, `largest_among_equals`).
+    """
     for number, gap in enumerate(comparison.result_gaps(a, b)):
         tolerance = comparison.tolerance(a, b, number)
         if a.name in NOT_UNIQUE and gap > tol.UNEXPLAINED:
@@ -301,7 +318,7 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation) -> Itera
 
 
 def _without_a_twin(comparison: Comparison, a: Operation, b: Operation, of_inputs: list[float]) -> Iterator[Finding]:
-    """For kernels without a twin in float64: do they make the same of nearly the same?"""
+    """For kernels without a twin in float64: do they make the same of nearly the same? (`whole_number_of_nan`.)"""
     finite = [gap for gap in of_inputs if not math.isnan(gap)]
     if not finite or max(finite) > tol.SAME_INPUTS:
         return
@@ -359,7 +376,10 @@ def _cause_is_known(judgement: Judgement, x: str, y: str, user: Operation) -> bo
 
 
 def _cause_not_found(judgement: Judgement) -> Iterator[Finding]:
-    """The step's results part though nothing above says why; and between which operations that begins."""
+    """The step's results part though nothing above says why; and between which operations that begins.
+
+    For the faults in backward code, such as "forgotten factor in layers".
+    """
     comparison = judgement.comparison
     unknown = [pair for pair in comparison.matched if judgement.parted.get(pair[0]) is False]
     results = [(a, b) for a, b in unknown if a.phase == RESULT]

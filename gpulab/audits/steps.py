@@ -26,9 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpulab.errors import UsageError, in_one_line
-from gpulab.files import check_path
+from gpulab.files import check_path, shipped
 from gpulab.settings import Setting
-from gpulab.store.recorded import shipped
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,6 @@ def recorded_folder(name: str) -> Path:
     return DATA / name
 
 
-def shipped(file: str | Path) -> Path:
-    """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
-    folder, *rest = Path(file).parts or (".",)
-    copy = PACKAGE.joinpath("recorded", *rest)
-    return copy if folder in ("benchmarks", "data") and copy.is_file() and not Path(file).exists() else Path(file)
-
-
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
