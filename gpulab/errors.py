@@ -1,6 +1,7 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
 import contextlib
+import numbers
 import re
 import traceback
 from collections.abc import Iterator
@@ -71,10 +72,13 @@ def check_name(name: object) -> None:
         raise UsageError(f"{name}: this name is not UTF-8, and cannot be written down: rename it") from None
 
 
-def check_count(name: str, value: Any, most: int | None = None) -> None:
-    """Raise `UsageError` unless `value` is a whole number from 1 to `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
-        raise UsageError(f"{name}={value!r}: expected a whole number from 1{'' if most is None else f' to {most:,}'}")
+def check_count(name: str, value: Any, most: int | None = None, least: int = 1) -> None:
+    """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        raise UsageError(
+            f"{name}={value!r}: expected a whole number from {least}{'' if most is None else f' to {most:,}'}"
+        )
 
 
 class DataError(GpulabError):

@@ -95,7 +95,7 @@ def load(
         scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database of handwritten digits*.
     """
     check_name(name)
-    kind, _, place = name.partition(":")
+    kind, _, place = str(name).partition(":")
     if (f"{kind}:" if place else kind) not in FORMS:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
     if not (isinstance(size, tuple | list) and len(size) == 2 and all(_is_whole(edge, 1) for edge in size)):

@@ -66,9 +66,11 @@ def store_folder(store: str | Path | None = None) -> Path:
     Raises `UsageError` for an address such as `s3://bucket`, which is no folder.
     """
     store = (os.environ.get("GPULAB_STORE") or "runs") if store is None else store
-    files.check_path(store)
-    if re.match(r"[a-z0-9]{2,}:[/\\]", str(store)):  # one letter is a drive; a path has lost one of its slashes
+    if not isinstance(store, str | Path) or re.match(
+        r"[a-z0-9]{2,}:[/\\]", str(store)
+    ):  # one letter is a drive; a path has lost one of its slashes
         raise UsageError(f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first")
+    files.check_path(store)
     return Path(store)
 
 

@@ -247,6 +247,8 @@ def train(
     length = {"frames": frames, "window": window, "learning_rate": learning_rate}
     options = {"data_options": data_options, "model_options": model_options}
     spec = RunSpec.of(net, setting, seed, profile, data=data, rerun=rerun, **length, **options, **factors)
+    if not isinstance(checkpoint_seconds, int | float) or not checkpoint_seconds >= 0:
+        raise UsageError(f"checkpoint_seconds={checkpoint_seconds!r}: expected seconds from 0")
     if spec.function and watch:
         raise UsageError("watch goes with gpulab's own networks")
     folder = None if store is None else stores.store_folder(store)

@@ -18,7 +18,7 @@ import torch
 from gpulab.content import plain, weights_digest
 from gpulab.data.base import Data
 from gpulab.data.datasets import load
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport
@@ -91,6 +91,11 @@ class RunSpec:
         """
         given = {name: value for name, value in more.items() if value is not None and name not in HOW}
         rerun, model_options = given.pop("rerun", 0), given.pop("model_options", {})
+        for name, value in (("seed", seed), ("rerun", rerun)):
+            check_count(name, value, least=0)
+        for name, value in (("model_options", model_options), ("data_options", given.get("data_options", {}))):
+            if not isinstance(value, dict):
+                raise UsageError(f"{name}={value!r}: expected a dictionary of options by name")
         setting = Setting.parse(setting)
         if function := function_of(net):
             asked = {"net": function.text, "option": given | model_options}

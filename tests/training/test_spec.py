@@ -171,3 +171,12 @@ def test_recorded_runs_were_made_under_the_registrations_that_are_here():
         runs = gl.runs(recorded.recorded_folder("studies") / f"{file.stem}.parquet")
         assert len(runs)
         assert set(runs.registered) == {f"{file.stem} {hashlib.sha256(file.read_bytes()).hexdigest()}"}, "changed since"
+
+
+WRONG = [{"seed": "x"}, {"seed": 1.5}, {"rerun": "x"}, {"model_options": "a"}, {"data_options": 3}, {"data": 3}]
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, {"store": 3}, {"checkpoint_seconds": "x"}], ids=str)
+def test_train_refuses_arguments_of_other_types_by_name(wrong):
+    with pytest.raises(gl.UsageError, match=f"^{next(iter(wrong))}"):
+        gl.train("prednet", profile="smoke", progress=False, **wrong)
