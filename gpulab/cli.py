@@ -361,8 +361,8 @@ def guard_script(
     for given in {"--reads", "--stop"}.intersection(arguments or ()):
         say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
-    if not is_module:
-        scripts.check_script(script)
+    if not is_module and not Path(script).is_file():
+        raise UsageError(f"{script}: no such script")
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:

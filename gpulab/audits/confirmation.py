@@ -17,6 +17,7 @@ from gpulab.audits.findings import Finding
 from gpulab.audits.judgement import Judgement
 from gpulab.audits.operations import RESULT, Call
 from gpulab.audits.recording import perform
+from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import Trace
 from gpulab.audits.twins import in_float64, outcome
 from gpulab.settings import Setting
@@ -162,12 +163,8 @@ def _values(
     if not instead:
         return {}
     source_positions = {position for position, _ in instead.values()}
-    perform(
-        step,
-        Setting.parse(trace.setting),
-        {},
-        change=lambda call: keep(call) if call.position in source_positions else None,
-    )
+    watcher = Tracer({}, change=lambda call: keep(call) if call.position in source_positions else None)
+    perform(step, Setting.parse(trace.setting), watcher)
     return {target: saved_results[source] for target, source in instead.items() if source in saved_results}
 
 
@@ -187,4 +184,4 @@ def _again(step: Callable[..., Any], trace: Trace, exact: set[int], values: dict
             if (call.position, number) in values:
                 t.data.copy_(values[call.position, number])
 
-    return perform(step, Setting.parse(trace.setting), {}, change=put_right)
+    return perform(step, Setting.parse(trace.setting), Tracer({}, change=put_right))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -82,23 +83,23 @@ def record(
     exact_setting = Setting.parse(f"{on}:precision=float64")
     sketches = dict(reference.sketches) if reference else {}
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        first = perform(step, parsed, sketches, bar.update, results_only=True, unwritten=1)
-        trace = perform(step, parsed, sketches, bar.update, measured=True)
+        watched = functools.partial(Tracer, sketches, bar.update)
+        first = perform(step, parsed, watched(results_only=True, unwritten=1))
+        trace = perform(step, parsed, watched(measured=True))
         bar.total = len(trace.operations) * (1 if reference else 2 + DRAWS)
         if not _results(trace) or _results(trace) != _results(first):
             # Every operation, to see which does not repeat itself; with what the first time was other in new memory
             # where that alone made the results differ.
-            first = perform(step, parsed, sketches, bar.update)
+            first = perform(step, parsed, watched())
             if _results(trace) and _results(trace) == _results(first):
-                first = perform(step, parsed, sketches, bar.update, unwritten=1)
-        exact = reference.reference if reference else perform(step, exact_setting, sketches, bar.update).operations
+                first = perform(step, parsed, watched(unwritten=1))
+        exact = reference.reference if reference else perform(step, exact_setting, watched()).operations
         amounts = _roundings(trace, exact)
         trace.reference = exact
         if reference is None or not _alike(amounts, _roundings(reference, exact)):
             bar.total = bar.n + DRAWS * len(exact)
             shaken = [
-                perform(step, exact_setting, sketches, bar.update, change=_shaken(amounts, draw)).operations
-                for draw in range(DRAWS)
+                perform(step, exact_setting, watched(change=_shaken(amounts, draw))).operations for draw in range(DRAWS)
             ]
             carried = _carried(exact, shaken, sketches)
         else:
@@ -116,19 +117,8 @@ def record(
     return trace
 
 
-def perform(
-    step: Callable[..., Any],
-    setting: Setting,
-    sketches: dict[str, np.ndarray],
-    tell: Callable[[], Any] = lambda: None,
-    *,
-    measured: bool = False,
-    results_only: bool = False,
-    change: Callable[[Call], None] | None = None,
-    unwritten: int = 0,
-) -> Trace:
-    """Do the step once under a setting, watched; the arguments are those of `Tracer`."""
-    watcher = Tracer(sketches, tell, measured, results_only, change, unwritten)
+def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trace:
+    """Do the step once under a setting, watched."""
     with (
         seeded(setting, SEED),
         setting.apply(),
@@ -136,20 +126,19 @@ def perform(
         _autocast(setting) as formats,
         watcher.results.followed(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
-        guard(on="warn") if measured else contextlib.nullcontext() as report,
+        guard(on="warn") if watcher.measured else contextlib.nullcontext() as report,
         watcher,
     ):
         watcher.results.restores = not isinstance(run, PreparedStep)
-        warnings.filterwarnings(
-            "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
-        )  # the Tracer's
+        # Of the hooks of the Tracer.
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
             raise refused(error, setting, watcher.results.used_modules(run)) from error
         flags = arithmetic()
-        watcher.operations += watcher.results.as_operations(returned, sketches)
-    if measured and not any(
+        watcher.operations += watcher.results.as_operations(returned, watcher.sketches)
+    if watcher.measured and not any(
         getattr(torch, op.dtype).is_floating_point for op in watcher.operations if op.phase != RESULT
     ):
         raise UsageError("the step ran no operation of torch on floating-point numbers: there is nothing to compare")
@@ -158,11 +147,10 @@ def perform(
         for f in (report.findings if report else [])
     ]
     notes = {"loss": getattr(run, "loss_taken", ""), "autocast": " and ".join(dict.fromkeys(formats))}
-    notes["compiled"] = (
-        "not compiled" * watcher.results.compiled
-    )  # torch runs a model as it is written where it is watched
+    # Torch runs a model as it is written where it is watched.
+    notes["compiled"] = "not compiled" * watcher.results.compiled
     notes = {name: words for name, words in notes.items() if words}
-    return Trace(str(setting), watcher.operations, [], sketches, overwritten, arithmetic=flags, notes=notes)
+    return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ CARRIED = 4.0  # how many times the change that random roundings carried there t
 INHERITED = 16.0
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
 LITTLE = 0.01  # the share of a difference that answers no question about it
-CAST_ALONE = 4.0  # a cast that is further off than so many times the operation it was made for explains more than it
 
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # What decides: where two inputs lie next to an edge, two right results lie on either side of it. So does an optimizer

@@ -27,7 +27,7 @@ CAUSES = {  # what happened, why, and what to do
     "numpy": (SAVED, "NumPy wrote into its memory", "copy it: torch.tensor(array) or torch.as_tensor(array.copy())"),
     "step": (
         SAVED,
-        "it is a parameter, which the step of the optimizer {optimizer} changed after the forward pass",
+        "it is a parameter that was changed in place after the forward pass, as the step of an optimizer does",
         "step after backward: call `backward` of every loss that was computed with the parameter before the step, or "
         "compute that loss anew after it",
     ),
@@ -136,7 +136,8 @@ class Overwritten:
 
     def changed_by(self, step: Step) -> Overwritten:
         """The same finding, with the step of an optimizer that changed the tensor."""
-        explanation = CAUSES["step"][1].format(optimizer=step.optimizer)
+        changer = f"the step of the optimizer {step.optimizer}"
+        explanation = f"it is a parameter, which {changer} changed after the forward pass"
         return replace(self.because("step"), lines={**self.lines, "changed by": step.line}, explanation=explanation)
 
     def held_by(self, holder: Holder) -> Overwritten:

@@ -32,6 +32,8 @@ from gpulab.guards.memory import Holder, Line, Span, nearest_holder, overlap, sp
 from gpulab.guards.own_work import at_work, own_work, uncompiled
 from gpulab.guards.shared_reads import SharedReads
 
+FORBIDDEN = "torch forbids the guard's hooks here ({}); put it around what calls backward, not around torch.func"
+
 
 @own_work
 def drain() -> None:
@@ -95,7 +97,7 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
     Raises:
         UsageError: for another `on` or `reads`.
-        GpulabError: where torch forbids its hooks in the block (inside `torch.func.grad` and what is built on it).
+        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
 
     Examples:
         >>> import warnings
@@ -181,7 +183,10 @@ class Guard:
 
     @uncompiled
     def __enter__(self) -> Guard:
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        try:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        except RuntimeError as error:
+            raise GpulabError(FORBIDDEN.format(error)) from error
         if not self._threads:
             self._steps_seen = register_optimizer_step_post_hook(self._note_step)
         self._last_thread = _thread.ident
@@ -201,10 +206,7 @@ class Guard:
         if error is not None or self._findings:
             drain()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-            raise GpulabError(
-                f"the guard needs torch's hooks for saved tensors, and torch forbids them here ({error}). "
-                f"Put the guard around code that calls backward, not around torch.func transforms"
-            ) from error
+            raise GpulabError(FORBIDDEN.format(error)) from error
         if not self._threads:
             self._warn()
 
@@ -226,7 +228,7 @@ class Guard:
     @own_work
     def _check(self, saved: _Saved, node: Any) -> None:
         if saved.tensor._version != saved.version:
-            self._report(saved.finding(node, "inplace"), saved.span, saved.steps)
+            self._report(saved.finding(node, "step" if saved.is_parameter else "inplace"), saved.span, saved.steps)
             return
         digest = None if saved.digest is None else fingerprint(saved.tensor)
         with self._lock:
@@ -301,13 +303,15 @@ class Guard:
 class _Saved:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("digest", "line", "span", "steps", "tensor", "version")
+    __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
         # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`. Others are detached: an
         # operation that keeps its own output would otherwise keep itself alive for ever.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
+        owner = tensor if tensor._base is None else tensor._base
+        self.is_parameter = owner.is_leaf and owner.requires_grad
         self.line, self.steps = line, steps
         self.digest = fingerprint(self.tensor)
         self.span = span_of(self.tensor)

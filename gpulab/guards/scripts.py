@@ -8,14 +8,8 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpulab.errors import OverwrittenError, UsageError
+from gpulab.errors import OverwrittenError
 from gpulab.guards.guards import Guard
-
-
-def check_script(script: str) -> None:
-    """Raises `UsageError` where there is no such file."""
-    if not Path(script).is_file():
-        raise UsageError(f"{script}: no such script")
 
 
 def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
@@ -40,7 +34,7 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
             else:
                 runpy.run_path(script, run_name="__main__")
     except Exception as error:
-        if not isinstance(error, OverwrittenError):  # which the report tells
+        if not (isinstance(error, OverwrittenError) and report.findings):  # which the report tells
             keep_own_frames(error)
             sys.excepthook(type(error), error, error.__traceback__)
         return True

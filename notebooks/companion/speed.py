@@ -281,7 +281,7 @@ def end_to_end() -> pd.DataFrame:
     for name, column in speeds.items():
         table[name] = rows.window / rows[column]
     table["of the step"] = (table["end to end"] / table["captured step alone"]).map("{:.0%}".format)
-    return table.round(0)
+    return table.round(0).astype(dict.fromkeys(speeds, int))
 
 
 def small_work(frame: pd.DataFrame) -> Picture:

@@ -122,7 +122,7 @@ def test_a_valid_file_that_is_damaged_or_cut_anywhere_never_loads_as_something_e
     assert (str(file) in said and "\n" not in said) if said else np.array_equal(found, expected)
 
 
-def test_a_folder_without_what_is_looked_for_or_with_images_of_two_sizes_is_named(tmp_path):
+def test_a_folder_without_images_or_with_images_of_two_sizes_is_named(tmp_path):
     def refused(name, why):
         with pytest.raises(gl.DataError, match=rf"(?s){tmp_path}.*{why}"):
             gl.load(name)

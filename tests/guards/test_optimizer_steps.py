@@ -75,6 +75,20 @@ def test_guard_blames_no_optimizer_step_made_before_the_forward_pass():
     assert (finding.cause, finding.function) == ("inplace", "mul")
 
 
+def test_guard_calls_a_parameter_changed_by_hand_a_parameter():
+    net, x = nn.Linear(3, 2), torch.rand(4, 3, requires_grad=True)
+
+    def program():
+        y = net(x)
+        with torch.no_grad():
+            net.weight.clamp_(-0.01, 0.01)
+        y.sum().backward()
+
+    (finding,) = findings(program)
+    assert (finding.cause, list(finding.lines)) == ("step", ["saved by"])
+    assert "it is a parameter that was changed in place" in finding.explanation
+
+
 def test_guard_leaves_no_hook_with_optimizers():
     before = dict(hooks)
     guard = gl.guard()

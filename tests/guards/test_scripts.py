@@ -57,3 +57,20 @@ def test_guard_refuses_a_script_or_module_that_is_not_there(capsys):
             main(lambda command=command: app(["guard", *command.split()]))
         assert ended.value.code == status
         assert words in capsys.readouterr().err
+
+
+def test_what_a_script_finds_with_a_guard_of_its_own_is_told(tmp_path, capsys):
+    from gpulab.cli import app, main
+
+    (tmp_path / "own.py").write_text(
+        "import gpulab as gl, torch\n"
+        "weight = torch.ones(3, requires_grad=True)\n"
+        "with gl.guard():\n"
+        "    loss = (weight * weight).sum()\n"
+        "    weight.data.add_(1)\n"
+        "    loss.backward()\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(lambda: app(["guard", str(tmp_path / "own.py")]))
+    assert ended.value.code == 1
+    assert "OverwrittenError: the backward pass of mul" in capsys.readouterr().err
