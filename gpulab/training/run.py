@@ -262,7 +262,7 @@ def train(
         if run is None:
             record = stores.begun(identity, passport(), **notes)
             if spec.function:
-                end, history = spec.function.train(spec.asked["option"], spec.setting, seed)
+                end, history = spec.function.train(spec.asked["option"], spec.setting, spec.seed)
             else:
                 end, history = train_network(spec, checkpoint, checkpoint_seconds, resume, watch, progress)
             run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)

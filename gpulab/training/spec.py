@@ -34,6 +34,8 @@ from gpulab.training.protocol import Protocol, protocol
 CODE_VERSION = 1
 # Arguments of `gpulab.train` that say how a run is done, and nothing of what it is.
 HOW = ("store", "resume", "checkpoint_seconds", "keep_weights", "watch", "progress", "registered")
+# Those that `gpulab.train` gives as None where nothing was said; any other None is the value of an option.
+UNSAID = ("data", "frames", "window", "learning_rate", "data_options", "model_options", *HOW)
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ class RunSpec:
         rerun, model_options = given.pop("rerun", 0), given.pop("model_options", {})
         for name, value in (("seed", seed), ("rerun", rerun)):
             check_count(name, value, least=0)
+        seed, rerun = int(seed), int(rerun)  # NumPy's have no JSON
         for name, value in (("model_options", model_options), ("data_options", given.get("data_options", {}))):
             if not isinstance(value, dict):
                 raise UsageError(f"{name}={value!r}: expected a dictionary of options by name")
         setting = Setting.parse(setting)
         if function := function_of(net):
-            asked = {"net": function.text, "option": given | model_options}
+            of_none = {name: None for name, value in more.items() if value is None and name not in UNSAID}
+            asked = {"net": function.text, "option": of_none | given | model_options}
             what = (*function.described(asked["option"]), function.unknown)
             return cls(function.name, setting, seed, "own", rerun, *what, {}, asked, function=function)
         if not isinstance(net, str) and (model_options or type(net) not in MODELS.values()):

@@ -289,3 +289,11 @@ def test_a_training_that_leaves_the_gpu_alone_is_told(moved, recwarn):
 
     gl.seed_runs(train, "cuda", seeds=1)
     assert any("left cuda alone" in str(one.message) for one in recwarn) != moved
+
+
+def test_none_is_the_value_of_an_option_and_a_length_that_is_not_given_is_the_functions():
+    def training(seed, rate=1.0, frames=3):
+        return float(frames) if rate is None else -1.0
+
+    assert gl.train(training, rate=None, seed=np.int64(1), progress=False).final_loss == 3
+    assert gl.train(training, frames=5, progress=False).final_loss == -1
