@@ -34,6 +34,7 @@ NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 # Operations that leave a part of what they return unwritten; what is found to do so is added.
 PARTLY_WRITTEN = {"_ctc_loss"}
+CALLS_FOR_A_MARK = 10  # each into memory of its own, until what stands for unwritten memory counts as computed
 
 
 class Tracer(UncompiledDispatchMode):
@@ -166,23 +167,37 @@ class Tracer(UncompiledDispatchMode):
     ) -> None:
         """Write zeros where an operation left its results unwritten, and those of another call of it.
 
-        Torch marks memory that nobody has written, where it is asked to compute deterministically.
+        Torch marks memory that nobody has written, where it is asked to compute deterministically. A mark that the
+        operation may have computed itself, such as a NaN, is taken for computed if calls into other memory give it
+        each time. All these calls leave zeros behind, so that no later operation finds a mark in its new memory.
         """
-        args, kwargs = sk.mapped(_copy, before)
+
+        def call() -> list[Tensor]:
+            args, kwargs = sk.mapped(_copy, before)
+            return _results(operation, outcome(operation, args, operation(*args, **kwargs)))
+
         flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch._C._set_deterministic_algorithms(True, warn_only=True)
         try:
             with warnings.catch_warnings(action="ignore"):
-                marked = _results(operation, outcome(operation, args, operation(*args, **kwargs)))
+                calls = [call()]
         finally:
             torch._C._set_deterministic_algorithms(flags[0], warn_only=flags[1])
-        for mark, result, other in zip(marked, results, again, strict=False):
-            if mark.shape == result.shape == other.shape:
-                unwritten = _is_mark(mark) & ~(_is_mark(result) & _is_mark(other))
-                if bool(unwritten.any()):
-                    PARTLY_WRITTEN.add(name)
-                    result.data.masked_fill_(unwritten, 0)
-                    other.data.masked_fill_(unwritten, 0)
+        if any(x.shape != y.shape or x.shape != z.shape for x, y, z in zip(calls[0], results, again, strict=False)):
+            return
+        marks = [_is_mark(tensor) for tensor in calls[0]]
+        computed = [mark & _is_mark(x) & _is_mark(y) for mark, x, y in zip(marks, results, again, strict=False)]
+        while len(calls) < CALLS_FOR_A_MARK and any(bool(mask.any()) for mask in computed):
+            calls.append(call())
+            computed = [mask & _is_mark(x) for mask, x in zip(computed, calls[-1], strict=False)]
+        for tensor in sk.tensors(calls):
+            tensor.data.zero_()
+        for mark, mask, result, other in zip(marks, computed, results, again, strict=False):
+            unwritten = mark & ~mask
+            if bool(unwritten.any()):
+                PARTLY_WRITTEN.add(name)
+                result.data.masked_fill_(unwritten, 0)
+                other.data.masked_fill_(unwritten, 0)
 
     def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
         """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
