@@ -83,7 +83,6 @@ Where = Annotated[list[str] | None, option("only runs with column=value; several
 # Those of a run.
 Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
 Profile = Annotated[str, option(PROFILE)]
-Fresh = Annotated[bool, option("train again, whatever run or checkpoint is there", flag="--fresh")]
 Registered = Annotated[Path | None, option(REGISTERED)]
 DataName = Annotated[str | None, option(OPTIONS["data"].help, USUAL)]
 Frames = Annotated[int | None, option(OPTIONS["frames"].help, USUAL)]
@@ -157,10 +156,8 @@ def train(
     setting: OneSetting = "cpu",
     seed: Annotated[int, option("draws the initial weights and the order of images", min=0)] = 0,
     rerun: Annotated[int, option("numbers repetitions of the same run", min=0)] = 0,
-    checkpoint_seconds: Annotated[float, option("time between checkpoints of gpulab's own networks", min=0)] = 10.0,
     profile: Profile = "quick",
     store: Store = None,
-    fresh: Fresh = False,
     registered: Registered = None,
     data: DataName = None,
     frames: Frames = None,
@@ -180,8 +177,6 @@ def train(
         profile=profile,
         rerun=rerun,
         store=stores.store_folder(store),
-        resume=not fresh,
-        checkpoint_seconds=checkpoint_seconds,
         registered=registered,
         **({"model_options": options} if ":" in model else options),
     )
@@ -196,11 +191,8 @@ def experiment(
     workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
     metric: Annotated[str | None, option("what the verdict compares", "final_loss, or the first")] = None,
     picture: Picture = None,
-    engine: Annotated[str, option("local, or ray (a cluster)")] = "local",
-    address: Annotated[str | None, option("of the Ray cluster", "$RAY_ADDRESS or a local")] = None,
     profile: Profile = "quick",
     store: Store = None,
-    fresh: Fresh = False,
     registered: Registered = None,
     data: DataName = None,
     frames: Frames = None,
@@ -208,7 +200,7 @@ def experiment(
     more: MoreOptions = None,
     data_option: DataOptions = None,
 ) -> None:
-    """Train every seed under every setting, here or on a cluster, and compare. What is done already is skipped."""
+    """Train every seed under every setting, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.store import runs as stores
     from gpulab.training.experiment import Experiment
@@ -216,9 +208,8 @@ def experiment(
     options = options_of_run(model, {"data": data, "frames": frames, "loader": loader}, more, data_option)
     numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    how = {"resume": not fresh, "registered": registered}
-    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=options, how=how)
-    frame = exp.run(engine=engine, address=address)
+    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=options, registered=registered)
+    frame = exp.run()
     say_runs(frame, f", kept in {exp.folder}")
     named = (stores.record_of(run).get("metrics", ["final_loss", "heldout_loss"]) for run in frame.itertuples())
     metrics = list(next(filter(None, named), ["final_loss"]))

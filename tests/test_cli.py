@@ -91,7 +91,7 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
         == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --option frames=40"
     )
     assert record["arithmetic"]["threads"] == 1
-    assert f"kept in other{os.sep}{run.id}" in output(*train, "--fresh", "--store", "other")
+    assert f"kept in other{os.sep}{run.id}" in output(*train, "--store", "other")
     assert gl.runs(tmp_path / "other").weights.tolist() == [run.weights]
     listed = output("runs")
     assert output("runs", "runs") == listed
@@ -178,6 +178,15 @@ def test_an_instruction_set_can_be_chosen(tmp_path):
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 
+CHECKPOINTS_ALL_THE_TIME = """
+import runpy
+from gpulab.training import run
+
+run.CHECKPOINT_SECONDS = 0
+runpy.run_module("gpulab", run_name="__main__", alter_sys=True)
+"""
+
+
 def hears_ctrl_c():
     """A process started by one that ignores SIGINT (a job in the background) would ignore it too."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -187,7 +196,7 @@ def hears_ctrl_c():
 @pytest.mark.slow("interrupts a training in another process")
 def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path):
     size = ["--option", "size=[8,12]", "--option", "channels=[3,4]", "--frames", "2000"]
-    command = [*COMMAND, "train", "prednet", "--profile", "smoke", *size, "--checkpoint-seconds", "0"]
+    command = [sys.executable, "-c", CHECKPOINTS_ALL_THE_TIME, "train", "prednet", "--profile", "smoke", *size]
     training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     while not list(tmp_path.glob(f"runs/{stores.WORK}/*.safetensors")):
         assert training.poll() is None, training.stderr.read()
@@ -363,10 +372,10 @@ def test_a_training_of_ones_own_is_run_compared_and_listed(own, answer, output, 
     command = "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
     assert stores.record_of(row)["command"] == command
     calls = [len((tmp_path / "calls").read_text().splitlines())]
-    for more in ([], ["--fresh"], ["--picture", "runs.png"]):
+    for more in ([], ["--picture", "runs.png"]):
         output(*own, "--seeds", "0,1", *more)
         calls.append(len((tmp_path / "calls").read_text().splitlines()))
-    assert calls == [5, 5, 7, 7], "what is there is not done again, unless that is asked for"
+    assert calls == [5, 5, 5], "what is there is not done again"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     for options, words in (
         (["--metric", "accuracy"], "no column 'accuracy'"),

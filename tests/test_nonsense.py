@@ -45,7 +45,7 @@ CALLS = {
         "parameters": "weight",
     },
     gl.train: {"net": "autoencoder", "data": "digits", "setting": "cpu", "profile": "smoke", "frames": 20, "seed": 0}
-    | {"rerun": 0, "checkpoint_seconds": 1.0, "learning_rate": 1e-3},
+    | {"rerun": 0, "learning_rate": 1e-3},
     gl.Experiment: {"model": own, "settings": ["cpu"], "seeds": 2, "workers": 1, "reruns": 1},
     gl.seed_runs: {"train": own, "setting": "cpu", "seeds": 1},
     gl.numerics.round_to: {"x": BATCH, "name": "tf32", "mode": "nearest"},

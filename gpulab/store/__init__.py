@@ -6,6 +6,7 @@ NAMES = {
     "history": "runs",
     "pack": "runs",
     "recorded_runs": "runs",
+    "write_run": "runs",
 }
 
 __all__ = [*NAMES]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]  # what `run.json` says
 Row = dict[str, Any]  # what the table of runs says
-History = Mapping[str, Any]  # the columns of a history: arrays, or those of a data frame
+History = Any  # the columns of a history by their names: a structured array, or a data frame
 
 RECORD, RESULTS = "run.json", "results.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
@@ -382,9 +382,30 @@ def set_aside(store: Path, path: Path) -> Path | None:
 
 
 def write_run(store: Path, record: Record, history: History, weights: Tensors | None = None) -> Path:
-    """Put a run into the store in one step and return its folder.
+    """Put a run into a store in one step, such as one that was trained on another machine.
 
     A run already there stays as it is, unless it is damaged; weights are added to it when it has none.
+
+    Args:
+        store: The folder.
+        record: The run's `record`, and so its id.
+        history: Its `history`.
+        weights: Those of its `model`, as `state_dict` gives them, if they are to be kept.
+
+    Returns:
+        The run's own folder.
+
+    Raises:
+        GpulabError: Where the store cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> gl.store.write_run(folder, run.record, run.history) == folder / gl.runs(folder).id[0]
+        True
     """
     folder, scratch = store / record["id"], store / WORK / files.scratch_name()
     try:
@@ -437,7 +458,7 @@ def write_results(folder: Path, run: str, history: History, weights: Tensors | N
     import numpy as np
     import torch
 
-    tensors = {name: torch.tensor(np.asarray(history[name])) for name in recorded.HISTORY}
+    tensors = {name: torch.tensor(np.array(history[name])) for name in recorded.HISTORY}
     tensors |= {WEIGHT + name: tensor for name, tensor in (weights or {}).items()}
     write_tensors(folder / RESULTS, tensors, {"run": run})
 

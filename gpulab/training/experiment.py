@@ -15,15 +15,15 @@ from filelock import SoftFileLease, Timeout
 
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_count
+from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
-from gpulab.store.identities import Identity
 from gpulab.training import run
 from gpulab.training.functions import function_of
 from gpulab.training.protocol import protocol
 from gpulab.training.spec import RunSpec
-from gpulab.training.workers import INSIDE, RayCluster, Workers
+from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,8 +58,7 @@ class Experiment:
             arguments of `gpulab.train` that JSON can carry, such as `frames` or `data`. Weights are kept only with
             `keep_weights=True` among these.
         variants: Dictionaries of further options. Each of them is trained under every setting from every seed.
-        how: Arguments `resume`, `checkpoint_seconds` and `registered` of `gpulab.train`, by name. With `resume=False`
-            runs that are there are done again.
+        registered: A file that says what is asked, written before the first run, as of `gpulab.train`.
 
     Attributes:
         settings: The settings as a list of texts.
@@ -88,7 +87,7 @@ class Experiment:
     workers: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     variants: Iterable[dict[str, Any]] = ({},)
-    how: dict[str, Any] = field(default_factory=dict)
+    registered: str | Path | None = None
 
     def __post_init__(self) -> None:
         self.training = function_of(self.model)
@@ -108,16 +107,16 @@ class Experiment:
     def jobs(self) -> list[dict[str, Any]]:
         """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
         seeds: Any = self.seeds
-        net, how = self.training or self.model, {"profile": self.profile, "store": str(self.folder), **self.how}
+        of_all = {"profile": self.profile, "store": str(self.folder), "registered": self.registered}
         given = [{**self.options, **variant} for variant in self.variants]
         # Weights are of no use for a verdict, unless the options ask for them.
         given = [{"model_options": each} if self.training else {"keep_weights": False, **each} for each in given]
         return [
-            {"net": net, "setting": setting, "seed": seed, "rerun": rerun, **each, **how}
+            {"net": self.training or self.model, "setting": setting, "seed": seed, "rerun": rerun, **each, **of_all}
             for setting, each, rerun, seed in itertools.product(self.settings, given, range(self.reruns), seeds)
         ]
 
-    def run(self, progress: bool = True, engine: str = "local", address: str | None = None) -> pd.DataFrame:
+    def run(self, progress: bool = True) -> pd.DataFrame:
         """Train the runs that the store does not have yet, and return all runs of this experiment.
 
         An interrupted experiment goes on where it was when it is called again. Runs that fail do not stop the others:
@@ -126,74 +125,58 @@ class Experiment:
 
         Args:
             progress: Whether to show a progress bar.
-            engine: `local` for worker processes on this machine; `ray` for a Ray cluster, whose nodes need gpulab and
-                not the store. A run is kept as many CPUs as its setting has threads, and a GPU where the setting is of
-                one. Ray says how many runs fit at the same time, whatever `workers` is.
-            address: For `ray`: the cluster's address, such as `auto` or `127.0.0.1:6379`. By default `$RAY_ADDRESS`, or
-                else a cluster of this machine alone, which ends with the experiment.
 
         Returns:
             A data frame with a row for each run, ordered by setting and seed, with the columns of `gpulab.runs`.
 
         Raises:
-            UsageError: For arguments that make no sense, a run that asks for more than a node of the cluster has, and a
-                script that starts an experiment outside `if __name__ == "__main__"`.
-            GpulabError: Where runs failed, the store cannot be written, or the cluster does not answer.
+            UsageError: For arguments that make no sense, and a script that starts an experiment outside
+                `if __name__ == "__main__"`.
+            GpulabError: Where runs failed, or the store cannot be written.
         """
         if INSIDE in os.environ:
             raise UsageError("an experiment began as a worker imported its file: put it under __name__ == '__main__'")
-        if engine not in ("local", "ray") or (engine == "local" and address):
-            raise UsageError(f"engine={engine!r}, address={address!r}: expected local or ray; an address is for ray")
-        jobs = self.jobs()
-        with RayCluster(address) if engine == "ray" else Workers(self.workers) as workers:
-            finished = self._train(jobs, workers, progress)
+        finished = self._train(self.jobs(), progress)
         frame = stores.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
         frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))
         return frame.sort_values(["setting", "seed"], ignore_index=True, kind="stable")
 
-    def _train(self, jobs: list[dict[str, Any]], workers: Workers, progress: bool) -> list[str]:
-        """The ids of these runs, those of which an engine has done that were missing."""
-        machines = {setting: workers.passports(setting) for setting in self.settings}
-        # A run has a name for each machine that may do it; `UsageError` where a store cannot tell it from another.
-        names = [[RunSpec.of(**job).identity(here) for here in machines[job["setting"]]] for job in jobs]
+    def _train(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
+        """Do the runs that the store has not, and return the ids of all."""
+        here = passport()
+        wanted = [RunSpec.of(**job).identity(here) for job in jobs]  # `UsageError` for what has no identity
         # A lock that knows a dead holder of this machine at once, and one of another by a mark that is not refreshed:
         # for that it has to be the same at every look.
-        marks = [self.folder / CLAIMS / f"{identities[0].id}.lock" for identities in names]
+        marks = [self.folder / CLAIMS / f"{identity.id}.lock" for identity in wanted]
         locks = [SoftFileLease(mark, lease_duration=LEASE, blocking=False, thread_local=False) for mark in marks]
-        run_ids = {number: run_id for number, each in enumerate(names) if (run_id := self._done(each))}
+        done = {number for number, identity in enumerate(wanted) if stores.find(self.folder, identity)}
         failures: dict[int, str] = {}  # why, by the number of the run
 
         def do(number: int) -> None:
             """Have a run done, unless another driver is doing it."""
-            lock = locks[number]
+            lock, identity = locks[number], wanted[number]
             with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
-                    run_id = self._done(names[number]) or workers.do(jobs[number])
-                    if run_id not in [identity.id for identity in names[number]]:
+                    if not stores.find(self.folder, identity) and workers.do(jobs[number]) != identity.id:
                         raise GpulabError("its function or data were changed while the experiment ran; run it again")
-                    run_ids[number] = run_id
+                    done.add(number)
                 except Exception as error:
                     kind = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
                     failures[number] = f"{jobs[number]['setting']} seed {jobs[number]['seed']}: {kind}{error}"
-                bar.update(len(run_ids) + len(failures) - bar.n)
+                bar.update(len(done) + len(failures) - bar.n)
 
-        with Progress(total=len(jobs), unit="run", leave=False, disable=not progress) as bar:
-            while waiting := {n: job for n, job in enumerate(jobs) if n not in run_ids and n not in failures}:
+        bar = Progress(total=len(jobs), unit="run", leave=False, disable=not progress)
+        with Workers(self.workers) as workers, bar:
+            while waiting := {n: job for n, job in enumerate(jobs) if n not in done and n not in failures}:
                 workers.each(do, waiting)
-                time.sleep(WAIT * (len(run_ids) + len(failures) < len(jobs)))  # for another driver
+                time.sleep(WAIT * (len(done) + len(failures) < len(jobs)))  # for another driver
         if failures:
             raise GpulabError(
                 f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: {'; '.join(failures.values())}"
             )
-        return [run_ids[number] for number in range(len(jobs))]
-
-    def _done(self, names: list[Identity]) -> str | None:
-        """The id of a run in the store, which has a name for each machine that might have done it."""
-        if not self.how.get("resume", True):
-            return None
-        return next((identity.id for identity in names if stores.find(self.folder, identity)), None)
+        return [identity.id for identity in wanted]
 
 
 def seed_runs(

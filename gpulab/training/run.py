@@ -14,7 +14,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +43,8 @@ from gpulab.training.spec import RunSpec
 if TYPE_CHECKING:
     import pandas as pd
 
-HISTORY_TYPES = ("int64", "int64", "float64", "float32")  # of `WindowNote`
+CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
+HISTORY = np.dtype([("window", "int64"), ("step", "int64"), ("loss", "float64"), ("seconds", "float32")])  # of notes
 Watch = Callable[[Trainable, int], None]  # called with the model and the number of updates
 
 
@@ -57,7 +58,7 @@ class Run:
         model: The network on the CPU, as it was trained. None for a training of your own, and where the run comes from
             a store that kept no weights.
         data: What the network learned from; None for a training of your own.
-        columns: The history as arrays by name: `window`, `step`, `loss`, `seconds`; see `history`.
+        columns: The history as a table of `window`, `step`, `loss` and `seconds`; see `history`.
         record: Everything that a store writes into the run's `run.json`, as a dictionary: what was asked for, the
             passport of the machine, the command, and the results.
         path: The run's folder in the store; None where it was not kept.
@@ -100,7 +101,7 @@ class Run:
         """
         import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
 
-        return pd.DataFrame({name: self.columns[name] for name in loop.WindowNote._fields})
+        return pd.DataFrame(self.columns)
 
     @torch.no_grad()
     def predict(self) -> tuple[Tensor, Tensor]:
@@ -154,8 +155,6 @@ def train(
     model_options: dict[str, Any] | None = None,
     rerun: int = 0,
     store: str | Path | None = None,
-    resume: bool = True,
-    checkpoint_seconds: float = 10.0,
     keep_weights: bool = True,
     watch: Watch | None = None,
     progress: bool = True,
@@ -183,8 +182,10 @@ def train(
     the run's `final_loss`. A number that is not finite, an `ArithmeticError` or a `LinAlgError` makes the run one that
     `diverged`.
 
-    With a `store`, the finished run is kept there, and an interrupted one goes on from its last checkpoint. A run that
-    the store has already is returned without training, unless `keep_weights` asks for weights that were not kept.
+    With a `store`, the finished run is kept there. Training of gpulab's own networks leaves a checkpoint there every
+    ten seconds, and when it is interrupted; asked for again, it goes on from that. A run that the store has already is
+    returned without training, unless `keep_weights` asks for weights that were not kept. To train one again, delete
+    its folder, or give another `rerun`.
 
     Args:
         net: A name or module as above, or a training of your own. The weights of a fresh network are drawn from `seed`;
@@ -203,8 +204,6 @@ def train(
             keywords of this function.
         rerun: The number of this repetition, from 0: the same run again, kept beside the first.
         store: A folder in which runs are kept. By default nothing is kept.
-        resume: Whether to go on from a checkpoint, and to take a run that is there.
-        checkpoint_seconds: The time between two checkpoints.
         keep_weights: Whether the store keeps the trained weights.
         watch: A function that is called with the model and the number of updates, before the first update and after
             each window. For gpulab's own loop in this process only.
@@ -247,8 +246,6 @@ def train(
     length = {"frames": frames, "window": window, "learning_rate": learning_rate}
     options = {"data_options": data_options, "model_options": model_options}
     spec = RunSpec.of(net, setting, seed, profile, data=data, rerun=rerun, **length, **options, **factors)
-    if not isinstance(checkpoint_seconds, int | float) or not checkpoint_seconds >= 0:
-        raise UsageError(f"checkpoint_seconds={checkpoint_seconds!r}: expected seconds from 0")
     if spec.function and watch:
         raise UsageError("watch goes with gpulab's own networks")
     folder = None if store is None else stores.store_folder(store)
@@ -258,14 +255,14 @@ def train(
     with spec.in_force():
         identity = spec.identity(passport(), kept=folder is not None)
         checkpoint = folder and folder / stores.WORK / f"{identity.id}.safetensors"
-        run = stored_run(spec, folder, identity, keep_weights) if folder and resume else None
+        run = stored_run(spec, folder, identity, keep_weights) if folder else None
         if run is None:
             record = stores.begun(identity, passport(), **notes)
             if spec.function:
                 end, history = spec.function.train(spec.asked["option"], spec.setting, spec.seed)
             else:
-                end, history = train_network(spec, checkpoint, checkpoint_seconds, resume, watch, progress)
-            run = Run(spec.model and spec.model.cpu(), spec.data, history_columns(history), record | end)
+                end, history = train_network(spec, checkpoint, watch, progress)
+            run = Run(spec.model and spec.model.cpu(), spec.data, np.array(history, HISTORY), record | end)
             if folder:
                 weights = run.model.state_dict() if keep_weights and run.model else None
                 run.path = stores.write_run(folder, run.record, run.columns, weights)
@@ -287,22 +284,20 @@ def stored_run(spec: RunSpec, folder: Path, identity: Identity, keep_weights: bo
 
 
 def train_network(
-    spec: RunSpec, checkpoint: Path | None, seconds: float, resume: bool, watch: Watch | None, progress: bool
+    spec: RunSpec, checkpoint: Path | None, watch: Watch | None, progress: bool
 ) -> tuple[dict[str, Any], list[loop.WindowNote]]:
     """Train as specified, `spec.in_force`.
 
     Args:
         spec: What to train.
-        checkpoint: The file in which it is kept meanwhile, every so many `seconds`; from there it goes on if it shall
-            `resume`.
-        seconds, resume, watch, progress: As of `gpulab.train`.
+        checkpoint: The file in which it is kept meanwhile; where it is there already, the training goes on from it.
+        watch, progress: As of `gpulab.train`.
 
     Returns:
         What the record says of the end, and the history.
     """
     training, saved = set_up(spec), time.monotonic()
-    resumed = resume and resume_checkpoint(training, checkpoint)
-    end = {"resumed_at": len(training.history)} if resumed else {}
+    end = {"resumed_at": len(training.history)} if resume_checkpoint(training, checkpoint) else {}
     watch = watch or (lambda *_: None)
     total = spec.frames // spec.window * spec.window
     with Progress(total=total, unit="frame", leave=False, disable=not progress) as bar:
@@ -312,7 +307,7 @@ def train_network(
             bar.set_postfix(loss=f"{training.history[-1].loss:.3g}", refresh=False)
             bar.update(len(training.history) * spec.window - bar.n)
             watch(training.model, training.step)
-            if time.monotonic() - saved >= seconds:
+            if time.monotonic() - saved >= CHECKPOINT_SECONDS:
                 save_checkpoint(training, checkpoint)
                 saved = time.monotonic()
 
@@ -373,12 +368,6 @@ def _weights_and_moments(training: loop.Training) -> dict[str, Tensor]:
     for name, moments in training.optimizer.state.items():
         tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
     return tensors
-
-
-def history_columns(rows: Sequence[loop.WindowNote]) -> stores.History:
-    """The history of a run, given a row a window."""
-    columns = zip(loop.WindowNote._fields, zip(*rows, strict=True), HISTORY_TYPES, strict=True)
-    return {name: np.array(values, kind) for name, values, kind in columns}
 
 
 def set_up(spec: RunSpec) -> loop.Training:

@@ -33,7 +33,7 @@ from gpulab.training.protocol import Protocol, protocol
 # `test_losses_are_those_of_this_code_version` fails until that is done.
 CODE_VERSION = 1
 # Arguments of `gpulab.train` that say how a run is done, and nothing of what it is.
-HOW = ("store", "resume", "checkpoint_seconds", "keep_weights", "watch", "progress", "registered")
+HOW = ("store", "keep_weights", "watch", "progress", "registered")
 # Those that `gpulab.train` gives as None where nothing was said; any other None is the value of an option.
 UNSAID = ("data", "frames", "window", "learning_rate", "data_options", "model_options", *HOW)
 

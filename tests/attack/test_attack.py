@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the attack needs a server that forks"),
 ]
 
-NETWORK = "train autoencoder --profile smoke --frames 40 --setting cpu:threads=1 --checkpoint-seconds 0 --store store"
+NETWORK = "train autoencoder --profile smoke --frames 40 --setting cpu:threads=1 --store store"
 FUNCTION = "train own.py:train --setting cpu:threads=1 --store store"
 PACK = "pack store packed.parquet"
 OWN = "def train(seed, rate=0.5):\n    return (1 + seed) * rate\n"
@@ -65,7 +65,9 @@ def command(folder, line, act, at, lasting):
         setattr(os, name, disturbed(getattr(os, name)))
     sys.argv = ["gpulab", *line.split()]
     from gpulab.__main__ import main
+    from gpulab.training import run as training
 
+    training.CHECKPOINT_SECONDS = 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main()
 
@@ -137,7 +139,7 @@ def writer(folder, number):
     seeds = random.Random(number).sample(range(6), 6)
     for seed in seeds:
         gl.train("autoencoder", None, "cpu:threads=1", seed, "smoke", frames=40, store="store", progress=False)
-        gl.train("own.py:train", seed=seed, store="store", resume=seed % 2 > 0, progress=False)
+        gl.train("own.py:train", seed=seed, store="store", progress=False)
 
 
 def test_many_writers_and_readers_of_one_store_see_whole_runs_only(tmp_path):

@@ -223,15 +223,12 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(run,
     assert len(gl.runs(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(("resume", "resumed_at"), [(True, 5), (False, None)])
-def test_a_run_that_ends_without_a_word_goes_on_from_its_last_checkpoint_unless_told_to_begin_anew(
-    resume, resumed_at, tmp_path
-):
-    """As one that is killed: it saves every so many seconds, and not at its end."""
-    options = {"store": tmp_path, "checkpoint_seconds": 0}
-    interrupted(lambda watch: trained(**options, **watch), after=120, error=RuntimeError)
-    run = trained(**options, resume=resume)
-    assert run.record.get("resumed_at") == resumed_at
+def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
+    """It saves every so many seconds, and not at its end."""
+    monkeypatch.setattr("gpulab.training.run.CHECKPOINT_SECONDS", 0)
+    interrupted(lambda watch: trained(store=tmp_path, **watch), after=120, error=RuntimeError)
+    run = trained(store=tmp_path)
+    assert run.record["resumed_at"] == 5
     assert same(run, reference())
 
 
