@@ -138,7 +138,8 @@ def peak(setting: Setting) -> float:
 def autoencoder_window(setting: Setting, fast: bool) -> Step:
     """A window as `gpulab.train` does it."""
     spec = RunSpec.of("autoencoder", setting=setting, profile="quick", fast=fast)
-    training, images = set_up(spec), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
+    training, images = set_up(spec), torch.randint(256, (IMAGES, 1, 28, 28), dtype=torch.uint8, device=setting.device)
+    numbers = images.to(setting.dtype) / 255
     plain = Plain(training, Loader("window", setting))
     engine = fastest(plain).choose(None) if fast else plain
 
@@ -146,7 +147,7 @@ def autoencoder_window(setting: Setting, fast: bool) -> Step:
         if isinstance(engine, Captured):
             losses, _ = engine.replay(images, None)
         else:
-            losses, _ = engine.update(training.model.batches(images), None)
+            losses, _ = engine.update(training.model.batches(numbers), None)
         losses.tolist()
 
     return step
