@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from files_cases import SMALL, encoded, idx, noise, write_images, write_sound, write_video
+from files_cases import SMALL, encoded, every_frame, idx, noise, write_images, write_sound, write_video
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ def load(file):
         data = gl.load(f"mnist:{file.parent}")
         return np.concatenate([data.train, data.held])
     name = f"frames:{file.parent}" if file.name.startswith("00") else f"video:{file}"
-    return np.stack(list(gl.load(name, size=SMALL).stream()))
+    return every_frame(gl.load(name, size=SMALL))
 
 
 @pytest.mark.filterwarnings("error")
