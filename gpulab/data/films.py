@@ -75,26 +75,23 @@ def _look(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
     """How many frames a film has, all of which are decoded, and the format of their pixels."""
     with _film(file) as film:
         formats = [frame.format.name for frame in film.decode(video=0)]
-    if not formats:
-        raise DataError(f"{file}: holds no frames")
-    return len(formats), formats[0]
+    return len(formats), formats[0] if formats else ""
 
 
 def _upright(file: Path, frame: Any) -> PIL.Image.Image:
     """A frame as it is to be shown: a telephone writes down how it was held, and leaves the pixels as they are."""
-    from PIL.Image import Transpose
+    from PIL import Image
 
-    image, matrix = frame.to_image(), frame.side_data.get("DISPLAYMATRIX")
-    if matrix is None:
-        return image
-    # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
-    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
-    if not (a or d):
-        image, a, d = image.transpose(Transpose.TRANSPOSE), c, b
-    elif b or c:
-        raise DataError(f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read")
-    image = image.transpose(Transpose.FLIP_LEFT_RIGHT) if a < 0 else image
-    return image.transpose(Transpose.FLIP_TOP_BOTTOM) if d < 0 else image
+    pixels, matrix = frame.to_ndarray(format="rgb24"), frame.side_data.get("DISPLAYMATRIX")
+    if matrix is not None:
+        # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
+        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+        if not (a or d):
+            pixels, a, d = pixels.swapaxes(0, 1), c, b
+        elif b or c:
+            raise DataError(f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read")
+        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+    return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 @contextlib.contextmanager
@@ -103,11 +100,9 @@ def _film(file: Path) -> Iterator[Any]:
     import av
 
     with reading(file, NO_VIDEO), av.open(f"file:{file}", options=OPTIONS, metadata_errors="replace") as film:
-        if not film.streams.video:
-            raise DataError(f"{file}: holds no video")
-        codec = film.streams.video[0].codec_context
+        codec = film.streams.video[0].codec_context if film.streams.video else None
         if not codec:
-            raise DataError(f"{file}: {NO_VIDEO}: its codec is not known here")
+            raise DataError(f"{file}: holds no video, or none whose codec is known here")
         if (pixels := codec.width * codec.height) > MOST_PIXELS:
             raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {MOST_PIXELS:,}")
         codec.options = {"max_pixels": str(MOST_PIXELS)}
@@ -137,11 +132,10 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
     size = None
     for file in images:
         with _opened(file) as image:
-            width, height = _upright_size(image)
-            size = size or f"{width}×{height}"
-            if size != f"{width}×{height}":
-                sizes = f"is {width}×{height} pixels, the images before it {size}"
-                raise DataError(f"{file}: {sizes}; all must have one size")
+            shown = "{}×{}".format(*_upright_size(image))
+            size = size or shown
+            if shown != size:
+                raise DataError(f"{file}: is {shown} pixels, the images before it {size}; all must have one size")
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); {ASK_FOR_GREY}")
     return stamps

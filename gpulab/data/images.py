@@ -40,10 +40,8 @@ class Images(Data):
     def content(self) -> str:
         """The SHA-256 of the images, of both parts."""
         parts = self.train, self.held
-        content = hashlib.sha256(repr([(images.dtype.str, images.shape) for images in parts]).encode())
-        for images in parts:
-            content.update(np.ascontiguousarray(images).data)
-        return content.hexdigest()
+        shapes = repr([(images.dtype.str, images.shape) for images in parts]).encode()
+        return hashlib.sha256(b"".join([shapes, *(images.tobytes() for images in parts)])).hexdigest()
 
     def __len__(self) -> int:
         return len(self.train)
@@ -86,10 +84,7 @@ def mnist(folder: str) -> Images:
     files = _find_mnist(Path(folder)) if folder else list(map(_downloaded, SHA256))
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
-        count = len(parts[0])
-        if count < HELD_OUT:
-            raise DataError(f"{files[0]}: holds {count} images; at least {HELD_OUT} are needed")
-        parts = np.split(parts[0], [count - count // HELD_OUT])
+        parts = np.split(parts[0], [-max(1, len(parts[0]) // HELD_OUT)])
     if parts[0].shape[1:] != parts[1].shape[1:]:
         raise DataError(f"{files[1]}: images of another size than in {files[0]}")
     return Images("mnist", *parts)
@@ -105,9 +100,8 @@ def _find_mnist(folder: Path) -> list[Path]:
             files += itertools.islice(filter(os.path.isfile, map(place.joinpath, names)), 1)
         if files:
             return files
-    there = ", ".join(sorted(file.name for file in itertools.islice(folder.iterdir(), 5))) or "nothing"
     neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
-    raise DataError(f"{folder}: holds {neither}, here or in MNIST/raw, but {there}; 'mnist' downloads them")
+    raise DataError(f"{folder}: holds {neither}, here or in MNIST/raw; 'mnist' downloads them")
 
 
 def _downloaded(name: str) -> Path:

@@ -25,7 +25,6 @@ Whole = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating]
 
 CHUNK_PIXELS = 1_000_000  # frames are rendered together until they hold about this many pixels
-PI = 3.141592653589793
 
 
 def random_bytes(*key: int, count: int) -> npt.NDArray[np.uint8]:
@@ -36,15 +35,14 @@ def random_bytes(*key: int, count: int) -> npt.NDArray[np.uint8]:
 
 def uniform(*key: int, count: int) -> Floats:
     """`count` numbers uniform in [0, 1), a multiple of 2⁻⁵³ each, from `key` alone."""
-    raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-    return (np.asarray(raw, dtype=np.uint64) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (random_bytes(*key, count=8 * count).view("<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def sine(angle: Floats) -> Floats:
     """sin(angle) to about 1e-9, the same bits on every platform (Taylor's series, reduced to ±π/2)."""
-    turns = np.floor(angle / (2 * PI) + 0.5)
-    x = angle - turns * (2 * PI)
-    x = np.where(x > PI / 2, PI - x, np.where(x < -PI / 2, -PI - x, x))
+    turns = np.floor(angle / (2 * np.pi) + 0.5)
+    x = angle - turns * (2 * np.pi)
+    x = np.where(x > np.pi / 2, np.pi - x, np.where(x < -np.pi / 2, -np.pi - x, x))
     square = x * x
     series = np.ones_like(x)
     for k in (13, 11, 9, 7, 5, 3):
@@ -54,7 +52,7 @@ def sine(angle: Floats) -> Floats:
 
 def cosine(angle: Floats) -> Floats:
     """cos(angle), as `sine`."""
-    return sine(angle + PI / 2)
+    return sine(angle + np.pi / 2)
 
 
 # --- the walk --------------------------------------------------------------------------------------
@@ -93,8 +91,7 @@ class Walk:
         ends = itertools.chain([start], range((start // length + 1) * length, stop, length), [stop])
         chunks = itertools.starmap(functools.partial(_chunk, self), itertools.pairwise(ends))
         if not threads:
-            for chunk in chunks:
-                yield from chunk.frames()
+            yield from itertools.chain.from_iterable(chunk.frames() for chunk in chunks)
             return
         with ThreadPoolExecutor(threads) as pool:
             ahead = collections.deque(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 2 * threads))
@@ -239,14 +236,14 @@ def _pieces(seed: int, blocks: int) -> tuple[Floats, Whole, Whole, Whole]:
     moves = reach * AHEAD[:, headings % 4] + turns * AHEAD[:, (headings + 1) % 4]
     places = np.array([[1], [STREET]]) + np.cumsum(moves, axis=1) - moves
     # NumPy adds up these numbers one after the other, unlike those of a sum.
-    ends = np.cumsum(np.where(turns == 0, reach, PI / 2))
+    ends = np.cumsum(np.where(turns == 0, reach, np.pi / 2))
     return np.append(0.0, ends[:-1]), places, headings, turns
 
 
 def _walked(seed: int, distance: Floats) -> tuple[Floats, Floats]:
     """Where the walker is after each distance (x and y, first axis), and where he faces (radians)."""
     distance = np.maximum(distance, 0.0)
-    crossings = int(distance.max(initial=0.0) / (BLOCK - STREET + PI / 2))  # at most: to go straight on is longer
+    crossings = int(distance.max(initial=0.0) / (BLOCK - STREET + np.pi / 2))  # at most: to go straight on is longer
     starts, places, headings, turns = _pieces(seed, 1 + crossings // AT_A_TIME)
     piece = np.searchsorted(starts, distance, side="right") - 1
     along, quarter, turn = distance - starts[piece], headings[piece], turns[piece]
@@ -254,7 +251,7 @@ def _walked(seed: int, distance: Floats) -> tuple[Floats, Floats]:
     forward = np.where(turn == 0, along, sine(along))
     aside = turn * (1.0 - cosine(along))
     place = places[:, piece] + forward * AHEAD[:, quarter % 4] + aside * AHEAD[:, (quarter + 1) % 4]
-    return place, quarter * (PI / 2) + turn * along
+    return place, quarter * (np.pi / 2) + turn * along
 
 
 def _cast(place: Floats, ray: Floats, seed: int) -> tuple[Floats, Floats, Whole, Whole]:
@@ -358,7 +355,6 @@ class MovingDigits:
 
 def _bounce(start: float, velocity: float, age: float, room: int) -> int:
     """A place in 0…room of something that moves at ±1 to 3 pixels a frame and bounces."""
-    if room == 0:
-        return 0
-    place = (start * 2 * room + (1.0 + 2.0 * velocity) * age) % (2 * room)
+    there_and_back = 2 * room or 1  # without room the place is a part of a pixel, which is 0
+    place = (start * 2 * room + (1.0 + 2.0 * velocity) * age) % there_and_back
     return int(room - abs(place - room))
