@@ -94,7 +94,7 @@ class Sequence(Data):
         return self.frames
 
     @abstractmethod
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+    def stream(self, start: int, stop: int) -> Iterator[Bytes]:
         """Frames `start` to `stop` in order, training part and held-out part together."""
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002

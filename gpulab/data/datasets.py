@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from gpulab.data import images
 from gpulab.data.base import HELD_OUT, Bytes, Data, Sequence
 from gpulab.data.films import Folder, Video
 from gpulab.data.scenes import MovingDigits, Walk
-from gpulab.errors import UsageError, check_name, extra
+from gpulab.errors import UsageError, check_count, check_name, extra
 
 NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR")
-FORMS = {name.rstrip(string.ascii_uppercase) for name in NAMES}  # with a colon where a place follows
+READ = {"video": Video, "frames": Folder}  # what is the user's own
+FORMS = {name.removesuffix("DIR").removesuffix("FILE") for name in NAMES}  # with a colon where a place follows
 
 
 class Rendered(Sequence):
@@ -28,8 +28,8 @@ class Rendered(Sequence):
         super().__init__(name, 3, scene.size, frames, held)
         self.scene = scene
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """Frames `start` to `stop`, without it endlessly."""
+    def stream(self, start: int, stop: int) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, rendered as they are asked for."""
         return self.scene.stream(start, stop, self.threads)
 
     def options(self) -> dict[str, Any]:
@@ -98,13 +98,14 @@ def load(
     kind, _, place = str(name).partition(":")
     if (f"{kind}:" if place else kind) not in FORMS:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
-    if not (isinstance(size, tuple | list) and len(size) == 2 and all(_is_whole(edge, 1) for edge in size)):
-        raise UsageError(f"data {name!r}: size={size!r} must be (height, width), two whole numbers above 0")
-    if not (frames is None or _is_whole(frames, 1)) or not _is_whole(seed, 0):
-        raise UsageError(f"data {name!r}: frames={frames!r} must be a whole number above 0, seed={seed!r} one from 0")
+    if not (isinstance(size, tuple | list) and len(size) == 2):
+        raise UsageError(f"data {name!r}: size={size!r} must be (height, width)")
+    for option, value in {"height": size[0], "width": size[1], "frames": 1 if frames is None else frames}.items():
+        check_count(f"data {name!r}: {option}", value)
+    check_count(f"data {name!r}: seed", seed, least=0)
     if not 0 < speed < float("inf"):
         raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
-    rendered, read = kind in ("walk", "moving-digits"), kind in ("video", "frames")
+    rendered, read = kind in ("walk", "moving-digits"), READ.get(kind)
     if not rendered and (seed != 0 or speed != 1):
         raise UsageError(f"data {name!r}: seed={seed}, speed={speed} are for what is rendered: walk, moving-digits")
     if grey and not read:
@@ -113,16 +114,9 @@ def load(
         return images.Images("digits", *map(np.copy, np.split(images.digits(), [1500])))  # for each caller its own
     if kind == "mnist":
         return images.mnist(place)
-    if kind == "video":
-        return Video(Path(place), size, frames, grey)
-    if kind == "frames":
-        return Folder(Path(place), size, frames, grey)
+    if read:
+        return read(Path(place), size, frames, grey)
     speed, frames = float(speed), frames or 1000  # 2 and 2.0 are one speed, and give one record
     size = (size[0], size[1])
-    walks = kind == "walk"
-    scene = Walk(seed, size, speed) if walks else MovingDigits(images.digits()[:, 0], seed, size, speed)
+    scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(images.digits()[:, 0], seed, size, speed)
     return Rendered(kind, scene, frames, max(20, frames // HELD_OUT))
-
-
-def _is_whole(number: Any, least: int) -> bool:
-    return isinstance(number, int | np.integer) and bool(number >= least)

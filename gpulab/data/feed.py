@@ -85,21 +85,19 @@ class Loader:
         return [feed] if model.sequential else feed
 
     def _to_device(self, buffer: np.ndarray) -> Tensor:
-        if self.name == "imitated" and self.shared is not None:
+        if self.shared is not None:
             self.shared.data.copy_(torch.from_numpy(buffer))  # `.data` has a version counter of its own
             return self.shared
         host = buffer if self.name == "reused" else buffer.copy()
         tensor = torch.as_tensor(host, device=self.device, dtype=self.dtype)
-        if self.name == "imitated":
-            self.shared = tensor
+        self.shared = tensor if self.name == "imitated" else None
         return tensor
 
 
 def has_its_device_alone(setting: Setting) -> bool:
     """Whether no other training keeps the GPU busy: those that share one have each a stream of its own."""
-    if setting.kind != "cuda":
-        return True
-    return torch.cuda.current_stream(setting.device) == torch.cuda.default_stream(setting.device)
+    device = setting.device
+    return setting.kind != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 def ahead(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
@@ -108,19 +106,15 @@ def ahead(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[W
     Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
     """
     if setting.kind == "cpu" or not has_its_device_alone(setting):
-        yield from windows
-        return
+        return windows
     data.threads = min(4, os.cpu_count() or 1)
-    yield from made_meanwhile(windows)
+    return made_meanwhile(windows)
 
 
 def made_meanwhile(made: Iterator[Window]) -> Iterator[Window]:
     """The same, each made while this thread waits for a device to be done with the one before."""
     with ThreadPoolExecutor(1) as pool:
         upcoming = pool.submit(next, made, None)
-        while True:
-            window = upcoming.result()
-            if window is None:
-                return
+        while (window := upcoming.result()) is not None:
             upcoming = pool.submit(next, made, None)
             yield window

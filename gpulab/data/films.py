@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab.content import Stamp, Stamps, stamp
-from gpulab.data import pictures
 from gpulab.data.base import HELD_OUT, Bytes, Sequence, check_folder
-from gpulab.errors import DataError, reason
+from gpulab.errors import DataError
+from gpulab.files import reading
 
 if TYPE_CHECKING:
     import PIL.Image
 
+MOST_PIXELS = 1 << 27  # of a frame or an image
+ORIENTATION = 0x0112  # the number of this note in Exif
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 # Not those that open further files or addresses, which their content names: playlists, and lists of images.
-FORMATS = "3g2,asf,av1,avi,dv,flv,gif,h264,hevc,ivf,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,nut,obu,ogg,wav"
-FORMATS += ",yuv4mpegpipe"
+FORMATS = "asf,avi,dv,flv,gif,h264,hevc,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,ogg,wav,yuv4mpegpipe"
+NO_VIDEO = "not a video that can be read"
 OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
 ASK_FOR_GREY = "ask for grey=True (--option grey=true) to read one channel"
 
@@ -43,12 +46,11 @@ class Video(Sequence):
             raise DataError(f"{file}: is grey ({pixels}); {ASK_FOR_GREY}")
         super().__init__(name, 1 if grey else 3, size, *_split(name, count, frames))
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+    def stream(self, start: int, stop: int) -> Iterator[Bytes]:
         """Frames `start` to `stop`, decoded as they are asked for."""
-        stop = self.frames + self.held if stop is None else stop
         with _film(self.file) as film:
             for frame in itertools.islice(film.decode(video=0), start, stop):
-                yield pictures.fit(_upright(self.file, frame), self.size, self.grey)
+                yield _fit(_upright(self.file, frame), self.size, self.grey)
 
 
 class Folder(Sequence):
@@ -58,12 +60,11 @@ class Folder(Sequence):
         self.stamps, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
         super().__init__(name, 1 if grey else 3, size, *_split(name, len(self.stamps), frames))
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+    def stream(self, start: int, stop: int) -> Iterator[Bytes]:
         """Frames `start` to `stop`, read as they are asked for."""
-        stop = self.frames + self.held if stop is None else stop
         for file in itertools.islice(self.stamps, start, stop):
             with _opened(file) as image:
-                yield pictures.fit(image, self.size, self.grey)
+                yield _fit(image, self.size, self.grey)
 
 
 # --- films ---------------------------------------------------------------------------------------------
@@ -74,46 +75,38 @@ def _look(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
     """How many frames a film has, all of which are decoded, and the format of their pixels."""
     with _film(file) as film:
         formats = [frame.format.name for frame in film.decode(video=0)]
-    if not formats:
-        raise DataError(f"{file}: holds no frames")
-    return len(formats), formats[0]
+    return len(formats), formats[0] if formats else ""
 
 
 def _upright(file: Path, frame: Any) -> PIL.Image.Image:
     """A frame as it is to be shown: a telephone writes down how it was held, and leaves the pixels as they are."""
-    from PIL.Image import Transpose
+    from PIL import Image
 
-    image, matrix = frame.to_image(), frame.side_data.get("DISPLAYMATRIX")
-    if matrix is None:
-        return image
-    # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
-    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
-    if not (a or d):
-        image, a, d = image.transpose(Transpose.TRANSPOSE), c, b
-    elif b or c:
-        raise DataError(f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read")
-    image = image.transpose(Transpose.FLIP_LEFT_RIGHT) if a < 0 else image
-    return image.transpose(Transpose.FLIP_TOP_BOTTOM) if d < 0 else image
+    pixels, matrix = frame.to_ndarray(format="rgb24"), frame.side_data.get("DISPLAYMATRIX")
+    if matrix is not None:
+        # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
+        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+        if not (a or d):
+            pixels, a, d = pixels.swapaxes(0, 1), c, b
+        elif b or c:
+            raise DataError(f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read")
+        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+    return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 @contextlib.contextmanager
 def _film(file: Path) -> Iterator[Any]:
-    """A film as PyAV's container, which opens nothing but this file, nor frames of more than `pictures.MOST_PIXELS`."""
+    """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MOST_PIXELS`."""
     import av
 
-    try:
-        with av.open(f"file:{file}", options=OPTIONS, metadata_errors="replace") as container:
-            if not container.streams.video:
-                raise DataError(f"{file}: holds no video")
-            codec = container.streams.video[0].codec_context
-            if not codec:
-                raise DataError(f"{file}: not a video that can be read: its codec is not known here")
-            if (pixels := codec.width * codec.height) > pictures.MOST_PIXELS:
-                raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {pictures.MOST_PIXELS:,}")
-            codec.options = {"max_pixels": str(pictures.MOST_PIXELS)}
-            yield container
-    except (av.FFmpegError, IndexError, ValueError) as error:  # the latter two are PyAV's own, at a damaged file
-        raise DataError(f"{file}: not a video that can be read: {reason(error)}") from None
+    with reading(file, NO_VIDEO), av.open(f"file:{file}", options=OPTIONS, metadata_errors="replace") as film:
+        codec = film.streams.video[0].codec_context if film.streams.video else None
+        if not codec:
+            raise DataError(f"{file}: holds no video, or none whose codec is known here")
+        if (pixels := codec.width * codec.height) > MOST_PIXELS:
+            raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {MOST_PIXELS:,}")
+        codec.options = {"max_pixels": str(MOST_PIXELS)}
+        yield film
 
 
 # --- both, and folders of images -------------------------------------------------------------------------
@@ -132,18 +125,17 @@ def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
 def _image_files(folder: Path, grey: bool) -> Stamps:
     """The images of a folder by name, as they are now, after a look at the header of each."""
     check_folder(folder, "'frames:DIR' reads a folder of images, 'video:FILE' a film")
-    files = sorted((file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES), key=_natural_key)
-    if not files:
+    images = sorted((file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES), key=_natural_key)
+    if not images:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    stamps = {file: stamp(file) for file in files}
+    stamps = {file: stamp(file) for file in images}
     size = None
-    for file in files:
+    for file in images:
         with _opened(file) as image:
-            width, height = pictures.upright_size(image)
-            size = size or (width, height)
-            if (width, height) != size:
-                sizes = f"is {width}×{height} pixels, the images before it {size[0]}×{size[1]}"
-                raise DataError(f"{file}: {sizes}; all must have one size")
+            shown = "{}×{}".format(*_upright_size(image))
+            size = size or shown
+            if shown != size:
+                raise DataError(f"{file}: is {shown} pixels, the images before it {size}; all must have one size")
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); {ASK_FOR_GREY}")
     return stamps
@@ -158,15 +150,33 @@ def _natural_key(file: Path) -> tuple[list[str | int], str]:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[PIL.Image.Image]:
     """An image whose pixels are read inside the block; whatever is wrong with it is said with its name."""
-    try:
-        with warnings.catch_warnings(), pictures.opened(file) as image:
-            warnings.simplefilter("ignore")  # of what surrounds the pixels
-            # A photograph's second picture is its preview, or what another lens saw.
-            if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
-                raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
-            yield image
-    except DataError:
-        raise
-    except Exception as error:  # Pillow raises almost anything at a broken file
-        known = f"not a whole image of a known format ({', '.join(pictures.FORMATS)})"
-        raise DataError(f"{file}: {known}: {reason(error)}") from None
+    from PIL import Image
+
+    no_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
+    quiet = warnings.catch_warnings(action="ignore")  # of sizes below the bound, and of what surrounds the pixels
+    with reading(file, no_image), quiet, Image.open(file, formats=IMAGE_FORMATS) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise DataError(f"{file}: has {image.width:,}×{image.height:,} pixels; it may have {MOST_PIXELS:,}")
+        # A photograph's second picture is its preview, or what another lens saw.
+        if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
+            raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
+        yield image
+
+
+def _upright_size(image: PIL.Image.Image) -> tuple[int, int]:
+    """(width, height) of an image as it is to be shown: a camera notes (in Exif) how it was held."""
+    # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would read all of them.
+    noted = image.format != "TIFF" and "exif" in image.info
+    sideways = noted and image.getexif().get(ORIENTATION, 1) > 4
+    return (image.height, image.width) if sideways else image.size
+
+
+def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
+    """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W) bytes."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255
+        image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+    image = ImageOps.fit(image.convert("L" if grey else "RGB"), size[::-1], Image.Resampling.BILINEAR)
+    return np.ascontiguousarray(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))

@@ -5,22 +5,19 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
-import importlib.util
+import importlib.metadata
 import itertools
-import math
 import os
 import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpulab.data.base import HELD_OUT, Bytes, Data, Window, check_folder
 from gpulab.errors import DataError, reason
-from gpulab.files import cache_folder
+from gpulab.files import cache_folder, reading
 
 MOST_BYTES = 1 << 28  # of MNIST's images, unpacked
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
@@ -43,10 +40,8 @@ class Images(Data):
     def content(self) -> str:
         """The SHA-256 of the images, of both parts."""
         parts = self.train, self.held
-        content = hashlib.sha256(repr([(images.dtype.str, images.shape) for images in parts]).encode())
-        for images in parts:
-            content.update(np.ascontiguousarray(images).data)
-        return content.hexdigest()
+        shapes = repr([(images.dtype.str, images.shape) for images in parts]).encode()
+        return hashlib.sha256(b"".join([shapes, *(images.tobytes() for images in parts)])).hexdigest()
 
     def __len__(self) -> int:
         return len(self.train)
@@ -55,17 +50,12 @@ class Images(Data):
         """`length` images each; every pass over the images has an order of its own."""
         import torch
 
-        def order(number: int) -> npt.NDArray[np.integer]:
-            return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + number)).numpy()
-
-        number, shown = divmod(start * length, len(self))
-        remaining = order(number)[shown:]
+        first, shown = divmod(start * length, len(self))
+        generators = (torch.Generator().manual_seed(seed * 1_000_003 + number) for number in itertools.count(first))
+        orders = (torch.randperm(len(self), generator=generator).tolist() for generator in generators)
+        remaining = itertools.islice(itertools.chain.from_iterable(orders), shown, None)
         while True:
-            while len(remaining) < length:
-                number += 1
-                remaining = np.concatenate([remaining, order(number)])
-            yield Window(self.train[remaining[:length]], restart=True)
-            remaining = remaining[length:]
+            yield Window(self.train[list(itertools.islice(remaining, length))], restart=True)
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out images in their stored order."""
@@ -83,11 +73,8 @@ def digits() -> Bytes:
     from PIL import Image
 
     # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
-    scikit_learn = importlib.util.find_spec("sklearn")
-    if scikit_learn is None or scikit_learn.origin is None:
-        raise ModuleNotFoundError(name="scikit-learn")
-    package = Path(scikit_learn.origin).parent
-    table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    file = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    table = np.loadtxt(str(file), delimiter=",")
     small = map(Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8))
     return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
 
@@ -97,10 +84,7 @@ def mnist(folder: str) -> Images:
     files = _find_mnist(Path(folder)) if folder else list(map(_downloaded, SHA256))
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
-        count = len(parts[0])
-        if count < HELD_OUT:
-            raise DataError(f"{files[0]}: holds {count} images; at least {HELD_OUT} are needed")
-        parts = np.split(parts[0], [count - count // HELD_OUT])
+        parts = np.split(parts[0], [-max(1, len(parts[0]) // HELD_OUT)])
     if parts[0].shape[1:] != parts[1].shape[1:]:
         raise DataError(f"{files[1]}: images of another size than in {files[0]}")
     return Images("mnist", *parts)
@@ -116,9 +100,8 @@ def _find_mnist(folder: Path) -> list[Path]:
             files += itertools.islice(filter(os.path.isfile, map(place.joinpath, names)), 1)
         if files:
             return files
-    there = ", ".join(sorted(file.name for file in itertools.islice(folder.iterdir(), 5))) or "nothing"
     neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
-    raise DataError(f"{folder}: holds {neither}, here or in MNIST/raw, but {there}; 'mnist' downloads them")
+    raise DataError(f"{folder}: holds {neither}, here or in MNIST/raw; 'mnist' downloads them")
 
 
 def _downloaded(name: str) -> Path:
@@ -136,19 +119,15 @@ def _downloaded(name: str) -> Path:
 
 def _read_idx(file: Path) -> Bytes:
     """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
-            magic, *shape = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
-            promised = math.prod(shape)
-            if magic != 2051 or not 0 < promised <= MOST_BYTES:
-                raise DataError(
-                    f"{file}: no IDX file of images that can be read: begins with {magic} (expected 2051) and promises "
-                    f"{shape[0]} images of {shape[1]}×{shape[2]} (1 to {MOST_BYTES:,} bytes are read)"
-                )
-            content = stream.read(promised + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be unpacked: {reason(error)}") from None
-    if len(content) != promised:
-        held = f"{len(content):,} bytes" if len(content) < promised else "more"
-        raise DataError(f"{file}: promises {shape[0]} images of {shape[1]}×{shape[2]} and holds {held}")
-    return np.frombuffer(content, np.uint8).reshape(shape[0], 1, *shape[1:])
+    opened = gzip.open if file.suffix == ".gz" else open
+    with reading(file, "cannot be unpacked"), opened(file, "rb") as stream:
+        magic, count, height, width = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
+        size, promise = count * height * width, f"promises {count} images of {height}×{width}"
+        if magic != 2051 or not 0 < size <= MOST_BYTES:
+            found = f"begins with {magic} (expected 2051) and {promise} (1 to {MOST_BYTES:,} bytes are read)"
+            raise DataError(f"{file}: no IDX file of images that can be read: {found}")
+        content = stream.read(size + 1)
+    if len(content) != size:
+        held = f"{len(content):,} bytes" if len(content) < size else "more"
+        raise DataError(f"{file}: {promise} and holds {held}")
+    return np.frombuffer(content, np.uint8).reshape(count, 1, height, width)

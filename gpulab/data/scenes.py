@@ -1,4 +1,4 @@
-"""Two scenes that the project renders itself, endlessly, from a seed: a walk, and moving digits.
+"""Two scenes that the project renders itself, of any length, from a seed: a walk, and moving digits.
 
 The bytes are the same on every platform: only operations that IEEE 754 rounds exactly (+ − × ÷ and comparisons,
 element by element) touch floating-point numbers, so no sum over an axis, no matrix product, and a sine of our own,
@@ -15,17 +15,16 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gpulab.data.base import Bytes
+
 Whole = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating]
-Frames = npt.NDArray[np.uint8]
 
 CHUNK_PIXELS = 1_000_000  # frames are rendered together until they hold about this many pixels
-PI = 3.141592653589793
 
 
 def random_bytes(*key: int, count: int) -> npt.NDArray[np.uint8]:
@@ -36,15 +35,14 @@ def random_bytes(*key: int, count: int) -> npt.NDArray[np.uint8]:
 
 def uniform(*key: int, count: int) -> Floats:
     """`count` numbers uniform in [0, 1), a multiple of 2⁻⁵³ each, from `key` alone."""
-    raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-    return (np.asarray(raw, dtype=np.uint64) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (random_bytes(*key, count=8 * count).view("<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def sine(angle: Floats) -> Floats:
     """sin(angle) to about 1e-9, the same bits on every platform (Taylor's series, reduced to ±π/2)."""
-    turns = np.floor(angle / (2 * PI) + 0.5)
-    x = angle - turns * (2 * PI)
-    x = np.where(x > PI / 2, PI - x, np.where(x < -PI / 2, -PI - x, x))
+    turns = np.floor(angle / (2 * np.pi) + 0.5)
+    x = angle - turns * (2 * np.pi)
+    x = np.where(x > np.pi / 2, np.pi - x, np.where(x < -np.pi / 2, -np.pi - x, x))
     square = x * x
     series = np.ones_like(x)
     for k in (13, 11, 9, 7, 5, 3):
@@ -54,7 +52,7 @@ def sine(angle: Floats) -> Floats:
 
 def cosine(angle: Floats) -> Floats:
     """cos(angle), as `sine`."""
-    return sine(angle + PI / 2)
+    return sine(angle + np.pi / 2)
 
 
 # --- the walk --------------------------------------------------------------------------------------
@@ -67,6 +65,7 @@ VIEW_DISTANCE = 20.0
 HALF_VIEW = 0.66  # tangent of half the horizontal field of view: 67 degrees
 TEXTURE = 64  # texels along an edge
 HOUSES = 8  # wall textures
+SKIN = np.array([214, 170, 140], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Walk:
 
     Examples:
         >>> walk = Walk(seed=0, size=(48, 64))
-        >>> next(walk.stream()).shape
+        >>> next(walk.stream(0, 1)).shape
         (3, 48, 64)
     """
 
@@ -85,12 +84,14 @@ class Walk:
     size: tuple[int, int]
     speed: float = 1.0
 
-    def stream(self, start: int = 0, stop: int | None = None, threads: int = 0) -> Iterator[Frames]:
-        """Frames `start` to `stop` (without it: endlessly), one by one; rendered ahead, where there are `threads`."""
-        chunks = (_chunk(self, *ends) for ends in self._chunks(start, stop))
+    def stream(self, start: int, stop: int, threads: int = 0) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, one by one; rendered ahead, where there are `threads`."""
+        # Chunks begin at multiples of their length, so that a frame has the same bytes in any stream.
+        length = max(1, CHUNK_PIXELS // (self.size[0] * self.size[1]))
+        ends = itertools.chain([start], range((start // length + 1) * length, stop, length), [stop])
+        chunks = itertools.starmap(functools.partial(_chunk, self), itertools.pairwise(ends))
         if not threads:
-            for chunk in chunks:
-                yield from chunk.frames()
+            yield from itertools.chain.from_iterable(chunk.frames() for chunk in chunks)
             return
         with ThreadPoolExecutor(threads) as pool:
             ahead = collections.deque(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 2 * threads))
@@ -98,51 +99,23 @@ class Walk:
                 yield from ahead.popleft().result()
                 ahead.extend(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 1))
 
-    def _chunks(self, start: int, stop: int | None) -> Iterator[tuple[int, int]]:
-        """Where chunks begin: at multiples of their length, so that a frame has the same bytes in any stream."""
-        height, width = self.size
-        length = max(1, CHUNK_PIXELS // (height * width))
-        while stop is None or start < stop:
-            end = (start // length + 1) * length
-            yield start, end if stop is None else min(end, stop)
-            start = end
-
-    @functools.cached_property
-    def path(self) -> _Path:
-        """The way that is walked."""
-        return _Path(self.seed)
-
-    @functools.cached_property
-    def atlas(self) -> npt.NDArray[np.uint32]:
-        """All textures, a pixel's three bytes in one number."""
-        red, green, blue = _atlas(self.seed).astype(np.uint32).T
-        return red | green << np.uint32(8) | blue << np.uint32(16)
-
-    @functools.cached_property
-    def palette(self) -> npt.NDArray[np.integer]:
-        """The colours of clothes."""
-        return 40 + random_bytes(self.seed, 5, count=3 * 64).reshape(64, 3) // 2
-
-    def render(self, frames: npt.NDArray[np.integer]) -> Frames:
+    def render(self, frames: npt.NDArray[np.integer]) -> Bytes:
         """The frames of these numbers, (len(frames), 3, height, width)."""
         height, width = self.size
-        time = frames.astype(np.float64)
-        distance = time * (0.055 * self.speed)
-        x, y, heading = self.path.at(distance)
+        distance = frames.astype(np.float64) * (0.055 * self.speed)
+        place, heading = _walked(self.seed, distance)
         step = distance * 7.0  # the phase of a footstep
         heading = heading + 0.16 * sine(distance * 0.9) + 0.01 * sine(step)
-        facing_x, facing_y = cosine(heading), sine(heading)
-        x, y = x - 0.03 * sine(step) * facing_y, y + 0.03 * sine(step) * facing_x
+        facing, aside = np.stack([cosine(heading), sine(heading)]), np.stack([-sine(heading), cosine(heading)])
+        place = place + 0.03 * sine(step) * aside
         horizon = height * (0.5 + 0.012 * sine(step * 2.0) + 0.02 * sine(distance * 0.37))
 
         column = ((np.arange(width) + 0.5) * (2.0 / width) - 1.0) * HALF_VIEW
-        ray_x = facing_x[:, None] - column * facing_y[:, None]
-        ray_y = facing_y[:, None] + column * facing_x[:, None]
-        depth, across, house, side = _cast(x, y, ray_x, ray_y, self.seed)
+        ray = facing[:, :, None] + column * aside[:, :, None]
+        depth, across, house, side = _cast(place[:, :, None], ray, self.seed)
 
-        focal = width / (2 * HALF_VIEW)
         f32 = np.float32
-        row = (np.arange(height) + 0.5 - horizon[:, None]).astype(f32)[:, :, None] / f32(focal)
+        row = (np.arange(height) + 0.5 - horizon[:, None]).astype(f32)[:, :, None] / f32(width / (2 * HALF_VIEW))
         depth32 = depth.astype(f32)[:, None, :]
         roof = (0.7 + 0.25 * (house % 5)).astype(f32)[:, None, :]
         ground = row * depth32 > EYE_HEIGHT
@@ -150,8 +123,8 @@ class Walk:
 
         # Where each pixel looks in the atlas of textures, and how far away that is.
         reach = np.minimum(EYE_HEIGHT / np.maximum(row, f32(1e-3)), f32(VIEW_DISTANCE))
-        tile_x = _texel((x.astype(f32)[:, None, None] + reach * ray_x.astype(f32)[:, None, :]) * f32(0.5))
-        tile_y = _texel((y.astype(f32)[:, None, None] + reach * ray_y.astype(f32)[:, None, :]) * f32(0.5))
+        seen = zip(place.astype(f32)[:, :, None, None], ray.astype(f32)[:, :, None, :], strict=True)
+        tile_x, tile_y = (_texel((start + reach * along) * f32(0.5)) for start, along in seen)
         ground_index = tile_y * TEXTURE + tile_x
         brick_x = _texel(across.astype(f32))[:, None, :]
         brick_y = _texel(row * depth32 * f32(0.8))
@@ -159,7 +132,7 @@ class Walk:
         cloud_x = _texel((heading[:, None] + column).astype(f32) * f32(0.7))[:, None, :]
         cloud_y = np.clip((row * f32(-40.0)).astype(np.int32), 0, TEXTURE - 1)
         sky_index = (1 + HOUSES) * TEXTURE**2 + cloud_y * TEXTURE + cloud_x
-        colour = self.atlas.take(np.where(ground, ground_index, np.where(sky, sky_index, wall_index)))
+        colour = _atlas(self.seed).take(np.where(ground, ground_index, np.where(sky, sky_index, wall_index)))
 
         # Distance fades into haze; the two sides of a house are lit differently.
         far = np.where(ground, reach, depth32)
@@ -171,12 +144,12 @@ class Walk:
         for channel in range(3):
             shade = (colour >> np.uint32(8 * channel)).astype(np.uint8).astype(np.uint16)
             image[:, channel] = (shade * clear + haze) >> np.uint16(8)
-        self._passers_by(image, distance, (x, y, facing_x, facing_y), (row[:, :, 0], column, depth))
+        self._passers_by(image, distance, (place, facing, aside), (row[:, :, 0], column, depth))
         return image
 
-    def _passers_by(self, image: Frames, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]) -> None:
+    def _passers_by(self, image: Bytes, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]) -> None:
         """Draw the people who walk along the same street: the next three who come, and the next three who go."""
-        (x, y, facing_x, facing_y), (row, column, depth) = eye, view
+        (place, facing, to_the_side), (row, column, depth) = eye, view
         going, pace, gap = np.repeat([0, 1], 3), np.repeat([-0.6, 0.45], 3), np.repeat([3.7, 6.1], 3)
         distances = distance[:, None]  # (frames, 1), beside six people
         number = np.floor((distances * (1.0 - pace) + 0.3) / gap).astype(np.int64) + 1 + np.tile(np.arange(3), 2)
@@ -184,12 +157,12 @@ class Walk:
         jitter = ((number * 2654435761 + self.seed * 97 + going * 31) % 1009) / 1009.0
         aside = np.where(number % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
         along = number * gap + jitter + distances * pace
-        px, py, heading = (values.reshape(along.shape) for values in self.path.at(along.ravel()))
-        px, py = px - aside * sine(heading), py + aside * cosine(heading)
-        to_x, to_y = px - x[:, None], py - y[:, None]
-        ahead = to_x * facing_x[:, None] + to_y * facing_y[:, None]
-        sideways = to_y * facing_x[:, None] - to_x * facing_y[:, None]
-        frame = np.arange(len(distance))
+        there, heading = _walked(self.seed, along)
+        there = there + aside * np.stack([-sine(heading), cosine(heading)]) - place[:, :, None]
+        ahead_x, ahead_y = there * facing[:, :, None]
+        side_x, side_y = there * to_the_side[:, :, None]
+        ahead, sideways = ahead_x + ahead_y, side_x + side_y
+        frame, palette = np.arange(len(distance)), 40 + random_bytes(self.seed, 5, count=3 * 64).reshape(64, 3) // 2
         for which in np.argsort(-ahead, axis=1, kind="stable").T:  # the nearest last
             who, z = person[frame, which], ahead[frame, which]
             safe = np.maximum(z, 0.2)
@@ -208,12 +181,10 @@ class Walk:
             rows = slice(seen_rows[0], seen_rows[-1] + 1)
             columns = slice(seen_columns[0], seen_columns[-1] + 1)
             mask = off.astype(np.float32)[:, None, columns] < half.astype(np.float32)[:, rows, None]
-            for channel in range(3):
-                coat = self.palette[who % 64, channel][:, None]
-                trousers = self.palette[(who * 7 + 3) % 64, channel][:, None] // 2
-                skin = np.uint8((214, 170, 140)[channel])
-                paint = np.where(up > 0.42, skin, np.where(up > 0.26, coat, trousers))
-                np.copyto(image[:, channel, rows, columns], paint[:, rows, None], where=mask)
+            coat, trousers = palette[who % 64, :, None], palette[(who * 7 + 3) % 64, :, None] // 2
+            up = up[:, None, rows]
+            paint = np.where(up > 0.42, SKIN[:, None], np.where(up > 0.26, coat, trousers))
+            np.copyto(image[:, :, rows, columns], paint[..., None], where=mask[:, None])
 
 
 class _Chunk:
@@ -223,7 +194,7 @@ class _Chunk:
         self.walk, self.numbers = walk, np.arange(start, stop)
         self.lock, self.rendered = threading.Lock(), np.empty(0, np.uint8)
 
-    def frames(self) -> Frames:
+    def frames(self) -> Bytes:
         """All of them, to be read and not to be written to."""
         with self.lock:
             if not len(self.rendered):
@@ -246,91 +217,78 @@ def remembered_chunks(count: int) -> Iterator[None]:
         _chunk = before
 
 
-EXTENDING = threading.Lock()
-AHEAD = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])  # (x, y) for each heading in quarter turns
+AHEAD = np.array([[1, 0, -1, 0], [0, 1, 0, -1]])  # x and y for each heading in quarter turns
+AT_A_TIME = 256  # crossings
 
 
-class _Path:
-    """Where the walker is and faces after a given distance: straight streets and quarter circles."""
+@functools.lru_cache(maxsize=8)
+def _pieces(seed: int, blocks: int) -> tuple[Floats, Whole, Whole, Whole]:
+    """The pieces of the way, streets and crossings by turns.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.starts = [0.0]  # the distance at which a piece of the path begins
-        self.places: list[tuple[int, int, int]] = [(1, STREET, 1)]  # x, y, and heading in quarter turns
-        self.turns: list[int | None] = [None]  # None: a street; -1, 0, 1: a crossing
-
-    def at(self, distance: Floats) -> tuple[Floats, Floats, Floats]:
-        """Position and heading (radians) at each distance, an array of any one shape (n,)."""
-        distance = np.maximum(distance, 0.0)
-        with EXTENDING:
-            while self.starts[-1] <= distance.max(initial=0.0):
-                self._extend()
-            starts, all_places, turns = np.array(self.starts), np.array(self.places, dtype=np.float64), [*self.turns]
-        piece = np.searchsorted(starts, distance, side="right") - 1
-        along = distance - starts[piece]
-        places = all_places[piece]
-        turn = np.array([turn or 0 for turn in turns], dtype=np.float64)[piece]
-        x, y, quarter = places.T
-        # A turn follows a quarter circle of radius one: forward by sin, to the side by 1 − cos.
-        forward = np.where(turn == 0, along, sine(along))
-        aside = turn * (1.0 - cosine(along))
-        ahead_x, ahead_y = AHEAD[quarter.astype(np.int64) % 4].T
-        x, y = x + forward * ahead_x - aside * ahead_y, y + forward * ahead_y + aside * ahead_x
-        return x, y, quarter * (PI / 2) + turn * along
-
-    def _extend(self) -> None:
-        x, y, quarter = self.places[-1]
-        turn, following = self.turns[-1], None
-        ahead_x, ahead_y = AHEAD[quarter % 4].tolist()
-        if turn is None:  # at the end of a street comes a crossing
-            block, number = divmod(len(self.turns) // 2, 256)
-            following = (0, -1, 1)[random_bytes(self.seed, 1, block, count=256)[number] % 3]
-        reach = BLOCK - STREET if turn is None else 1 if turn else STREET
-        aside = turn or 0
-        self.starts.append(self.starts[-1] + (PI / 2 if turn else reach))
-        self.places.append(
-            (x + reach * ahead_x - aside * ahead_y, y + reach * ahead_y + aside * ahead_x, quarter + aside)
-        )
-        self.turns.append(following)
+    Of each the distance at which it begins, the place (x and y, first axis) and the heading there, in quarter turns,
+    and the side to which it leads: -1, 0 or 1.
+    """
+    sides = np.concatenate([random_bytes(seed, 1, block, count=AT_A_TIME) for block in range(blocks)]) % 3
+    turns = np.stack([np.zeros(len(sides), np.int64), np.array([0, -1, 1])[sides]], axis=1).ravel()
+    headings = 1 + np.cumsum(turns) - turns
+    reach = np.where(turns == 0, STREET, 1)
+    reach[::2] = BLOCK - STREET
+    moves = reach * AHEAD[:, headings % 4] + turns * AHEAD[:, (headings + 1) % 4]
+    places = np.array([[1], [STREET]]) + np.cumsum(moves, axis=1) - moves
+    # NumPy adds up these numbers one after the other, unlike those of a sum.
+    ends = np.cumsum(np.where(turns == 0, reach, np.pi / 2))
+    return np.append(0.0, ends[:-1]), places, headings, turns
 
 
-def _cast(x: Floats, y: Floats, ray_x: Floats, ray_y: Floats, seed: int) -> tuple[Floats, Floats, Whole, Whole]:
+def _walked(seed: int, distance: Floats) -> tuple[Floats, Floats]:
+    """Where the walker is after each distance (x and y, first axis), and where he faces (radians)."""
+    distance = np.maximum(distance, 0.0)
+    crossings = int(distance.max(initial=0.0) / (BLOCK - STREET + np.pi / 2))  # at most: to go straight on is longer
+    starts, places, headings, turns = _pieces(seed, 1 + crossings // AT_A_TIME)
+    piece = np.searchsorted(starts, distance, side="right") - 1
+    along, quarter, turn = distance - starts[piece], headings[piece], turns[piece]
+    # A turn follows a quarter circle of radius one: forward by sin, to the side by 1 − cos.
+    forward = np.where(turn == 0, along, sine(along))
+    aside = turn * (1.0 - cosine(along))
+    place = places[:, piece] + forward * AHEAD[:, quarter % 4] + aside * AHEAD[:, (quarter + 1) % 4]
+    return place, quarter * (np.pi / 2) + turn * along
+
+
+def _cast(place: Floats, ray: Floats, seed: int) -> tuple[Floats, Floats, Whole, Whole]:
     """Follow each ray from cell to cell of the grid until it meets a house (Amanatides and Woo 1987).
 
-    Returns the depth along the view, the place across the wall, the house's number and the side that was hit
-    (0 east or west, 1 north or south), (frames, width) each.
+    Of the places, (2, frames, 1), and the rays, (2, frames, width), the first axis is x and y. Returns the depth along
+    the view, the place across the wall, the house's number and the side that was hit (0 east or west, 1 north or
+    south), (frames, width) each.
     """
-    x, y = np.broadcast_to(x[:, None], ray_x.shape), np.broadcast_to(y[:, None], ray_x.shape)
-    cell_x, cell_y = np.floor(x).astype(np.int64), np.floor(y).astype(np.int64)
-    ray_x = np.where(np.abs(ray_x) < 1e-9, 1e-9, ray_x)
-    ray_y = np.where(np.abs(ray_y) < 1e-9, 1e-9, ray_y)
-    step_x, step_y = np.where(ray_x > 0, 1, -1), np.where(ray_y > 0, 1, -1)
-    per_x, per_y = np.abs(1.0 / ray_x), np.abs(1.0 / ray_y)
-    next_x = np.where(ray_x > 0, cell_x + 1.0 - x, x - cell_x) * per_x
-    next_y = np.where(ray_y > 0, cell_y + 1.0 - y, y - cell_y) * per_y
-    depth, side = np.zeros_like(ray_x), np.zeros(ray_x.shape, dtype=np.int64)
-    walking = np.ones(ray_x.shape, dtype=bool)
+    cell = np.broadcast_to(np.floor(place).astype(np.int64), ray.shape)
+    ray = np.where(np.abs(ray) < 1e-9, 1e-9, ray)
+    forward = ray > 0
+    step, per = np.where(forward, 1, -1), np.abs(1.0 / ray)
+    following = np.where(forward, cell + 1.0 - place, place - cell) * per  # the depth of the next wall of cells
+    depth, side = np.zeros_like(ray[0]), np.zeros(ray.shape[1:], dtype=np.int64)
+    walking = np.ones(side.shape, dtype=bool)
     while walking.any():
-        go_x = walking & (next_x < next_y)
-        go_y = walking & ~go_x
-        depth = np.where(go_x, next_x, np.where(go_y, next_y, depth))
-        side = np.where(go_x, 0, np.where(go_y, 1, side))
-        cell_x, cell_y = cell_x + step_x * go_x, cell_y + step_y * go_y
-        next_x, next_y = next_x + per_x * go_x, next_y + per_y * go_y
-        in_house = (cell_x % BLOCK >= STREET) & (cell_y % BLOCK >= STREET)
+        along_y = following[0] >= following[1]
+        depth = np.where(walking, np.minimum(*following), depth)
+        side = np.where(walking, along_y, side)
+        go = np.stack([walking & ~along_y, walking & along_y])
+        cell, following = cell + step * go, following + per * go
+        in_house = (cell % BLOCK >= STREET).all(0)
         walking &= ~in_house & (depth < VIEW_DISTANCE)
     depth = np.clip(depth, 0.05, VIEW_DISTANCE)
-    place = np.where(side == 0, y + depth * ray_y, x + depth * ray_x)
-    house = ((cell_x // BLOCK) * 73856093 + (cell_y // BLOCK) * 19349663 + seed * 83492791) % 1013
-    return depth, place - np.floor(place), house, side
+    hit = np.where(side == 0, place[1] + depth * ray[1], place[0] + depth * ray[0])
+    house = ((cell[0] // BLOCK) * 73856093 + (cell[1] // BLOCK) * 19349663 + seed * 83492791) % 1013
+    return depth, hit - np.floor(hit), house, side
 
 
 def _texel(place: Floats) -> npt.NDArray[np.int32]:
     return np.floor(place * np.float32(TEXTURE)).astype(np.int32) & (TEXTURE - 1)
 
 
-def _atlas(seed: int) -> npt.NDArray[np.uint16]:
-    """Ground, eight house fronts and the sky, (10·64·64, 3), 0 to 255."""
+@functools.lru_cache(maxsize=8)
+def _atlas(seed: int) -> npt.NDArray[np.uint32]:
+    """Ground, eight house fronts and the sky, 10·64·64 pixels, the three bytes of each in one number."""
     noise = [_noise(seed, 2, k) for k in range(2 + HOUSES)]
     tints = random_bytes(seed, 3, count=3 * HOUSES).reshape(HOUSES, 3).astype(np.int64)
     u, v = np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE))
@@ -346,20 +304,20 @@ def _atlas(seed: int) -> npt.NDArray[np.uint16]:
         textures.append(np.where(window[..., None], pane, front))
     clouds, height = noise[1 + HOUSES], np.minimum(v * 2, 80)
     textures.append(np.stack([150 - height + clouds // 3, 175 - height // 2 + clouds // 4, 215 + clouds // 8], axis=-1))
-    return np.clip(np.concatenate([texture.reshape(-1, 3) for texture in textures]), 0, 255).astype(np.uint16)
+    red, green, blue = np.clip(np.concatenate(textures), 0, 255).astype(np.uint32).reshape(-1, 3).T
+    return red | green << np.uint32(8) | blue << np.uint32(16)
 
 
 def _noise(*key: int) -> Whole:
     """Smooth random texture that tiles, (64, 64), 0 to 255: value noise of five octaves."""
-    total: Any = np.zeros((TEXTURE, TEXTURE), dtype=np.int64)
+    total = np.zeros((TEXTURE, TEXTURE), dtype=np.int64)
     for octave, cells in enumerate((4, 8, 16, 32, 64)):
         grid = random_bytes(*key, octave, count=cells * cells).reshape(cells, cells).astype(np.int64)
         scale = TEXTURE // cells
-        low, part = np.divmod(np.arange(TEXTURE), scale)
-        high = (low + 1) % cells
-        rows = grid[low] * (scale - part)[:, None] + grid[high] * part[:, None]
-        both = rows[:, low] * (scale - part) + rows[:, high] * part
-        total = total + both // (scale * scale) * (16 >> octave)
+        low, part = np.divmod(np.arange(TEXTURE)[:, None], scale)
+        column = np.arange(cells)
+        weights = (scale - part) * (column == low) + part * (column == (low + 1) % cells)  # whole numbers, as all here
+        total += weights @ grid @ weights.T // scale**2 * (16 >> octave)
     return total // 31
 
 
@@ -374,16 +332,14 @@ class MovingDigits:
 
     LIFE = 100
 
-    def __init__(self, digits: Frames, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
+    def __init__(self, digits: Bytes, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
         self.digits, self.seed, self.size, self.speed = digits, seed, size, speed
 
-    def stream(self, start: int = 0, stop: int | None = None, threads: int = 0) -> Iterator[Frames]:  # noqa: ARG002
-        """Frames `start` to `stop` (without it: endlessly), one by one."""
-        while stop is None or start < stop:
-            yield self.frame(start)
-            start += 1
+    def stream(self, start: int, stop: int, threads: int = 0) -> Iterator[Bytes]:  # noqa: ARG002
+        """Frames `start` to `stop`, one by one."""
+        return map(self.frame, range(start, stop))
 
-    def frame(self, number: int) -> Frames:
+    def frame(self, number: int) -> Bytes:
         """The frame of this number, (3, height, width)."""
         height, width = self.size
         scene, age = divmod(number, self.LIFE)
@@ -399,7 +355,6 @@ class MovingDigits:
 
 def _bounce(start: float, velocity: float, age: float, room: int) -> int:
     """A place in 0…room of something that moves at ±1 to 3 pixels a frame and bounces."""
-    if room == 0:
-        return 0
-    place = (start * 2 * room + (1.0 + 2.0 * velocity) * age) % (2 * room)
+    there_and_back = 2 * room or 1  # without room the place is a part of a pixel, which is 0
+    place = (start * 2 * room + (1.0 + 2.0 * velocity) * age) % there_and_back
     return int(room - abs(place - room))

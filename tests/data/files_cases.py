@@ -15,6 +15,11 @@ def noise(*shape):
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
+def every_frame(data):
+    """All frames of a sequence, those to train on and those that are held out."""
+    return np.stack(list(data.stream(0, data.frames + data.held)))
+
+
 def write_video(file, frames, codec="ffv1", pixels="bgr0"):
     """Encode colour (T, H, W, 3) or grey (T, H, W) frames; FFV1 and PNG lose nothing."""
     with av.open(str(file), "w") as container:

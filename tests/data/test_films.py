@@ -6,7 +6,7 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from files_cases import write_video
+from files_cases import every_frame, write_video
 
 import gpulab as gl
 
@@ -57,7 +57,7 @@ def load(file):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_film_is_read_from_any_frame_on(made, kind):
     data = load(made[kind])
-    frames = list(data.stream())
+    frames = every_frame(data)
     assert len(frames) == FRAMES
     for start in (1, 30, 59):
         again = list(data.stream(start, min(start + 3, FRAMES)))
@@ -68,7 +68,7 @@ def test_a_whole_film_is_read_from_any_frame_on(made, kind):
 def count(file):
     """How many frames are read of a film; 0 where it is refused, with the file named in one line."""
     try:
-        return len(list(load(file).stream()))
+        return len(every_frame(load(file)))
     except gl.DataError as error:
         return 0 if str(error).startswith(f"{file}: ") and "\n" not in str(error) else -1
 
@@ -114,4 +114,4 @@ def test_mirrored_film_is_read_as_it_is_shown(tmp_path):
 def test_film_to_be_turned_by_an_eighth_is_refused(tmp_path):
     write_turned(tmp_path / "b.mp4", (1, 1, -1, 1))
     with pytest.raises(gl.DataError, match=r"b\.mp4: is to be shown turned by -45°"):
-        list(load(tmp_path / "b.mp4").stream())
+        every_frame(load(tmp_path / "b.mp4"))

@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from files_cases import SMALL, encoded, idx, noise, write_images, write_sound, write_video
+from files_cases import SMALL, encoded, every_frame, idx, noise, write_images, write_sound, write_video
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ def load(file):
         data = gl.load(f"mnist:{file.parent}")
         return np.concatenate([data.train, data.held])
     name = f"frames:{file.parent}" if file.name.startswith("00") else f"video:{file}"
-    return np.stack(list(gl.load(name, size=SMALL).stream()))
+    return every_frame(gl.load(name, size=SMALL))
 
 
 @pytest.mark.filterwarnings("error")
@@ -130,7 +130,7 @@ def test_a_folder_without_images_or_with_images_of_two_sizes_is_named(tmp_path):
     refused(f"frames:{tmp_path / 'missing'}", "missing: no such folder")
     refused(f"frames:{tmp_path}", "holds no images")
     (tmp_path / "train.csv").touch()
-    refused(f"mnist:{tmp_path}", f"neither {TRAIN} nor {TEST}.*MNIST/raw, but train.csv")
+    refused(f"mnist:{tmp_path}", f"neither {TRAIN} nor {TEST}.*MNIST/raw; 'mnist' downloads them")
     refused(f"mnist:{tmp_path / 'train.csv'}", "train.csv: a file, not a folder; 'mnist:DIR'")
     (tmp_path / TRAIN).write_bytes(WHOLE)
     (tmp_path / TEST).write_bytes(idx(noise(12, 8, 8)))
