@@ -80,26 +80,18 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
     arithmetic = name if isinstance(name, Arithmetic) else arithmetic_of(name, order)
     asks_program = name in CHIPS and arithmetic.format == "tf32"
     without_tf32 = replace(arithmetic, format="float32") if asks_program else arithmetic
-    outer = _in_force()
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    for mode in outer:
-        mode.paused = True
-    try:
+    with contextlib.ExitStack() as stack:
+        for mode in emulators():
+            stack.callback(setattr, mode, "paused", False)
+            mode.paused = True
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         with sdpa_kernel(SDPBackend.MATH), _Unfused(), _Emulator(arithmetic, without_tf32):
             yield arithmetic
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for mode in outer:
-            mode.paused = False
 
 
-def emulating() -> bool:
-    """Whether an emulation is in force here."""
-    return bool(_in_force())
-
-
-def _in_force() -> list[_Emulator]:
+def emulators() -> list[_Emulator]:
+    """The emulators that are at work here: one, or none outside every emulation."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Emulator) and not mode.paused]
 
 
@@ -111,10 +103,9 @@ OTHERS = {"convolution", "convolution_backward", "_euclidean_dist"}
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
-    r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward).*"
+    r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward"
+    r"|affine_grid_generator|linalg_matrix_exp|linalg_matrix_sqrth|linalg_polar|linear_cross_entropy).*"
 )
-# Operations whose kernels call others for their products. In inference mode so do all that consist of others.
-COMPOSED = re.compile(r"affine_grid_generator.*|linalg_(matrix_exp|matrix_sqrth|polar)|_linear_cross_entropy.*")
 
 
 class _Emulator(UncompiledDispatchMode):
@@ -130,12 +121,14 @@ class _Emulator(UncompiledDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, a product as the chip would."""
         kwargs = kwargs or {}
-        if not self.paused and any(map(is_traceable_wrapper_subclass_type, types)):
+        if self.paused:
+            return operation(*args, **kwargs)
+        if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-        name = None if self.paused else _product_in(operation)
-        if not self.paused and (is_composite(operation) or (name and COMPOSED.fullmatch(name))):
+        if is_composite(operation):  # which comes here in inference mode, its parts unseen
             with self:
-                return operation._op_dk(_key_of_composed(operation, args), *args, **kwargs)
+                return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        name = _product_in(operation)
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
         if name is None or not self._concerns(args[first : first + 2]):
             return operation(*args, **kwargs)
@@ -193,21 +186,12 @@ def _allows_tf32(name: str) -> bool:
     return (backends.cudnn.conv if by_cudnn else backends.cuda.matmul).fp32_precision == "tf32"
 
 
-def _key_of_composed(operation: Any, args: Sequence[Any]) -> Any:
-    """By torch's key, the kernel of an operation that calls others, in which its products can be seen."""
-    keys = torch._C.DispatchKey
-    for key in (keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
-            return key
-    return getattr(keys, torch._C._dispatch_key_for_device(args[0].device.type))
-
-
 @functools.cache
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
     multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS
-    return name if multiplies or FUSED.fullmatch(name) or COMPOSED.fullmatch(name) else None
+    return name if multiplies or FUSED.fullmatch(name) else None
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:

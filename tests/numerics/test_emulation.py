@@ -308,15 +308,17 @@ def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
     assert apart(made, plain) > 1e-5
 
 
-def test_products_inside_affine_grid_and_matrix_exp_are_emulated():
-    angles = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0))
-    for function in (
-        lambda x: torch.nn.functional.affine_grid(x, [2, 1, 5, 5], align_corners=False),
-        lambda x: torch.linalg.matrix_exp(x[..., :2]),
-    ):
-        with gl.emulate("tf32"):
-            emulated = function(angles)
-        assert 1e-6 < (emulated - function(angles)).abs().max() < 1e-2
+@pytest.mark.parametrize("name", ["affine_grid_generator", "linalg_matrix_exp"])
+def test_products_inside_affine_grid_and_matrix_exp_are_refused_by_name(name):
+    function = {
+        "affine_grid_generator": lambda x: F.affine_grid(x, [2, 1, 5, 5], align_corners=False),
+        "linalg_matrix_exp": lambda x: torch.linalg.matrix_exp(x[..., :2]),
+    }[name]
+    angles = draw(2, 2, 3)
+    for inference in (False, True):
+        refused = pytest.raises(gl.GpulabError, match=f"inside {name}: write it")
+        with torch.inference_mode(inference), refused, gl.emulate("tf32"):
+            function(angles)
 
 
 def test_products_in_inference_mode_are_emulated():
