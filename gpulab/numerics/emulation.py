@@ -100,11 +100,12 @@ def emulators() -> list[_Emulator]:
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
 SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
 OTHERS = {"convolution", "convolution_backward", "_euclidean_dist"}
+COMPOSED = {"affine_grid_generator"}  # whose kernel calls others for its products
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
     r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward"
-    r"|affine_grid_generator|linalg_matrix_exp|linalg_matrix_sqrth|linalg_polar|linear_cross_entropy).*"
+    r"|linalg_matrix_exp|linalg_matrix_sqrth|linalg_polar|linear_cross_entropy).*"
 )
 
 
@@ -125,10 +126,11 @@ class _Emulator(UncompiledDispatchMode):
             return operation(*args, **kwargs)
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-        if is_composite(operation):  # which comes here in inference mode, its parts unseen
+        name, keys = _product_in(operation), torch._C.DispatchKey
+        if name in COMPOSED or is_composite(operation):  # a composite one comes here in inference mode
+            key = keys.CompositeExplicitAutograd if name in COMPOSED else keys.CompositeImplicitAutograd
             with self:
-                return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        name = _product_in(operation)
+                return operation._op_dk(key, *args, **kwargs)
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
         if name is None or not self._concerns(args[first : first + 2]):
             return operation(*args, **kwargs)
@@ -190,7 +192,7 @@ def _allows_tf32(name: str) -> bool:
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS | COMPOSED
     return name if multiplies or FUSED.fullmatch(name) else None
 
 
