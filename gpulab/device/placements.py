@@ -149,7 +149,7 @@ def place(step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cp
     References:
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
-    check_count("repeats", repeats, least=2)
+    check_count("repeats", repeats)
     frame = roofline(ceilings) if isinstance(ceilings, Setting | str) else ceilings
     settings = list(frame.setting.unique())
     if len(settings) != 1:
