@@ -3,10 +3,4 @@
 from gpulab.device.placements import Placement, place
 from gpulab.device.rooflines import bounds, recorded_rooflines, roofline
 
-__all__ = [
-    "Placement",
-    "bounds",
-    "place",
-    "recorded_rooflines",
-    "roofline",
-]
+__all__ = ["Placement", "bounds", "place", "recorded_rooflines", "roofline"]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import torch
 
-from gpulab.audits import count_sketch as sk
 from gpulab.audits.steps import PreparedStep, ready
-from gpulab.audits.tracer import EMPTY, OVERWRITES
-from gpulab.audits.twins import outcome
-from gpulab.device.rooflines import roofline, timed
+from gpulab.device.rooflines import OperationCounter, roofline, timed
 from gpulab.errors import UsageError, check_count
-from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.passports import machine, passport
 from gpulab.report import Report
-from gpulab.settings import Setting, arithmetic
-
-MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
+from gpulab.settings import Setting
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,16 +71,11 @@ class Placement(Report):
         return sum(self.flop.values()) / self.seconds / 1e9
 
     @property
-    def ceiling(self) -> float:
-        """The rate of the roof above the step, in Gflop/s.
-
-        Arithmetic in the step's precisions sets it, or memory at the step's intensity.
-        """
-        return self.gflops / self.reached
-
-    @property
     def reached(self) -> float:
-        """The share of the roof that the step reached; more than 1 where caches are faster than the memory measured."""
+        """The share of the roof that the step reached; more than 1 where caches are faster than the memory measured.
+
+        Arithmetic in the step's precisions sets the roof, or memory at the step's intensity.
+        """
         return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
 
     @property
@@ -114,10 +100,6 @@ class Placement(Report):
         ]
         if self.reached > 1:
             lines.append("More than the roof: between operations, tensors stay in a cache faster than memory.")
-        elif max(self.at_least.values()) < self.seconds / 2:
-            lines.append(
-                "Most of the time is none of the three: kernels below their ceilings, or what is done between them."
-            )
         if self.unknown:
             lines.append(f"Not counted, for torch has no formula: the FLOP of {', '.join(self.unknown)}.")
         return "\n".join(lines)
@@ -184,7 +166,7 @@ def place(step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cp
             once()
 
         again()  # what is made in the first step alone, such as Adam's moments, is none of its operations
-        with _Counter() as counter:
+        with OperationCounter() as counter:
             again()
         seconds, spread = timed(setting, again, repeats)
     flop = dict(counter.flop.most_common())
@@ -204,52 +186,3 @@ def _peak(frame: pd.DataFrame, precision: str) -> float:
         measured = ", ".join(sorted(set(frame.precision) - {""}))
         raise UsageError(f"products in {precision}: there are ceilings of {measured} alone")
     return rows.gflops.max()
-
-
-class _Counter(UncompiledDispatchMode):
-    """Counts what operations compute, move and launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torch.utils.flop_counter import flop_registry  # imports Triton: 70 MB
-
-        self.formulas, self.flags = flop_registry, arithmetic()
-        self.operations = self.moved = 0
-        self.flop, self.unknown = Counter[str](), set[str]()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count."""
-        kwargs = kwargs or {}
-        out = operation(*args, **kwargs)
-        name = operation._schema.name.partition("::")[2].rstrip("_")
-        written = _distinct(outcome(operation, args, out))
-        read = _distinct((args[1:] if name in OVERWRITES else args, kwargs))
-        view = written.keys() <= read.keys() and not operation._schema.is_mutable
-        if view or name.startswith(EMPTY):
-            return out
-        self.operations += 1
-        self.moved += sum(read.values()) + sum(written.values())
-        formula = self.formulas.get(operation._overloadpacket)
-        if formula is not None:
-            self.flop[self._precision(name, args)] += formula(*args, **kwargs, out_val=out)
-        elif MULTIPLIES.search(name):
-            self.unknown.add(name)
-        return out
-
-    def _precision(self, name: str, args: Sequence[Any]) -> str:
-        """The format that a product is computed in, as the ceilings name it."""
-        tensors = sk.leaves(args)
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        flag = self.flags["convolution_fp32" if "conv" in name else "matmul_fp32"]
-        return "tf32" if (dtype, flag, tensors[0].is_cuda) == ("float32", "tf32", True) else dtype
-
-
-def _distinct(values: Any) -> dict[int, int]:
-    """The bytes of each piece of memory among the tensors of nested values, each once; an expanded one as it lies."""
-    sizes: dict[int, int] = {}
-    for tensor in sk.leaves(values):
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-            sizes[storage._cdata] = max(size, sizes.get(storage._cdata, 0))
-    return sizes

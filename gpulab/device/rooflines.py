@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import functools
+import re
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch.nn import functional as F
 
-from gpulab.errors import UsageError
+from gpulab.audits import count_sketch as sk
+from gpulab.audits.tracer import EMPTY, OVERWRITES
+from gpulab.audits.twins import outcome
+from gpulab.errors import check_count
+from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.progress import Progress
 from gpulab.settings import Setting, arithmetic
 from gpulab.store.recorded import recorded_table
@@ -23,6 +29,7 @@ from gpulab.store.recorded import recorded_table
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 LARGEST_MATRIX = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
 LONG = 0.02  # seconds of a product that is large enough
+MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
 UNDER_THE_ROOF = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
 
 
@@ -73,18 +80,16 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     parsed = Setting.parse(setting)
-    operations_by_setting = [(parsed, _operations(parsed))]
-    operations_by_setting += [
-        (under, _large_product(under, precision)) for precision, under in _precisions(parsed).items()
-    ]
+    works_by_setting = [(parsed, _operations(parsed))]
+    works_by_setting += [(under, _large_product(under, precision)) for precision, under in _precisions(parsed).items()]
     rows = []
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        for under, operations in operations_by_setting:
+        for under, works in works_by_setting:
             with under.apply():
-                for counted, work in operations:
-                    rows.append((*counted, *timed(under, work, repeats)))
+                for work in works:
+                    rows.append((work.operation, work.kind, *_counted(work), *timed(under, work.call, repeats)))
                     bar.update()
-    frame = pd.DataFrame(rows, columns=[*Counted._fields, "seconds", "spread"])
+    frame = pd.DataFrame(rows, columns=["operation", "kind", "flop", "bytes", "precision", "seconds", "spread"])
     frame["intensity"] = frame.flop / frame.bytes
     frame["gflops"] = frame.flop / frame.seconds / 1e9
     frame["gigabytes_per_second"] = frame.bytes / frame.seconds / 1e9
@@ -139,51 +144,39 @@ def recorded_rooflines() -> pd.DataFrame:
     return recorded_table("rooflines").drop(columns="recorded")
 
 
-class Counted(NamedTuple):
-    """An operation that is measured: its FLOP, the bytes that it moves, and for products their precision."""
+class Work(NamedTuple):
+    """An operation that is measured; `additions` are the FLOP for which torch has no formula."""
 
     operation: str
     kind: str
-    flop: float
-    bytes: float
-    precision: str = ""
+    call: Callable[[], object]
+    additions: int = 0
 
 
-Operations = Iterator[tuple[Counted, Callable[[], object]]]
-
-
-def _operations(setting: Setting) -> Operations:
+def _operations(setting: Setting) -> Iterator[Work]:
     """Copies, products and layers in the setting's own number format, and a launch."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape).to(setting.device, setting.dtype)
 
-    size, precision = setting.dtype.itemsize, str(setting.dtype).removeprefix("torch.")
-    if (setting.kind, precision, arithmetic()["matmul_fp32"]) == ("cuda", "float32", "tf32"):
-        precision = "tf32"
-    count = COPY_BYTES[setting.kind] // size
+    count = COPY_BYTES[setting.kind] // setting.dtype.itemsize
     source, second_source, target = random(count), random(count), random(count)
-    yield Counted("copy", "memory", 0.0, 2.0 * size * count), lambda: target.copy_(source)
-    yield (
-        Counted("add", "memory", 1.0 * count, 3.0 * size * count),
-        lambda: torch.add(source, second_source, out=target),
-    )
+    yield Work("copy", "memory", lambda: target.copy_(source))
+    yield Work("add", "memory", lambda: torch.add(source, second_source, out=target), count)
     for edge in (2**power for power in range(4, LARGEST_MATRIX[setting.kind].bit_length())):
-        product = Counted(f"matrix product {edge}", "matrix", 2.0 * edge**3, 3.0 * size * edge**2, precision)
-        yield product, functools.partial(torch.mm, random(edge, edge), random(edge, edge))
-    image, weight = random(1, 784), random(128, 784)
-    layer = Counted("autoencoder, first layer", "network", 2.0 * 784 * 128, size * (784.0 * 128 + 784 + 128))
-    yield layer, functools.partial(F.linear, image, weight)
+        product = functools.partial(torch.mm, random(edge, edge), random(edge, edge))
+        yield Work(f"matrix product {edge}", "matrix", product)
+    layer = functools.partial(
+        torch.mm, random(1, 784), random(128, 784).t()
+    )  # what a linear layer without a bias calls
+    yield Work("autoencoder, first layer", "network", layer)
     for profile, height, width, channels in (("quick", 24, 32, 16), ("paper", 60, 80, 48)):
         # The convolution of PredNet's layer 1: errors, from above, hidden.
-        inside, outside = 5 * channels, 4 * channels
-        maps, kernel = random(1, inside, height, width), random(outside, inside, 3, 3)
-        flop = 2.0 * 9 * inside * outside * height * width
-        moved = size * (9.0 * inside * outside + (inside + outside) * height * width)
-        gates = Counted(f"PredNet ({profile}), gates", "network", flop, moved)
-        yield gates, functools.partial(F.conv2d, maps, kernel, padding=1)
+        maps, kernel = random(1, 5 * channels, height, width), random(4 * channels, 5 * channels, 3, 3)
+        gates = functools.partial(F.conv2d, maps, kernel, padding=1)
+        yield Work(f"PredNet ({profile}), gates", "network", gates)
     number = torch.zeros(1, device=setting.device)
-    yield Counted("launch", "launch", 1.0, 8.0), lambda: number.add_(1)
+    yield Work("launch", "launch", lambda: number.add_(1), 1)
 
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
@@ -195,7 +188,7 @@ def _precisions(setting: Setting) -> dict[str, Setting]:
     return tf32 | dict.fromkeys(names[1:], setting)
 
 
-def _large_product(setting: Setting, precision: str) -> Operations:
+def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
     """A product as large as it takes to be at work for a while: some CPUs compute in float16 a number at a time."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     edge, seconds = 32, 0.0
@@ -204,14 +197,12 @@ def _large_product(setting: Setting, precision: str) -> Operations:
         a, b = (torch.randn(edge, edge).to(setting.device, dtype) for _ in range(2))
         work = functools.partial(torch.mm, a, b)
         seconds = min(_timer(setting, work).repeat(4, 1))  # the first warms up
-    moved = 3.0 * dtype.itemsize * edge**2
-    yield Counted(f"matrix product {edge}, {precision}", "precision", 2.0 * edge**3, moved, precision), work
+    yield Work(f"matrix product {edge}, {precision}", "precision", work)
 
 
 def timed(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:
     """The median time of one call after a warm-up, and the interquartile range over it."""
-    if repeats < 2:
-        raise UsageError(f"repeats={repeats}: a median with its spread needs at least 2")
+    check_count("repeats", repeats, least=2)  # a median with its spread
     timer = _timer(setting, work)
     calls = max(1, int(0.03 / max(timer.timeit(3) / 3, 1e-7)))
     timer.timeit(calls)  # warms up
@@ -227,3 +218,64 @@ def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
         return time.perf_counter()
 
     return timeit.Timer(work, timer=clock)
+
+
+# --- what operations compute and move --------------------------------------------------------------------
+
+
+def _counted(work: Work) -> tuple[float, float, str]:
+    """The FLOP of an operation, the bytes that it moves, and the precision of a product."""
+    with OperationCounter() as counter:
+        work.call()
+    precision = "".join(counter.flop) if work.kind in ("matrix", "precision") else ""
+    return float(counter.flop.total() + work.additions), float(counter.moved), precision
+
+
+class OperationCounter(UncompiledDispatchMode):
+    """Counts what operations compute, move and launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry  # imports Triton: 70 MB
+
+        self.formulas, self.flags = flop_registry, arithmetic()
+        self.operations = self.moved = 0
+        self.flop, self.unknown = Counter[str](), set[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count."""
+        kwargs = kwargs or {}
+        out = operation(*args, **kwargs)
+        name = operation._schema.name.partition("::")[2].rstrip("_")
+        written = _distinct(outcome(operation, args, out))
+        inputs = {key: value for key, value in kwargs.items() if key != "out"}
+        read = _distinct((args[1:] if name in OVERWRITES else args, inputs))
+        view = written.keys() <= read.keys() and not operation._schema.is_mutable
+        if view or name.startswith(EMPTY):
+            return out
+        self.operations += 1
+        self.moved += sum(read.values()) + sum(written.values())
+        formula = self.formulas.get(operation._overloadpacket)
+        if formula is not None:
+            self.flop[self._precision(name, args)] += formula(*args, **kwargs, out_val=out)
+        elif MULTIPLIES.search(name):
+            self.unknown.add(name)
+        return out
+
+    def _precision(self, name: str, args: Sequence[Any]) -> str:
+        """The format that a product is computed in, as the ceilings name it."""
+        tensors = sk.leaves(args)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        flag = self.flags["convolution_fp32" if "conv" in name else "matmul_fp32"]
+        return "tf32" if (dtype, flag, tensors[0].is_cuda) == ("float32", "tf32", True) else dtype
+
+
+def _distinct(values: Any) -> dict[int, int]:
+    """The bytes of each piece of memory among the tensors of nested values, each once; an expanded one as it lies."""
+    sizes: dict[int, int] = {}
+    for tensor in sk.leaves(values):
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+            sizes[storage._cdata] = max(size, sizes.get(storage._cdata, 0))
+    return sizes

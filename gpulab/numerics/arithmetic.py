@@ -89,15 +89,13 @@ class Arithmetic:
 
     def summed(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, and add up in the order."""
-        terms = a.shape[-1]
-        slice_size = max(1, -(-terms // self.slices))
+        slice_size = max(1, -(-a.shape[-1] // self.slices))
         if self.order == "tensor-core":
             slice_size = -(-slice_size // self.step) * self.step
         tensor_core: Any = functools.partial(_tensor_core, arithmetic=self)
         add_up = {None: torch.matmul, "sequential": _sequential, "pairwise": _pairwise, "tensor-core": tensor_core}
-        starts = range(0, max(1, terms), slice_size)
-        slices = ((a[..., k : k + slice_size], b[..., k : k + slice_size, :]) for k in starts)
-        return functools.reduce(torch.add, (add_up[self.order](*factors) for factors in slices))
+        slices = zip(a.split(slice_size, -1), b.split(slice_size, -2), strict=True)
+        return functools.reduce(torch.add, itertools.starmap(add_up[self.order], slices))
 
 
 # Asked for 16 bits, as autocast asks, a GPU returns 16 bits. Of 8-bit products its tensor cores keep 14 bits.

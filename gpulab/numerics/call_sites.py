@@ -46,11 +46,10 @@ class UncompiledDispatchMode(TorchDispatchMode):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if hasattr(eval_frame, "set_code_exec_strategy"):  # since torch 2.7
-            cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
-            skip = eval_frame._FrameAction.SKIP
-            strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
-            eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+        cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
+        eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
 
 
 @functools.cache

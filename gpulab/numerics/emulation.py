@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._meta_registrations import calc_conv_nd_return_shape
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -79,26 +80,18 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
     arithmetic = name if isinstance(name, Arithmetic) else arithmetic_of(name, order)
     asks_program = name in CHIPS and arithmetic.format == "tf32"
     without_tf32 = replace(arithmetic, format="float32") if asks_program else arithmetic
-    outer = _in_force()
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    for mode in outer:
-        mode.paused = True
-    try:
+    with contextlib.ExitStack() as stack:
+        for mode in emulators():
+            stack.callback(setattr, mode, "paused", False)
+            mode.paused = True
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         with sdpa_kernel(SDPBackend.MATH), _Unfused(), _Emulator(arithmetic, without_tf32):
             yield arithmetic
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for mode in outer:
-            mode.paused = False
 
 
-def emulating() -> bool:
-    """Whether an emulation is in force here."""
-    return bool(_in_force())
-
-
-def _in_force() -> list[_Emulator]:
+def emulators() -> list[_Emulator]:
+    """The emulators that are at work here: one, or none outside every emulation."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Emulator) and not mode.paused]
 
 
@@ -107,13 +100,13 @@ def _in_force() -> list[_Emulator]:
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
 SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
 OTHERS = {"convolution", "convolution_backward", "_euclidean_dist"}
+COMPOSED = {"affine_grid_generator"}  # whose kernel calls others for its products
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
-    r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward).*"
+    r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward"
+    r"|linalg_matrix_exp|linalg_matrix_sqrth|linalg_polar|linear_cross_entropy).*"
 )
-# Operations whose kernels call others for their products. In inference mode so do all that consist of others.
-COMPOSED = re.compile(r"affine_grid_generator.*|linalg_(matrix_exp|matrix_sqrth|polar)|_linear_cross_entropy.*")
 
 
 class _Emulator(UncompiledDispatchMode):
@@ -129,12 +122,15 @@ class _Emulator(UncompiledDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, a product as the chip would."""
         kwargs = kwargs or {}
-        if not self.paused and any(map(is_traceable_wrapper_subclass_type, types)):
+        if self.paused:
+            return operation(*args, **kwargs)
+        if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-        name = None if self.paused else _product_in(operation)
-        if not self.paused and (is_composite(operation) or (name and COMPOSED.fullmatch(name))):
+        name, keys = _product_in(operation), torch._C.DispatchKey
+        if name in COMPOSED or is_composite(operation):  # a composite one comes here in inference mode
+            key = keys.CompositeExplicitAutograd if name in COMPOSED else keys.CompositeImplicitAutograd
             with self:
-                return operation._op_dk(_key_of_composed(operation, args), *args, **kwargs)
+                return operation._op_dk(key, *args, **kwargs)
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
         if name is None or not self._concerns(args[first : first + 2]):
             return operation(*args, **kwargs)
@@ -192,21 +188,12 @@ def _allows_tf32(name: str) -> bool:
     return (backends.cudnn.conv if by_cudnn else backends.cuda.matmul).fp32_precision == "tf32"
 
 
-def _key_of_composed(operation: Any, args: Sequence[Any]) -> Any:
-    """By torch's key, the kernel of an operation that calls others, in which its products can be seen."""
-    keys = torch._C.DispatchKey
-    for key in (keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
-            return key
-    return getattr(keys, torch._C._dispatch_key_for_device(args[0].device.type))
-
-
 @functools.cache
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS
-    return name if multiplies or FUSED.fullmatch(name) or COMPOSED.fullmatch(name) else None
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS | COMPOSED
+    return name if multiplies or FUSED.fullmatch(name) else None
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:
@@ -215,14 +202,12 @@ def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any,
     if not arithmetic.adds_up_here(a.dtype):
         out = operation(*args[:first], arithmetic.rounded(a), arithmetic.rounded(b), *args[first + 2 :], **kwargs)
         return out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
-    if name in ("mv", "addmv"):
-        out = arithmetic.product(a, b[:, None])[:, 0]
-    elif name in ("dot", "vdot"):
-        out = arithmetic.product(a[None], b[:, None])[0, 0]
-    elif name == "addbmm":  # the sum runs over the batch as well
-        out = arithmetic.product(a.transpose(0, 1).flatten(1), b.flatten(0, 1))
-    else:
+    if name == "addbmm":  # the sum runs over the batch as well
+        a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
+    if b.dim() > 1:
         out = arithmetic.product(a, b)
+    else:
+        out = arithmetic.product(torch.atleast_2d(a), b[:, None]).reshape(a.shape[:-1])
     if name in SUMS_WITH_PRODUCTS:
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         out = alpha * out + beta * args[0] if beta else alpha * out
@@ -248,23 +233,20 @@ class _Geometry(NamedTuple):
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
     groups: int
 
 
-def _geometry(x: Tensor, *sizes: Sequence[int], groups: int) -> _Geometry:
-    """Of stride, padding, dilation and output padding; a convolution along a line is one of height 1."""
+def _geometry(x: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
+    """A convolution along a line is one of height 1."""
     sides = x.dim() - 2
     if sides > 2:
         raise GpulabError(
             f"orders of summation are emulated for convolutions over one or two dimensions, and this one runs over "
             f"{sides}: leave `order` away, or the operation outside the block"
         )
-    stride, padding, dilation, output_padding = (
-        (fill,) * (2 - sides) + tuple(values if len(values) == sides else [*values] * sides)
-        for fill, values in zip((1, 0, 1, 0), sizes, strict=True)
-    )
-    return _Geometry(stride, padding, dilation, output_padding, groups)
+    numbers = zip((1, 0, 1), (stride, padding, dilation), strict=True)  # a single one stands for both dimensions
+    along = [tuple([fill] * (2 - sides) + [*given] * (sides // len(given))) for fill, given in numbers]
+    return _Geometry(along[0], along[1], along[2], groups)
 
 
 def _two_sided(x: Tensor) -> Tensor:
@@ -276,46 +258,39 @@ def _convolution(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) ->
     if not arithmetic.adds_up_here(x.dtype):
         factors = (arithmetic.rounded(factor, CONVOLUTION) for factor in (x, weight))
         return arithmetic.finished(operation(*factors, *args[2:]), x.dtype)
-    geometry = _geometry(x, stride, padding, dilation, output_padding, groups=groups)
-    image, kernel = _two_sided(x), _two_sided(weight)
-    if transposed:
-        sides = zip(image.shape[2:], kernel.shape[2:], *geometry[:4], strict=True)
-        size = [(n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in sides]
-        out = _input_gradient(image, kernel, size, geometry, arithmetic)
-    else:
-        out = _correlation(image, kernel, geometry, arithmetic)
-    out = out if bias is None else out + bias[:, None, None]
-    return arithmetic.finished(out if x.dim() == 4 else out.squeeze(2), x.dtype)
+    geometry = _geometry(x, stride, padding, dilation, groups)
+    extra = output_padding if transposed else None
+    shape = calc_conv_nd_return_shape(x, weight, stride, padding, dilation, transposed, groups, extra)
+    add_up = _input_gradient if transposed else _correlation
+    out = add_up(_two_sided(x), _two_sided(weight), shape, geometry, arithmetic)
+    out = out if bias is None else out + bias.view(-1, *[1] * (x.dim() - 2))
+    return arithmetic.finished(out, x.dtype)
 
 
 def _convolution_backward(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> tuple[Tensor | None, ...]:
-    gradient, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
-    to_input = to_weight = to_bias = None
-    if not arithmetic.adds_up_here(x.dtype):
-        wanted_of_kind = {CONVOLUTION: [mask[0], False], WEIGHT: [False, mask[1]]}
-        if arithmetic.roundings[CONVOLUTION] == arithmetic.roundings[WEIGHT]:
-            wanted_of_kind = {CONVOLUTION: [mask[0], mask[1]]}  # both at once, which is faster
-        for kind, wanted in wanted_of_kind.items():
-            factors = (arithmetic.rounded(factor, kind) for factor in args[:3])
-            gradients = operation(*factors, *args[3:10], [*wanted, False]) if any(wanted) else [None, None]
-            to_input = gradients[0] if wanted[0] else to_input
-            to_weight = gradients[1] if wanted[1] else to_weight
-    else:
-        geometry = _geometry(x, stride, padding, dilation, output_padding, groups=groups)
+    gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = args
+    gradients: list[Tensor | None] = [None, None]
+    if arithmetic.adds_up_here(x.dtype):
+        geometry = _geometry(x, stride, padding, dilation, groups)
         flow, image, kernel = map(_two_sided, (gradient, x, weight))
-        if mask[0] and transposed:
-            to_input = _correlation(flow, kernel, geometry, arithmetic)
-        elif mask[0]:
-            to_input = _input_gradient(flow, kernel, image.shape[2:], geometry, arithmetic)
+        if mask[0]:
+            add_up = _correlation if transposed else _input_gradient
+            gradients[0] = add_up(flow, kernel, x.shape, geometry, arithmetic)
         if mask[1]:
             small, large = (image, flow) if transposed else (flow, image)
-            to_weight = _weight_gradient(small, large, kernel.shape[2:], geometry, arithmetic)
-    if to_input is not None:
-        to_input = arithmetic.finished(to_input.reshape(x.shape), x.dtype)
-    if to_weight is not None:
-        to_weight = arithmetic.finished(to_weight.reshape(weight.shape), x.dtype)
-    if mask[2]:
-        to_bias = gradient.sum([0, *range(2, gradient.dim())])  # a sum, not a product
+            gradients[1] = _weight_gradient(small, large, weight.shape, geometry, arithmetic)
+    else:
+        together = arithmetic.roundings[CONVOLUTION] == arithmetic.roundings[WEIGHT]  # which is faster
+        for kind, wanted in (
+            (CONVOLUTION, [mask[0], mask[1] and together]),
+            (WEIGHT, [False, mask[1] and not together]),
+        ):
+            if any(wanted):
+                factors = (arithmetic.rounded(factor, kind) for factor in args[:3])
+                made = operation(*factors, *args[3:10], [*wanted, False])
+                gradients = [made[n] if wanted[n] else gradients[n] for n in range(2)]
+    to_input, to_weight = (None if each is None else arithmetic.finished(each, x.dtype) for each in gradients)
+    to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
     return to_input, to_weight, to_bias
 
 
@@ -325,34 +300,33 @@ def _patches(x: Tensor, size: Sequence[int], geometry: _Geometry) -> Tensor:
     return columns.unflatten(1, (geometry.groups, -1)).permute(1, 2, 0, 3).flatten(2)
 
 
-def _correlation(x: Tensor, weight: Tensor, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
-    """What torch calls a convolution: (N, C, H, W) and (O, C / groups, h, w) to (N, O, H', W')."""
-    size = weight.shape[2:]
-    rows, columns = weight.flatten(1).unflatten(0, (geometry.groups, -1)), _patches(x, size, geometry)
+def _correlation(x: Tensor, weight: Tensor, shape: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
+    """What torch calls a convolution: (N, C, H, W) and (O, C / groups, h, w) to a `shape` of (N, O, H', W')."""
+    rows, columns = weight.flatten(1).unflatten(0, (geometry.groups, -1)), _patches(x, weight.shape[2:], geometry)
     if arithmetic.order == "tensor-core":
         # A GPU runs through a tile of channels at each of the kernel's places, then through the next tile.
         terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
         order = torch.cat([tile.T.flatten() for tile in terms.split(arithmetic.tile or len(terms))])
         rows, columns = rows[:, :, order], columns[:, order]
     out = arithmetic.product(rows, columns, CONVOLUTION)
-    sides = zip(x.shape[2:], size, *geometry[:3], strict=True)
-    places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides]
-    return out.reshape(len(weight), len(x), *places).transpose(0, 1)
+    return out.reshape(len(weight), len(x), *shape[2:]).transpose(0, 1)
 
 
-def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
-    """The gradient of the input, of height and width `size`: the turned kernel over the spread-out gradient."""
-    stride, places = geometry.stride, gradient.shape[2:]
-    spread = gradient.new_zeros(*gradient.shape[:2], *((n - 1) * s + 1 for n, s in zip(places, stride, strict=True)))
-    spread[:, :, :: stride[0], :: stride[1]] = gradient
+def _input_gradient(flow: Tensor, weight: Tensor, shape: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
+    """The gradient of an input of a `shape`: the turned kernel over the spread-out gradient."""
+    stride, size = geometry.stride, (1, *shape[2:])[-2:]
+    spread = flow.new_zeros(*flow.shape[:2], *((n - 1) * s + 1 for n, s in zip(flow.shape[2:], stride, strict=True)))
+    spread[:, :, :: stride[0], :: stride[1]] = flow
     margins: list[int] = []
     for n, have, k, p, d in zip(size, spread.shape[2:], weight.shape[2:], *geometry[1:3], strict=True):
         margins = [d * (k - 1) - p, n + p - have, *margins]  # F.pad begins with the last dimension
     turned = weight.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
-    return _correlation(F.pad(spread, margins), turned, geometry._replace(stride=(1, 1), padding=(0, 0)), arithmetic)
+    unmoved = geometry._replace(stride=(1, 1), padding=(0, 0))
+    return _correlation(F.pad(spread, margins), turned, shape, unmoved, arithmetic)
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, size: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
-    """The gradient of a kernel of height and width `size`, (groups, outputs of a group, what each sees)."""
-    flow = gradient.unflatten(1, (geometry.groups, -1)).permute(1, 2, 0, 3, 4).flatten(2)
-    return arithmetic.product(flow, _patches(x, size, geometry).transpose(1, 2), WEIGHT)
+def _weight_gradient(flow: Tensor, x: Tensor, shape: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
+    """The gradient of a kernel of a `shape`."""
+    rows = flow.unflatten(1, (geometry.groups, -1)).permute(1, 2, 0, 3, 4).flatten(2)
+    patches = _patches(x, (1, *shape[2:])[-2:], geometry)
+    return arithmetic.product(rows, patches.transpose(1, 2), WEIGHT).reshape(shape)

@@ -84,11 +84,13 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         return x.clone()
     if not target.subnormals:
         return torch.where(x.abs() < 2.0**target.minexp, x * 0.0, x)
-    if mode == "nearest" and target.dtype is not None:
-        if not target.infinities:  # torch before 2.12 made NaN of what is larger
-            x = x.clamp(-target.largest, target.largest)
-        return x.to(target.dtype).float()
-    return _round_bits(x, 24 - target.precision, mode) if target.minexp == -126 else _round_steps(x, target, mode)
+    if target.dtype is None or (target.minexp == -126 and mode != "nearest"):
+        return _round_bits(x, 24 - target.precision, mode)
+    if mode != "nearest":
+        x = _round_steps(x, target, mode)
+    if not target.infinities:  # torch before 2.12 made NaN of what is larger
+        x = x.clamp(-target.largest, target.largest)
+    return x.to(target.dtype).float()
 
 
 def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
@@ -101,16 +103,16 @@ def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
 
 
 def _round_steps(x: Tensor, target: Format, mode: str) -> Tensor:
-    """Round, `away` or to `truncate`, to multiples of the format's step, in float64, where both are exact."""
+    """Round, `away` or to `truncate`, to multiples of the format's step, in float64, where both are exact.
+
+    What then lies beyond the largest number is left to torch's own conversion; truncated, it becomes that number.
+    """
     wide = x.double()
     exponent = torch.frexp(wide).exponent.clamp_min(target.minexp + 1)  # frexp's significands lie below 1
     step = power_of_two(exponent - target.precision)
     rounded = torch.trunc(wide.abs() / step + (0.5 if mode == "away" else 0.0)) * step
-    overflow = target.largest if mode == "truncate" or not target.infinities else np.inf
-    rounded = torch.where(rounded > target.largest, overflow, rounded)
-    if target.infinities:
-        rounded = torch.where(wide.isinf(), np.inf, rounded)
-    return torch.copysign(torch.where(wide.isnan(), wide, rounded), wide).float()
+    rounded = rounded.clamp_max(target.largest) if mode == "truncate" else rounded
+    return torch.copysign(rounded, wide).float().where(x.isfinite(), x)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.backends import cuda, cudnn
 
-from gpulab.numerics.emulation import emulate, emulating
+from gpulab.numerics.emulation import emulate, emulators
 
 
 def _old_interface() -> tuple[bool, bool, str] | None:
@@ -66,6 +66,6 @@ def float32_products() -> Iterator[None]:
         ...     inside, (x @ x.T).item()
         (1.1111111640930176, 1.1110568046569824)
     """
-    with tf32_restored(), emulate("float32") if emulating() else contextlib.nullcontext():
+    with tf32_restored(), emulate("float32") if emulators() else contextlib.nullcontext():
         switch_tf32(False)
         yield

@@ -87,7 +87,7 @@ def placement(step: Placement) -> Picture:
         left.annotate(precision, (intensities[-1], above), ha="right", va="bottom", fontsize=7, color=look["color"])
     if step.flop:
         style.points(left, [step.intensity], [step.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
-        left.plot([step.intensity] * 2, [step.gflops, step.ceiling], color=INK, lw=0.8, ls=":")
+        left.plot([step.intensity] * 2, [step.gflops, step.gflops / step.reached], color=INK, lw=0.8, ls=":")
     left.set(xscale="log", yscale="log", xlabel="flop per byte moved (star: the step)", ylabel="rate (Gflop/s)")
     milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
     bars = right.barh(["measured", *step.at_least], milliseconds, color=[INK, *[tint] * 3], height=0.6)

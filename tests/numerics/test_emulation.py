@@ -308,15 +308,20 @@ def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
     assert apart(made, plain) > 1e-5
 
 
-def test_products_inside_affine_grid_and_matrix_exp_are_emulated():
-    angles = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0))
-    for function in (
-        lambda x: torch.nn.functional.affine_grid(x, [2, 1, 5, 5], align_corners=False),
-        lambda x: torch.linalg.matrix_exp(x[..., :2]),
-    ):
-        with gl.emulate("tf32"):
-            emulated = function(angles)
-        assert 1e-6 < (emulated - function(angles)).abs().max() < 1e-2
+@pytest.mark.parametrize("inference", [False, True])
+def test_products_inside_affine_grid_and_cdist_are_emulated_and_matrix_exp_refused(inference):
+    many, angles = draw(40, 6), draw(2, 2, 3)
+    with torch.inference_mode(inference):
+        for function, given in (
+            (lambda x: F.affine_grid(x, [2, 1, 5, 5], align_corners=False), angles),
+            (lambda x: torch.cdist(x, x), many),
+        ):
+            with gl.emulate("tf32"):
+                emulated = function(given)
+            assert 1e-6 < (emulated - function(given)).abs().max() < 0.2
+        refused = pytest.raises(gl.GpulabError, match="inside linalg_matrix_exp: write it")
+        with refused, gl.emulate("tf32"):
+            torch.linalg.matrix_exp(angles[..., :2])
 
 
 def test_products_in_inference_mode_are_emulated():
