@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from measuring import Step, command_line, keep, machine, race, run, seconds, show, table
@@ -29,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpulab as gl
 from gpulab.data.feed import Loader, ahead
 from gpulab.engines import fastest
-from gpulab.engines.graphs import Captured, Graph
+from gpulab.engines.graphs import Graph
 from gpulab.settings import Setting
 from gpulab.store import recorded
 from gpulab.training.loop import Plain
@@ -132,22 +133,18 @@ def peak(setting: Setting) -> float:
 
 
 # --- the autoencoder, one image at a time ----------------------------------------------------------------
-# A step is a window of images that lie on the device, an update for each, and one look at the losses.
+# A step is a window of images, an update for each, and one look at the losses.
 
 
 def autoencoder_window(setting: Setting, fast: bool) -> Step:
     """A window as `gpulab.train` does it."""
     spec = RunSpec.of("autoencoder", setting=setting, profile="quick", fast=fast)
-    training, images = set_up(spec), torch.randint(256, (IMAGES, 1, 28, 28), dtype=torch.uint8, device=setting.device)
-    numbers = images.to(setting.dtype) / 255
+    training, images = set_up(spec), np.random.default_rng(0).integers(256, size=(IMAGES, 1, 28, 28), dtype=np.uint8)
     plain = Plain(training, Loader("window", setting))
-    engine = fastest(plain).choose(None) if fast else plain
+    engine = fastest(plain) if fast else plain
 
     def step() -> None:
-        if isinstance(engine, Captured):
-            losses, _ = engine.replay(images, None)
-        else:
-            losses, _ = engine.update(training.model.batches(numbers), None)
+        losses, _ = engine.train_window(images, None)
         losses.tolist()
 
     return step

@@ -6,21 +6,9 @@ derivative of a gradient once, for any number of vectors (`hessian_forward`). No
 and this one knows nothing of trainings and stores: what it is given has the few attributes that it uses.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from gpulab.engines.choice import Fastest
 from gpulab.engines.hessian_forward import linearize_gradient as hessian_product
 
 __all__ = ["fastest", "hessian_product"]
 
-
-def fastest(plain: Any, alone: bool = True) -> Fastest:
-    """The engine that computes each window the fastest way that gives what `plain` gives, up to rounding.
-
-    Args:
-        plain: The engine that computes windows as they were published; see `gpulab.training.loop.Plain`.
-        alone: Whether no other training keeps the device busy.
-    """
-    return Fastest(plain, alone)
+fastest = Fastest

@@ -15,10 +15,11 @@ from gpulab.models import MODELS
 
 
 class Fastest:
-    """Computes each window by the engine that `choose` says, and notes in the training which it was.
+    """Computes each window the fastest way that gives what `plain` gives, up to rounding, and notes which it was.
 
     Args:
-        plain: The engine that computes windows as they were published, with its `training`, `loader`, and `update`.
+        plain: The engine that computes windows as they were published, with its `training`, `loader`, and `update`;
+            see `gpulab.training.loop.Plain`.
         alone: Whether no other training keeps the device busy.
     """
 

@@ -29,23 +29,24 @@ class Captured:
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
         """As of `Engine`; losses and state are valid until the next call."""
-        return self.replay(torch.from_numpy(frames), state)
-
-    def replay(self, window: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The same for the bytes of a window, which may be on the device already."""
+        window = torch.from_numpy(frames)
         if self.graph is None or self.graph[0] != window.shape:
             changed = [*self.engine.model.parameters(), *itertools.chain(*self.engine.optimizer.state.values())]
-            inputs = window.to(self.engine.loader.device), state
-            self.graph = window.shape, Graph(self._update, inputs, changed)
+            self.graph = window.shape, Graph(self._update, (window.to(self.engine.loader.device), state), changed)
         return self.graph[1](window, state)
 
     def _update(self, window: Tensor, state: Any) -> tuple[Tensor, Any]:
         """What is captured: from bytes to losses, with the state left where the next window finds it."""
         losses, after = self.engine.update(self.engine.model.batches(self.engine.loader.scaled[window.int()]), state)
-        for tensor, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
-            if isinstance(tensor, Tensor):
-                tensor.copy_(new)
+        _fill(state, after)
         return losses, state
+
+
+def _fill(held: Any, given: Any) -> None:
+    """Copy nested tensors into those that a graph holds."""
+    for tensor, new in zip(tree_leaves(held), tree_leaves(given), strict=True):
+        if isinstance(tensor, Tensor) and tensor is not new:
+            tensor.copy_(new)
 
 
 class Graph:
@@ -87,8 +88,6 @@ class Graph:
 
     def __call__(self, *inputs: Any) -> Any:
         """What the function returns for inputs of the same shapes, valid until the next call."""
-        for mine, given in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
-            if isinstance(mine, Tensor) and mine is not given:
-                mine.copy_(given)
+        _fill(self.inputs, inputs)
         self.graph.replay()
         return self.outputs
