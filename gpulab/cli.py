@@ -310,9 +310,6 @@ def record(
 @app.command()
 def audit(
     compared: Annotated[list[str], argument(f"two traces from `gpulab record`; or a step, {STEP}, and two settings")],
-    confirm: Annotated[
-        bool, option("do a step again with each line that was found put right", flag="--confirm")
-    ] = False,
     html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
 ) -> None:
     """Compare two traces, or a step under two settings: what differs, how far, why. Exit status 1 if it is wrong."""
@@ -324,9 +321,9 @@ def audit(
     from gpulab.audits import audits, steps
 
     if len(settings) == 2:
-        report = audits.audit(steps.find_step(step), *settings, confirm=confirm)
+        report = audits.audit(steps.find_step(step), *settings)
     else:
-        report = audits.audit(files.shipped(step), files.shipped(settings[0]), confirm=confirm)
+        report = audits.audit(files.shipped(step), files.shipped(settings[0]))
     say(report)
     if html:
         report.save(html)

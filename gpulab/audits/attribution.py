@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -180,14 +179,8 @@ def _fractions(sizes: list[float]) -> list[float]:
 # --- the order of findings -----------------------------------------------------------------------------------
 
 
-def ranked(judgement: Judgement, confirmed: Mapping[str, float] | None = None) -> list[Finding]:
-    """The findings of a comparison, what explains most of the difference first.
-
-    Args:
-        judgement: What was found.
-        confirmed: How much of the difference went when a line was put right, by the line; for findings of other lines
-            it is estimated.
-    """
+def ranked(judgement: Judgement) -> list[Finding]:
+    """The findings of a comparison, what explains most of the difference first."""
     comparison, findings = judgement.comparison, judgement.findings
     results = [(a, b) for a, b in comparison.matched if a.phase == RESULT]
     if judgement.unexplained is not None:  # what is explained by other findings is no finding
@@ -211,7 +204,7 @@ def ranked(judgement: Judgement, confirmed: Mapping[str, float] | None = None) -
     def order(finding: Finding) -> tuple[object, ...]:
         return (
             _tier(judgement, finding, parted, lost),
-            -(confirmed or {}).get(finding.place, of_line[finding.kind, finding.place]),
+            -of_line[finding.kind, finding.place],
             0.0 if math.isnan(finding.share) else -finding.share,
             KINDS.index(finding.kind),
             -finding.ratio if finding.ratio > 1 else 0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,6 @@ from markupsafe import Markup
 from gpulab import report
 from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, check_same_step
-from gpulab.audits.confirmation import Confirmation
-from gpulab.audits.confirmation import confirm as confirm_lines
 from gpulab.audits.count_sketch import WITH_FLOAT64
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import Judgement, judge
@@ -38,7 +36,6 @@ class Audit(report.Report):
         b: The other trace.
         findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
         pairs: Each operation as it is in `a` and in `b`, where it is, with the same one in float64.
-        confirmed: With `confirm`, what was left of the difference when the lines that were found were put right.
 
     Examples:
         >>> import torch
@@ -49,8 +46,8 @@ class Audit(report.Report):
         ('reduced precision', False)
     """
 
-    def __init__(self, judgement: Judgement, findings: list[Finding], confirmed: Sequence[Confirmation] = ()) -> None:
-        self.judgement, self.findings, self.confirmed = judgement, findings, list(confirmed)
+    def __init__(self, judgement: Judgement, findings: list[Finding]) -> None:
+        self.judgement, self.findings = judgement, findings
         self.comparison = judgement.comparison
         self.a, self.b, self.pairs = self.comparison.a, self.comparison.b, self.comparison.pairs
 
@@ -82,11 +79,8 @@ class Audit(report.Report):
     def __str__(self) -> str:
         from gpulab.audits.summaries import by_line, headline, ran_alone
 
-        confirmed = [f"confirmed: {one}" for one in self.confirmed]
-        findings = by_line(self.findings)
-        return "\n  ".join(
-            [headline(self.judgement, self.findings), *confirmed, *findings, *ran_alone(self.comparison)]
-        )
+        lines = [*by_line(self.findings), *ran_alone(self.comparison)]
+        return "\n  ".join([headline(self.judgement, self.findings), *lines])
 
     def __repr__(self) -> str:
         return str(self)
@@ -133,7 +127,6 @@ def audit(
     a: str | Setting | Trace | Path,
     b: str | Setting | None = None,
     *,
-    confirm: bool = False,
     progress: bool = True,
 ) -> Audit:
     """Do one training step under two settings and in float64, and explain where they part.
@@ -152,8 +145,8 @@ def audit(
     (by Monte Carlo arithmetic), and no operation says why.
 
     What explains most of the difference in loss, gradients and what was updated comes first: the difference is passed
-    back along the values, and each operation keeps the share that its own error makes (`Finding.share`); with
-    `confirm` it is measured. A cast, and a product of factors that were rounded before, come after what they belong to.
+    back along the values, and each operation keeps the share that its own error makes (`Finding.share`). A cast,
+    and a product of factors that were rounded before, come after what they belong to.
 
     A fault that is the same under both settings and in float64 cannot be seen, nor what is computed outside of torch
     unless it changes values that torch meets.
@@ -162,8 +155,6 @@ def audit(
         step: a `Step` or a function, as `gpulab.record` takes it; or a trace, or a file of one.
         a: a setting; or the other trace.
         b: the other setting; None with traces.
-        confirm: whether to do the step again with each line that was found put right, and to say how much of the
-            difference in loss and gradients goes (`Audit.confirmed`); not with traces.
         progress: whether to show a bar.
 
     Returns:
@@ -183,8 +174,6 @@ def audit(
         N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5).
     """
     if isinstance(step, Trace | str | Path):
-        if confirm:
-            raise UsageError("confirm=True needs the step itself, as audit(step, a, b, confirm=True), to do it again")
         if b is not None or not isinstance(a, Trace | str | Path):
             raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
@@ -199,11 +188,7 @@ def audit(
     second.check()
     on = first.device if first.device == second.device and first.kind in WITH_FLOAT64 else "cpu"  # where it is quickest
     trace = record(step, a, on=on, progress=progress)
-    report = compare(*_named_apart(trace, record(step, b, reference=trace, on=on, progress=progress)))
-    if not confirm:
-        return report
-    confirmed = confirm_lines(step, report.judgement, report.findings, progress)
-    return Audit(report.judgement, ranked(report.judgement, {one.line: one.share for one in confirmed}), confirmed)
+    return compare(*_named_apart(trace, record(step, b, reference=trace, on=on, progress=progress)))
 
 
 def _named_apart(a: Trace, b: Trace, file_a: str = "", file_b: str = "") -> list[Trace]:

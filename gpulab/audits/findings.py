@@ -113,7 +113,7 @@ class Finding:
     computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
 
     `op` is the operation in its trace; `side_by_side` says whether it was found by comparing the two settings, each
-    of which computes rightly what it is asked to; `instead` are two values, one of each setting, that should be one.
+    of which computes rightly what it is asked to.
     """
 
     kind: str
@@ -130,7 +130,6 @@ class Finding:
     bounded: bool = True
     op: Operation | None = field(default=None, repr=False, compare=False)
     side_by_side: bool = field(default=False, repr=False, compare=False)
-    instead: tuple[str, str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def under_both(self) -> bool:

@@ -298,8 +298,7 @@ def _other_function(judgement: Judgement, x: str, y: str, user: Operation, gap: 
         "other_maker": named(other_maker) if other_maker else "data or weights",
         "user": user.name + in_module(user.module),
     }
-    finding = finding_between(comparison, "mismatch", blamed, gap, "other function", "other function", **words)
-    return replace(finding, instead=(x, y))
+    return finding_between(comparison, "mismatch", blamed, gap, "other function", "other function", **words)
 
 
 def _another_kernel(comparison: Comparison, a: Operation, b: Operation) -> Iterator[Finding]:

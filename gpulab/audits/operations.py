@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,12 +72,11 @@ class Operation:
 
 
 class Call(NamedTuple):
-    """A call of an operation: its place in the step, its `arguments` (placed and named) before it wrote to any."""
+    """A call of an operation, and its place in the step."""
 
     position: int
     name: str
     operation: Any
-    arguments: tuple[Sequence[Any], dict[str, Any]]
     results: list[Tensor]
 
 

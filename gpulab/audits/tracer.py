@@ -121,7 +121,7 @@ class Tracer(UncompiledDispatchMode):
             self._clear_unwritten(operation, name, before, results, again or results)
             steady = again is None or _same(again, results)
         if self.change:
-            self.change(Call(len(self.operations), name, operation, before, results))
+            self.change(Call(len(self.operations), name, operation, results))
         phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
         op = Operation(
             name=name,

@@ -284,13 +284,11 @@ def test_arguments_that_make_no_sense_are_refused():
     for arguments in [(scatter_step, "cpu"), (scatter_step, "cpu", trace), (trace, trace, "cpu"), (3, "cpu", B)]:
         with pytest.raises(gl.UsageError):
             gl.audit(*arguments, progress=False)
-    with pytest.raises(gl.UsageError, match="needs the step itself"):
-        gl.audit(trace, trace, confirm=True)
     with pytest.raises(gl.GpulabError, match="cannot run here"):
         gl.audit(scatter_step, "cpu", "cuda:77")
 
 
-# --- putting lines right --------------------------------------------------------------------------------
+# --- what explains most comes first -----------------------------------------------------------------------------
 
 
 def rounded_twice(setting):
@@ -303,30 +301,12 @@ def rounded_twice(setting):
     return loss
 
 
-def test_the_line_that_explains_the_result_is_confirmed_and_comes_first():
-    report = audited(rounded_twice, A, "cpu:emulate=tf32", confirm=True)
-    share = {one.line.rpartition(": ")[2].split(" ")[0]: one.loss for one in report.confirmed}
-    assert list(share)[-1] == "small"
-    assert share["all"] > 0.99 < share["large"]
-    assert share["small"] < 0.05
-    first = report.confirmed[0]
-    assert "large" in report.findings[0].line
-    assert [one.line for one in report.confirmed if one.share < 0.05] == [
-        finding.line for finding in faults(report) if "small = " in finding.line
-    ][:1]
-    assert str(report).index("confirmed: ") < str(report).index("reduced precision: ")
-    assert "in float64: " in str(first)
-
-
-def test_another_function_is_confirmed_with_the_results_of_the_other_side():
-    report = audited(with_a_function(lambda h: F.relu(1.5 * h if under_b() else h)), confirm=True)
-    (confirmed,) = report.confirmed
-    assert confirmed.how == "with the results of cpu"
-    assert confirmed.loss == pytest.approx(1, abs=1e-3)
-    assert 0 < confirmed.gradients < 1, "what is missing in the backward pass is not put back"
-
-
-# --- what explains most comes first -----------------------------------------------------------------------------
+def test_the_line_that_explains_the_result_comes_first():
+    report = audited(rounded_twice, A, "cpu:emulate=tf32")
+    assert "large = " in report.findings[0].line
+    of_small = [finding.share for finding in faults(report) if "small = " in finding.line]
+    assert of_small
+    assert max(of_small) < 0.05 < 0.5 < report.findings[0].share
 
 
 @torch.library.custom_op("gpulab_tests::noisy", mutates_args=())
