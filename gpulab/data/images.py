@@ -85,8 +85,8 @@ def mnist(folder: str) -> Images:
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
         parts = np.split(parts[0], [-max(1, len(parts[0]) // HELD_OUT)])
-    if parts[0].shape[1:] != parts[1].shape[1:]:
-        raise DataError(f"{files[1]}: images of another size than in {files[0]}")
+    if len(parts[0]) == 0 or parts[0].shape[1:] != parts[1].shape[1:]:
+        raise DataError(f"{files[-1]}: a single image, or images of another size than in {files[0]}")
     return Images("mnist", *parts)
 
 
@@ -100,8 +100,9 @@ def _find_mnist(folder: Path) -> list[Path]:
             files += itertools.islice(filter(os.path.isfile, map(place.joinpath, names)), 1)
         if files:
             return files
+    there = ", ".join(sorted(os.listdir(folder))[:5]) or "nothing"
     neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
-    raise DataError(f"{folder}: holds {neither}, here or in MNIST/raw; 'mnist' downloads them")
+    raise DataError(f"{folder}: holds {there}, but {neither}, here or in MNIST/raw; 'mnist' downloads them")
 
 
 def _downloaded(name: str) -> Path:

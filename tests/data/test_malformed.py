@@ -130,11 +130,14 @@ def test_a_folder_without_images_or_with_images_of_two_sizes_is_named(tmp_path):
     refused(f"frames:{tmp_path / 'missing'}", "missing: no such folder")
     refused(f"frames:{tmp_path}", "holds no images")
     (tmp_path / "train.csv").touch()
-    refused(f"mnist:{tmp_path}", f"neither {TRAIN} nor {TEST}.*MNIST/raw; 'mnist' downloads them")
+    refused(f"mnist:{tmp_path}", f"holds train.csv, but neither {TRAIN} nor {TEST}.*MNIST/raw; 'mnist' downloads them")
     refused(f"mnist:{tmp_path / 'train.csv'}", "train.csv: a file, not a folder; 'mnist:DIR'")
     (tmp_path / TRAIN).write_bytes(WHOLE)
     (tmp_path / TEST).write_bytes(idx(noise(12, 8, 8)))
-    refused(f"mnist:{tmp_path}", f"{TEST}: images of another size")
+    refused(f"mnist:{tmp_path}", f"{TEST}: a single image, or images of another size")
+    (tmp_path / TRAIN).unlink()
+    (tmp_path / TEST).write_bytes(idx(noise(1, 8, 8)))
+    refused(f"mnist:{tmp_path}", f"{TEST}: a single image, or images of another size")
 
 
 def test_a_real_video_with_a_hole_is_named(shared, tmp_path):
