@@ -14,8 +14,9 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
 
 
 @pytest.fixture
-def run_on_ray():
+def run_on_ray(monkeypatch):
     """The function as it stands in the notebook."""
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # on a busy machine Ray starts slowly
     pytest.importorskip("ray", reason="Ray is not installed")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     (source,) = (text for cell in cells if (text := "".join(cell["source"])).startswith("def run_on_ray("))
