@@ -14,9 +14,8 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
 
 
 @pytest.fixture
-def run_on_ray(monkeypatch):
+def run_on_ray():
     """The function as it stands in the notebook."""
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # on a busy machine Ray starts slowly
     pytest.importorskip("ray", reason="Ray is not installed")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     (source,) = (text for cell in cells if (text := "".join(cell["source"])).startswith("def run_on_ray("))
