@@ -166,9 +166,8 @@ def _operations(setting: Setting) -> Iterator[Work]:
     for edge in (2**power for power in range(4, LARGEST_MATRIX[setting.kind].bit_length())):
         product = functools.partial(torch.mm, random(edge, edge), random(edge, edge))
         yield Work(f"matrix product {edge}", "matrix", product)
-    layer = functools.partial(
-        torch.mm, random(1, 784), random(128, 784).t()
-    )  # what a linear layer without a bias calls
+    # What a linear layer without a bias calls.
+    layer = functools.partial(torch.mm, random(1, 784), random(128, 784).t())
     yield Work("autoencoder, first layer", "network", layer)
     for profile, height, width, channels in (("quick", 24, 32, 16), ("paper", 60, 80, 48)):
         # The convolution of PredNet's layer 1: errors, from above, hidden.

@@ -309,7 +309,7 @@ def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_products_inside_affine_grid_and_cdist_are_emulated_and_matrix_exp_refused(inference):
+def test_affine_grid_and_cdist_are_emulated_and_matrix_exp_is_refused(inference):
     many, angles = draw(40, 6), draw(2, 2, 3)
     with torch.inference_mode(inference):
         for function, given in (

@@ -291,7 +291,7 @@ def test_a_training_that_leaves_the_gpu_alone_is_told(moved, recwarn):
     assert any("left cuda alone" in str(one.message) for one in recwarn) != moved
 
 
-def test_none_is_the_value_of_an_option_and_a_length_that_is_not_given_is_the_functions():
+def test_none_is_the_value_of_an_option_of_ones_own_training():
     def training(seed, rate=1.0, frames=3):
         return float(frames) if rate is None else -1.0
 
