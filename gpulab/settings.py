@@ -9,13 +9,14 @@ An option is a field of `Setting` and, in `Setting._put_in_force`, what sets its
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpulab.errors import GpulabError, UsageError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
+MIXED = ("bfloat16", "float16")  # what autocast may compute products in
 
 TF32_CARDS = ("ampere", "hopper")  # that can be emulated
 
@@ -67,45 +69,6 @@ def _put_back(stack: ExitStack) -> None:
         os.environ.update({} if workspace is None else {WORKSPACE: workspace})
 
     stack.enter_context(tf32.tf32_restored())
-
-
-def _switch_denormals(kept: bool, stack: ExitStack) -> None:
-    """Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that calls it alone."""
-    import torch
-
-    stack.callback(_flush_denormals, not _keeps_denormals(1))
-    _flush_denormals(not kept)
-    if _keeps_denormals(threads := torch.get_num_threads()) != kept:
-        raise GpulabError(
-            f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off in all of its "
-            f"{threads} threads; one may be enough: add threads=1"
-        )
-
-
-def _keeps_denormals(threads: int) -> bool | None:
-    """Whether products that are denormal numbers come out as such; None where some do and some do not."""
-    import torch
-
-    long = torch.full((threads << 16,), 1e-30, dtype=torch.float32)  # so that each thread computes a part of it
-    kept = (long * 1e-10).ne(0)
-    return bool(kept[0]) if kept.min() == kept.max() else None
-
-
-def _flush_denormals(flush: bool) -> None:
-    """In this thread and those that compute for it, which OpenMP keeps."""
-    import torch
-    from threadpoolctl import threadpool_info  # type: ignore[import-untyped]
-
-    torch.set_flush_denormal(flush)
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    def in_a_thread(_: int) -> None:
-        torch.set_flush_denormal(flush)
-
-    for library in threadpool_info():
-        if library["user_api"] == "openmp":
-            with contextlib.suppress(AttributeError):  # a runtime without it: whether all has been switched is checked
-                ctypes.CDLL(library["filepath"]).GOMP_parallel(in_a_thread, None, torch.get_num_threads(), 0)
 
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -164,6 +127,11 @@ class Setting:
         precision: The floating-point type: `float32`, `float64` or `bfloat16`.
         emulate: The number format, or the chip, whose products are imitated; see `gpulab.emulate`.
         order: The order in which products are added up; see `gpulab.emulate`.
+        compile: The backend of `torch.compile` that compiles what `compiled` is given, such as `inductor`, `aot_eager`,
+            `cudagraphs`, or one that you have registered.
+        autocast: The format in which torch's mixed precision computes products, `bfloat16` or `float16`; weights stay
+            float32. Casts of weights are not kept from one use to the next, since a step of the optimizer makes them
+            wrong. Losses are not scaled, which small gradients in float16 may need.
 
     Raises:
         UsageError: For a device that is none of these, and an option's value that is none.
@@ -188,6 +156,8 @@ class Setting:
     precision: str | None = _choice(DEVICES, PRECISIONS)
     emulate: str | None = _arithmetic()
     order: str | None = _arithmetic()
+    compile: str | None = _option(DEVICES, r"[\w-]+", "must be a backend of torch.compile, such as inductor")
+    autocast: str | None = _choice(DEVICES, MIXED)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
@@ -241,6 +211,12 @@ class Setting:
                 raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only{also}")
         if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
             raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
+        if "autocast" in values and {"precision", "emulate", "order"} & set(values):
+            raise UsageError("autocast rounds float32 numbers in its own way: leave precision, emulate and order away")
+        if "compile" in values and {"isa", "emulate", "order"} & set(values):
+            raise UsageError(
+                "compiled code chooses its instructions itself, and hides its operations from an emulation"
+            )
         return cls(f"{kind}:{int(index)}" if index else kind, **values)
 
     def __str__(self) -> str:
@@ -298,6 +274,8 @@ class Setting:
 
         on_cuda, on_mps = self.kind == "cuda", self.kind == "mps"
         count = torch.cuda.device_count() if on_cuda else 0
+        by_inductor, on_gpu = self.compile == "inductor", self.kind in ("cuda", "xpu")
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
         lacking = {
             "no CUDA or ROCm GPU that this build of torch can use": on_cuda and count == 0,
             f"only {count} CUDA GPU(s), numbered from 0": on_cuda and int(self.device.partition(":")[2] or 0) >= count,
@@ -305,6 +283,10 @@ class Setting:
             "no Apple GPU (mps)": on_mps and not torch.backends.mps.is_available(),
             "no float64 on its Apple GPU": on_mps and self.precision == "float64",
             "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
+            "no C++ compiler for Inductor, g++ or what $CXX names": by_inductor
+            and not on_gpu
+            and not shutil.which(compiler),
+            "no Triton for Inductor": by_inductor and on_gpu and find_spec("triton") is None,
             f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags(),
         }
         for what, lacks in lacking.items():
@@ -314,6 +296,10 @@ class Setting:
             from gpulab.numerics.arithmetic import arithmetic_of
 
             arithmetic_of(self.emulate or "float32", self.order)
+        if self.compile:
+            backends = torch._dynamo.list_backends(exclude_tags=())
+            if self.compile not in backends:
+                raise UsageError(f"setting {str(self)!r}: torch has no such backend; it has {', '.join(backends)}")
         needed = {name: value for name, value in self.environment().items() if name in ISA_VARIABLES}
         if any(os.environ.get(name) != value for name, value in needed.items()):
             command = " ".join(f"{name}={value}" for name, value in needed.items())
@@ -321,6 +307,34 @@ class Setting:
                 f"setting {str(self)!r}: a process chooses its instruction set when it starts. Use "
                 f"gpulab.Experiment or the gpulab command, or start Python with {command}"
             )
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Have a network or a function compiled by the backend that `compile` names, when it is first called.
+
+        Args:
+            function: A `torch.nn.Module`, or a function of tensors.
+
+        Returns:
+            What `torch.compile` makes of it, for tensors of the shapes that come; `function` itself where `compile` is
+            None. Compiled code computes with as many threads as are in force when it is compiled.
+
+        Examples:
+            >>> import torch
+            >>> import gpulab as gl
+            >>> with gl.setting("cpu:compile=aot_eager") as setting:
+            ...     double = setting.compiled(lambda x: 2 * x)
+            ...     double(torch.ones(3))
+            tensor([2., 2., 2.])
+        """
+        import torch
+
+        if self.compile is None:
+            return function
+        # The number of threads is written into the code, which torch keeps on disk by all that is given here.
+        threads: Any = (
+            {"cpp.threads": torch.get_num_threads()} if (self.kind, self.compile) == ("cpu", "inductor") else None
+        )
+        return torch.compile(function, backend=self.compile, dynamic=False, options=threads)
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:
@@ -336,7 +350,7 @@ class Setting:
         from joblib import cpu_count  # a container's quota counts, which torch does not see
         from torch.backends import cudnn
 
-        from gpulab.numerics import tf32
+        from gpulab.numerics import denormals, tf32
 
         usual = torch.get_num_threads()
         threads = self.threads or min(usual, cpu_count())
@@ -347,7 +361,7 @@ class Setting:
         if self.cudnn is not None:
             cudnn.enabled = self.cudnn
         if self.denormals is not None:
-            _switch_denormals(self.denormals, stack)
+            denormals.switch_denormals(self.denormals, stack)
         if self.deterministic is not None:
             torch.use_deterministic_algorithms(self.deterministic)
             cudnn.deterministic = self.deterministic
@@ -360,6 +374,14 @@ class Setting:
             from gpulab.numerics.emulation import emulate
 
             stack.enter_context(emulate(self.emulate or "float32", order=self.order))
+        if self.autocast is not None:
+            dtype = getattr(torch, self.autocast)
+            stack.enter_context(torch.autocast(self.kind, dtype, cache_enabled=False))
+        if self.compile is not None:
+            from torch._dynamo import config
+
+            # More variants than usual are compiled, and what would no longer be compiled is an error.
+            stack.enter_context(config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True))
         if self.kind == "cuda":
             stack.enter_context(torch.cuda.device(self.device))
 

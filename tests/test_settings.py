@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.settings import ISA_VARIABLES, OPTIONS, PRECISIONS, Setting, arithmetic, cpu_flags
+from gpulab.settings import ISA_VALUES, ISA_VARIABLES, OPTIONS, PRECISIONS, Setting, arithmetic, cpu_flags
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 needs_avx512 = pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
@@ -27,6 +27,8 @@ VALUES = {
     "precision": (None, *PRECISIONS),
     "emulate": (None, "tf32", "hopper"),
     "order": (None, "pairwise", "tensor-core+split-4"),
+    "compile": (None, "inductor"),
+    "autocast": (None, "bfloat16"),
 }
 
 
@@ -34,9 +36,13 @@ def options_of(device):
     """Every combination of the options that have a meaning on a device, as lists of `name=value`."""
     names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name].devices]
     for values in itertools.product(*(VALUES[name] for name in names)):
-        *_, precision, emulate, order = values
+        *_, precision, emulate, order, backend, autocast = values
         if precision not in (None, "float32") and (emulate or order):
             continue  # what is emulated is the arithmetic of float32
+        if (autocast and (precision or emulate or order)) or (
+            backend and (emulate or order or values[1] in ISA_VALUES)
+        ):
+            continue  # what hides its operations, or rounds in its own way
         yield [f"{name}={value}" for name, value in zip(names, values, strict=True) if value is not None]
 
 
@@ -67,6 +73,8 @@ def flags():
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn": (b.cudnn.enabled, b.cudnn.benchmark, b.cudnn.deterministic),
         "fused": (b.mha.get_fastpath_enabled(), b.cuda.flash_sdp_enabled(), b.cuda.mem_efficient_sdp_enabled()),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "recompile_limit": torch._dynamo.config.recompile_limit,
         "environment": {name: text for name, text in os.environ.items() if name.startswith(("CUBLAS", "OMP", "ATEN"))},
     }
 
@@ -102,6 +110,11 @@ def test_text_and_setting_are_inverse_for_every_combination_of_options(device):
         ("cpu:tf32=off,emulate=tf32", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
         ("cuda:threads=1", ["'threads'", "cpu only"]),
         ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave precision away"]),
+        ("cpu:compile=", ["''", "inductor"]),
+        ("cpu:compile=inductor,emulate=tf32", ["hides its operations"]),
+        ("cpu:compile=inductor,isa=avx2", ["instructions"]),
+        ("cpu:autocast=float64", ["'float64'", "bfloat16, float16"]),
+        ("cpu:autocast=bfloat16,precision=float64", ["leave precision"]),
     ],
 )
 def test_malformed_text_is_refused_naming_the_value_and_what_is_valid(text, named):
@@ -145,7 +158,7 @@ def default_flags():
 
 
 CPU_SETTINGS = ["cpu", "cpu:threads=1", "cpu:deterministic=on", "cpu:deterministic=off", "cpu:precision=float64"]
-CPU_SETTINGS += ["cpu:denormals=off", "cpu:threads=2,denormals=off"]
+CPU_SETTINGS += ["cpu:denormals=off", "cpu:threads=2,denormals=off", "cpu:autocast=bfloat16", "cpu:compile=aot_eager"]
 CPU_SETTINGS += ["cpu:threads=2,deterministic=on,precision=bfloat16", "cpu:emulate=hopper,order=tensor-core+split-2"]
 CUDA_SETTINGS = ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:tf32=off,deterministic=on"]
 
@@ -169,6 +182,51 @@ def test_every_flag_is_restored_also_after_an_exception(text, user, request):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:2"
         raise ZeroDivisionError
     assert flags_and_denormals() == before
+
+
+def test_autocast_sees_weights_that_an_optimizer_has_changed():
+    layer, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    with gl.setting("cpu:autocast=bfloat16"):
+        before = layer(x)
+        before.sum().backward()
+        torch.optim.SGD(layer.parameters(), lr=1.0).step()
+        after = layer(x)
+    assert before.dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.float32
+    assert (after < before - 4).all(), "a cast that was kept would give the same again"
+
+
+def test_compiled_gives_what_the_backend_made_and_without_one_the_function_itself():
+    compiled_graphs = []
+
+    def backend(graph, inputs):
+        compiled_graphs.append(len(inputs))
+        return lambda *args: [2 * out for out in graph(*args)]
+
+    torch._dynamo.register_backend(backend, "twice")
+    function = torch.nn.Linear(2, 2)
+    assert Setting.parse("cpu").compiled(function) is function
+    with gl.setting("cpu:compile=twice") as setting, torch.no_grad():
+        assert torch.equal(setting.compiled(function)(torch.ones(1, 2)), 2 * function(torch.ones(1, 2)))
+    assert len(compiled_graphs) == 1
+
+
+def test_more_variants_than_are_compiled_are_an_error_and_do_not_run_uncompiled():
+    with gl.setting("cpu:compile=eager") as setting, torch._dynamo.config.patch(recompile_limit=2):
+        compiled = setting.compiled(lambda x: x + 1)
+        with pytest.raises(Exception, match="recompile_limit"):
+            [compiled(torch.ones(size)) for size in range(1, 9)]
+
+
+def test_a_backend_that_torch_does_not_have_and_a_missing_compiler_are_refused(monkeypatch):
+    with (
+        pytest.raises(gl.UsageError, match=r"'cpu:compile=inducter'.*it has .*inductor"),
+        gl.setting("cpu:compile=inducter"),
+    ):
+        pass
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(gl.GpulabError, match=r"no C\+\+ compiler"), gl.setting("cpu:compile=inductor"):
+        pass
 
 
 def test_values_that_a_setting_cannot_have_are_refused():

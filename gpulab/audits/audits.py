@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from gpulab import report
+from gpulab.audits.answers import Answer
 from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, check_same_step
 from gpulab.audits.count_sketch import WITH_FLOAT64
-from gpulab.audits.findings import KINDS, Finding
+from gpulab.audits.findings import Finding
 from gpulab.audits.judgement import Judgement, judge
 from gpulab.audits.recording import record
 from gpulab.audits.steps import check_step
@@ -25,10 +26,10 @@ from gpulab.settings import Setting
 if TYPE_CHECKING:
     import pandas as pd
 
-FAULTS = KINDS[:4]  # what no correct device explains
+    from gpulab.audits.compiled import CompiledAudit
 
 
-class Audit(report.Report):
+class Audit(Answer):
     """What `audit` returns: where the two settings part, and why. `print` says it, and `plot()` shows it.
 
     Attributes:
@@ -50,16 +51,14 @@ class Audit(report.Report):
         self.judgement, self.findings = judgement, findings
         self.comparison = judgement.comparison
         self.a, self.b, self.pairs = self.comparison.a, self.comparison.b, self.comparison.pairs
+        self.titles, self.passports = (self.a.title, self.b.title), (self.a.passport, self.b.passport)
 
     @property
-    def kind(self) -> str:
-        """The kind of the first finding, which explains most of the difference; `rounding` when all is well."""
-        return self.findings[0].kind
+    def headline(self) -> str:
+        """The two settings, what was found between them, what was looked at, and what was not."""
+        from gpulab.audits.summaries import headline
 
-    @property
-    def faulty(self) -> bool:
-        """Whether something is wrong that no correct device explains: mismatch, overwritten, or cause not found."""
-        return any(finding.kind in FAULTS for finding in self.findings)
+        return headline(self.judgement, self.findings)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -77,13 +76,9 @@ class Audit(report.Report):
         return operations_table(self.comparison, self.findings)
 
     def __str__(self) -> str:
-        from gpulab.audits.summaries import by_line, headline, ran_alone
+        from gpulab.audits.summaries import ran_alone
 
-        lines = [*by_line(self.findings), *ran_alone(self.comparison)]
-        return "\n  ".join([headline(self.judgement, self.findings), *lines])
-
-    def __repr__(self) -> str:
-        return str(self)
+        return "\n  ".join([super().__str__(), *ran_alone(self.comparison)])
 
     def words(self) -> Markup:
         """The findings and all operations."""
@@ -98,22 +93,18 @@ class Audit(report.Report):
         return self._page(self.plot().html())
 
     def _page(self, picture: str) -> Markup:
-        from gpulab.audits.summaries import MOST_FINDINGS, findings_table, headline
+        from gpulab.audits.summaries import MOST_FINDINGS, findings_table
 
         shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
         return report.render(
             "audit.html",
-            headline=headline(self.judgement, self.findings),
+            headline=self.headline,
             picture=picture,
             findings=report.table(findings_table(self.findings)),
             more=len(self.findings) - MOST_FINDINGS,
             count=len(self.pairs),
             operations=report.table(self.table[shown], na_rep=""),
         )
-
-    def save(self, file: str | Path, title: str = "") -> None:
-        """Write the report to an HTML file of its own, the plot included."""
-        super().save(file, title or f"Audit: {self.a.title} against {self.b.title}")
 
 
 def compare(a: Trace, b: Trace) -> Audit:
@@ -128,7 +119,7 @@ def audit(
     b: str | Setting | None = None,
     *,
     progress: bool = True,
-) -> Audit:
+) -> Audit | CompiledAudit:
     """Do one training step under two settings and in float64, and explain where they part.
 
     `audit(step, "cpu", "cuda")` does the step here, as `gpulab.record` does; `audit(trace_a, trace_b)`
@@ -148,6 +139,9 @@ def audit(
     back along the values, and each operation keeps the share that its own error makes (`Finding.share`). A cast,
     and a product of factors that were rounded before, come after what they belong to.
 
+    A setting with `compile` is compared with the same setting without, `audit(step, "cpu", "cpu:compile=inductor")`:
+    the results of the whole step, and where they are wrong each module alone, as `CompiledAudit` says.
+
     A fault that is the same under both settings and in float64 cannot be seen, nor what is computed outside of torch
     unless it changes values that torch meets.
 
@@ -158,7 +152,8 @@ def audit(
         progress: whether to show a bar.
 
     Returns:
-        An `Audit`. `print` says its findings, `plot()` shows where the two settings part.
+        An `Audit`, or a `CompiledAudit` where a setting compiles. `print` says its findings; of an `Audit`, `plot()`
+        shows where the two settings part.
 
     Raises:
         UsageError: for arguments that are neither.
@@ -186,6 +181,10 @@ def audit(
     first, second = map(Setting.parse, (a, b))
     first.check()
     second.check()
+    if first.compile or second.compile:
+        from gpulab.audits.compiled import audit_compiled
+
+        return audit_compiled(step, first, second, progress)
     on = first.device if first.device == second.device and first.kind in WITH_FLOAT64 else "cpu"  # where it is quickest
     trace = record(step, a, on=on, progress=progress)
     return compare(*_named_apart(trace, record(step, b, reference=trace, on=on, progress=progress)))

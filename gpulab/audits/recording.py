@@ -80,6 +80,10 @@ def record(
     parsed = Setting.parse(setting)
     check_step(step)
     parsed.check()
+    if parsed.compile:
+        raise UsageError(
+            f"setting {setting}: compiled code has no operations to record; gpulab.audit compares its results"
+        )
     exact_setting = Setting.parse(f"{on}:precision=float64")
     sketches = dict(reference.sketches) if reference else {}
     with Progress(unit="operation", leave=False, disable=not progress) as bar:

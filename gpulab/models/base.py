@@ -27,12 +27,14 @@ class Trainable(nn.Module):
         sequential: Whether the order of the frames matters, and a state goes from piece to piece. False unless a class
             says otherwise.
         threads: The number of CPU threads beyond which the model gains nothing; None where that is not known.
+        compiled_part: The method that is compiled under a setting with `compile`.
         fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict` makes it False:
             training then starts from the loaded weights.
     """
 
     sequential: ClassVar[bool] = False
     threads: ClassVar[int | None] = None
+    compiled_part: ClassVar[str] = "training_loss"
     fresh: bool = True
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:

@@ -86,6 +86,9 @@ class PredNet(Trainable):
     """
 
     sequential: ClassVar[bool] = True
+    compiled_part: ClassVar[str] = (
+        "step"  # of a window of 20 frames the compiler would make one program 20 times as long
+    )
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class PredNet(Trainable):
         state = self.initial_state(frames[0]) if state is None else [LayerState(*layer) for layer in state]
         predictions = []
         for frame in frames:
-            state = self.top_down(self.bottom_up(frame, state), state)
+            state = self.step(frame, state)
             predictions.append(state[0].p)
         return torch.stack(predictions), state
 
@@ -192,6 +195,18 @@ class PredNet(Trainable):
         expected = [3 * [(1, channels, *self.layer_size(layer))] for layer, channels in enumerate(self.channels)]
         if shapes != expected:
             raise UsageError(f"a state of the shapes {shapes}: expected {expected}")
+
+    def step(self, frame: Frame, state: State) -> State:
+        """Take in one frame: up, where each layer compares its last prediction, and down, where it makes the next.
+
+        Args:
+            frame: (B, C, H, W), numbers in [0, 1].
+            state: The state after the frame before.
+
+        Returns:
+            The state after this frame.
+        """
+        return self.top_down(self.bottom_up(frame, state), state)
 
     def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
         """Compute how far each layer's last prediction is from what it sees now.
@@ -279,7 +294,7 @@ class PredNet(Trainable):
             if number > 0:
                 losses.append(frame_errors(state[0].p[None], frame[None]))
             if number < len(frames) - 1:  # the last frame is the first of the next window
-                state = self.top_down(self.bottom_up(frame, state), state)
+                state = self.step(frame, state)
         errors = torch.cat(losses)
         return errors.sum(), errors.detach(), None if state is None else detached(state)
 

@@ -142,5 +142,6 @@ class Plain:
         self.optimizer.zero_grad()
         model: Any = self.model
         loss, per_frame, state = model.training_loss(batch, state)
-        loss.backward()
+        with torch.autocast(loss.device.type, enabled=False):  # as torch advises: what was cast is followed back
+            loss.backward()
         return per_frame, state

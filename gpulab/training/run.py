@@ -382,7 +382,8 @@ def engine_of(spec: RunSpec, training: loop.Training) -> loop.Engine:
 
 
 def _fastest(spec: RunSpec, plain: loop.Plain) -> loop.Engine:
-    if not spec.factors["fast"] or find_spec("gpulab.engines") is None:  # without that folder all is only slower
+    as_written = not spec.factors["fast"] or spec.setting.compile or spec.setting.autocast
+    if as_written or find_spec("gpulab.engines") is None:  # without that folder all is only slower
         return plain
     from gpulab.engines import fastest
 

@@ -158,9 +158,13 @@ class RunSpec:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """What the training needs in force: its setting, and no more threads than the model can use."""
-        with self.setting.apply(), torch.random.fork_rng(devices=[]):
+        with self.setting.apply(), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
             if self.setting.threads is None and (threads := getattr(self.model, "threads", None)):
                 torch.set_num_threads(min(threads, torch.get_num_threads()))
+            if self.model is not None and self.setting.compile:
+                part = self.model.compiled_part
+                setattr(self.model, part, self.setting.compiled(getattr(self.model, part)))
+                stack.callback(delattr, self.model, part)  # a copy of the model would call this one's
             yield
 
     def draw_weights(self) -> None:

@@ -1,0 +1,320 @@
+"""The audit of a compiled network: its results, and those of each module alone, beside the network as it is written.
+
+Compiled code has no operations that could be paired. Its values can be seen at the end of the step, and at the border
+of every module that is compiled by itself. So the whole step is compared first; where it is wrong, each module is
+done alone with the inputs and the output gradients that it had, from the innermost outwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from markupsafe import Markup
+from torch import Tensor, nn
+
+from gpulab import report
+from gpulab.audits import tolerances as tol
+from gpulab.audits.answers import Answer
+from gpulab.audits.findings import ADVICE, Finding
+from gpulab.audits.modules_alone import ModuleCall, NamedResults, module_calls, results_of
+from gpulab.audits.operations import RESULT
+from gpulab.audits.recording import record
+from gpulab.audits.steps import Step
+from gpulab.audits.traces import Trace
+from gpulab.errors import GpulabError, UsageError, in_one_line
+from gpulab.progress import Progress
+from gpulab.settings import Setting
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A step under a setting that compiles, beside the same without, and float64.
+
+    Attributes:
+        table: A row for each result; see `CompiledAudit.table`.
+        trace: The step as it is written.
+        graphs: How many graphs the compiler made of it.
+        breaks: How often it had to leave a line of Python uncompiled.
+        repeats: Whether the compiled step gave the same bits again.
+    """
+
+    table: pd.DataFrame
+    trace: Trace
+    graphs: int
+    breaks: int
+    repeats: bool
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a result is wrong."""
+        return bool(self.table.wrong.any())
+
+    @property
+    def worst(self) -> Any:
+        """The result that is furthest from what roundings explain; what the forward pass makes before gradients."""
+        order = self.table.assign(
+            backward=self.table.result.str.startswith("gradient"),
+            ratio=(self.table.difference / self.table.tolerance).fillna(math.inf),
+        )
+        return order.sort_values(["wrong", "backward", "ratio"], ascending=[False, True, False]).iloc[0]
+
+
+class CompiledAudit(Answer):
+    """What `audit` returns where a setting compiles: which results are wrong, and which module makes them so.
+
+    `print` says it. The first finding is about the smallest module that is wrong when it is compiled alone.
+
+    Attributes:
+        compared: The results of the whole step, with what the compiler made of it.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> step = gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4))
+        >>> gl.audit(step, "cpu", "cpu:compile=aot_eager", progress=False).kind
+        'rounding'
+    """
+
+    def __init__(self, plain: Setting, compiled: Setting, findings: list[Finding], compared: Compared) -> None:
+        self.titles, self.findings, self.compared = (str(plain), str(compiled)), findings, compared
+        self.passports = (compared.trace.passport, compared.trace.passport)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each result of the step: the loss, outputs, gradients and buffers. All relative to its size.
+
+        `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
+        (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no rounding
+        explains the difference, and the one without the compiler is nearer to float64. `finite` says whether all its
+        numbers are finite without the compiler.
+        """
+        return self.compared.table
+
+    @property
+    def headline(self) -> str:
+        """The two settings, what was found between them, and what was looked at."""
+        kinds = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
+        found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+        alike = "all is well: rounding alone" if self.table.difference.any() else "identical to the last bit"
+        nearer, further = (
+            int((x < y).sum())
+            for x, y in ((self.table.error, self.table.plain_error), (self.table.plain_error, self.table.error))
+        )
+        breaks = f" and {self.compared.breaks} breaks between them" if self.compared.breaks else ""
+        return (
+            f"{self.titles[0]} against {self.titles[1]}: {found or alike}. {len(self.table)} results were compared: "
+            f"compiled, {nearer} are nearer to float64 and {further} further away. The compiler made "
+            f"{self.compared.graphs} graphs{breaks}."
+        )
+
+    def words(self) -> Markup:
+        """The findings, and all results of the step."""
+        from gpulab.audits.summaries import findings_table
+
+        tables = (report.table(table) for table in (findings_table(self.findings), self.table))
+        return report.paragraphs([self.headline]) + Markup().join(tables)
+
+
+def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool = True) -> CompiledAudit:
+    """Audit a step under a setting that compiles against the same setting without; see `audit`.
+
+    Raises:
+        UsageError: For a step that is not a `Step`, and for settings that differ in more than `compile`.
+        GpulabError: Where the compiler fails, or compiles nothing.
+    """
+    if not isinstance(step, Step):
+        raise UsageError("a compiled step has to be a gpulab.Step(model, batch, loss): a function hides its network")
+    if replace(compiled, compile=None) != plain:
+        raise UsageError(
+            f"{plain} against {compiled}: expected one setting without compile=… and with it; what else differs is "
+            f"told by an audit of {plain} against {replace(compiled, compile=None)}"
+        )
+    step = replace(step, model=getattr(step.model, "_orig_mod", step.model))
+    with Progress(unit="module", leave=False, disable=not progress) as bar:
+        whole = compare_compiled(step, plain, compiled)
+        if not whole.graphs:
+            name = type(step.model).__name__
+            raise GpulabError(f"nothing of {name} was compiled; TORCH_LOGS=graph_breaks in the environment says why")
+        findings = list(_of_the_whole(step, whole, plain, compiled))
+        if whole.wrong:
+            findings = [*_wrong_modules(step, whole, plain, compiled, bar), *findings]
+    return CompiledAudit(plain, compiled, findings or [_rounding(whole, compiled)], whole)
+
+
+def compare_compiled(
+    step: Step | ModuleCall, plain: Setting, compiled: Setting, trace: Trace | None = None
+) -> Compared:
+    """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all results.
+
+    Args:
+        step: What is done.
+        plain: The setting without `compile`.
+        compiled: The same with it.
+        trace: Of the step as it is written, where there is one.
+
+    Returns:
+        The results, beside how far roundings lead each of them by Monte Carlo arithmetic; see `record`.
+
+    Raises:
+        GpulabError: Where the compiler fails.
+    """
+    import pandas as pd
+    from torch._dynamo.utils import counters
+
+    trace = trace or record(NamedResults(step), plain, progress=False)
+    carried = {op.name: op.carried[0] for op in trace.operations if op.phase == RESULT and op.carried}
+    exact, written = (results_of(step, setting) for setting in (Setting(plain.device, precision="float64"), plain))
+    counters.clear()
+    with _random_numbers_as_uncompiled():
+        found, again = (results_of(step, compiled) for _ in range(2))
+    names = sorted(written.keys() | found.keys())
+    gone = torch.full((), math.nan)
+    least = tol.SHORT_SIZE if plain.precision in tol.SHORT else 8 * tol.ROUNDOFF
+    rows = []
+    for name in names:
+        x, y, z = (results.get(name, gone) for results in (exact, written, found))
+        rows.append({"result": name, **_apart(x, y, z, carried.get(f"result ['{name}']", math.nan), least)})
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return Compared(pd.DataFrame(rows), trace, graphs, breaks, all(torch.equal(found[n], again[n]) for n in found))
+
+
+def _apart(exact: Tensor, written: Tensor, found: Tensor, carried: float, least: float) -> dict[str, Any]:
+    """How far a result is from float64 and from itself without the compiler; a NaN that both have is no difference."""
+    size, finite = float(exact.norm()), bool(written.isfinite().all())
+    size = size if 0 < size < math.inf else 1.0
+    if torch.equal(written.isnan(), found.isnan()):
+        exact, written, found = (tensor.nan_to_num() for tensor in (exact, written, found))
+    error, plain_error, difference = (
+        float((x - y).norm()) / size for x, y in ((found, exact), (written, exact), (found, written))
+    )
+    tolerance = max(least, 2 * tol.CARRIED * carried / size) if math.isfinite(carried) else tol.UNEXPLAINED
+    wrong = not (difference <= tolerance or error <= max(tolerance, plain_error))
+    distances = {"difference": difference, "error": error, "plain_error": plain_error, "tolerance": tolerance}
+    return distances | {"wrong": wrong, "finite": finite}
+
+
+@contextlib.contextmanager
+def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
+    """Have Inductor draw random numbers as uncompiled code does, so that all else can be compared."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()  # what is compiled already draws as it does
+    with config.patch(fallback_random=wanted):
+        yield
+
+
+def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
+    """What the whole step shows: results that are no numbers, do not repeat themselves, or were drawn otherwise."""
+    if not whole.table.finite.all():
+        detail = (
+            f"{_listed(list(whole.table.result[~whole.table.finite]))}: without the compiler as well, and an audit of "
+        )
+        detail += f"{plain} against another device, or another number of threads, says where that begins"
+        yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
+    if not whole.repeats:
+        yield _finding("nondeterminism", str(compiled), step.model, "gave other bits when it was done again")
+    if compiled.compile == "inductor" and any(op.random for op in whole.trace.operations):
+        with _random_numbers_as_uncompiled(False):
+            written, found = (results_of(step, setting)["loss"] for setting in (plain, compiled))
+        difference = float((found - written).norm() / (written.norm() or 1.0))
+        if difference > whole.table.set_index("result").tolerance["loss"]:
+            detail = (
+                f"draws other numbers than uncompiled code from one seed: the loss is {difference:.1e} (relative) apart"
+            )
+            advice = "nothing; torch._inductor.config.fallback_random draws the same, and all else was compared with it"
+            yield _finding("different random numbers", str(compiled), step.model, detail, advice)
+
+
+def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Setting, bar: Any) -> Iterator[Finding]:
+    """The innermost modules that are wrong when they are compiled alone; or that none is."""
+    calls = module_calls(step, plain)
+    alike: dict[Any, list[ModuleCall]] = {}
+    for call in calls:
+        alike.setdefault(call.signature, []).append(call)
+    bar.total, wrong, untried = len(alike), list[str](), list[str]()
+    for call, *others in alike.values():
+        bar.update()
+        if any(call.contains(name) for name in wrong):
+            continue  # what is around a wrong module is wrong as well
+        try:
+            alone = compare_compiled(call, plain, compiled)
+        except (GpulabError, RuntimeError, TypeError) as error:
+            untried.append(f"{call.name or 'the network'} ({in_one_line(error)})")
+            continue
+        if alone.wrong:
+            wrong.append(call.name)
+            inner = [other.name for other in calls if other is not call and call.contains(other.name)]
+            details = [_how_far(alone.worst), *_why(call, alone, inner, plain, compiled)]
+            details += [f"{len(others)} more of this kind were not tried"] if others else []
+            phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
+            line = next((op.line for op in whole.trace.operations if op.line and call.contains(op.module)), "")
+            where = {"phase": phase, "name": call.name, "line": line, "size": alone.worst.difference}
+            yield _finding("mismatch", str(compiled), call.module, "; ".join(details), KEEP_OUT, **where)
+    if not wrong:
+        detail = f"{_how_far(whole.worst)}; each module is right when it is compiled alone"
+        detail += f", except {len(untried)} that could not be tried: {_listed(untried)}" if untried else ""
+        yield _finding("cause not found", str(compiled), step.model, detail, KEEP_OUT, size=whole.worst.difference)
+
+
+def _why(call: ModuleCall, alone: Compared, inner: list[str], plain: Setting, compiled: Setting) -> Iterator[str]:
+    """Which part of the compiler makes a module wrong, and which modules inside have to be compiled with it."""
+    if compiled.compile != "aot_eager":
+        earlier = compare_compiled(call, plain, replace(compiled, compile="aot_eager"), alone.trace)
+        if earlier.wrong:
+            yield "aot_eager is wrong, too, so it comes from decompositions or functionalisation"
+        else:
+            yield f"aot_eager is right, so it comes from the code that {compiled.compile} makes"
+    if inner:
+        outermost = [name for name in inner if not any(name.startswith(f"{other}.") for other in inner)]
+        together = _needed(call, outermost, plain, compiled)
+        compiled_with = f"only with {_listed(together)} compiled in it" if together else "so it is in its own lines"
+        yield f"no module inside is wrong alone, {compiled_with}"
+
+
+def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) -> list[str]:
+    """The modules inside of a wrong one that have to be compiled with it for it to be wrong, found by halving them."""
+
+    def is_wrong(kept: Sequence[str]) -> bool:
+        with call.uncompiled(set(inner) - set(kept)):
+            return compare_compiled(call, plain, compiled).wrong
+
+    kept, size = inner, max(1, len(inner) // 2)
+    while size and kept:
+        parts = ([*kept[:start], *kept[start + size :]] for start in range(0, len(kept), size))
+        fewer = next((part for part in parts if is_wrong(part)), None)
+        kept, size = (kept, size // 2) if fewer is None else (fewer, min(size, len(fewer)))
+    return kept
+
+
+def _how_far(worst: Any) -> str:
+    return (
+        f"its {worst.result} is {worst.difference:.1e} (relative) from the one without the compiler, and "
+        f"{worst.error:.1e} from float64; roundings lead to {worst.tolerance:.1e}"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _rounding(whole: Compared, compiled: Setting) -> Finding:
+    worst = whole.worst
+    detail = f"of the result that comes nearest to what rounding explains, {_how_far(worst)}"
+    return _finding("rounding", str(compiled), None, detail, size=worst.difference)
+
+
+def _finding(kind: str, setting: str, module: nn.Module | None, detail: str, advice: str = "", **more: Any) -> Finding:
+    operation = "the step" if module is None else type(module).__name__
+    place = (more.pop("phase", "step"), more.pop("name", ""), more.pop("line", ""))
+    return Finding(kind, setting, operation, *place, math.nan, detail, advice or ADVICE[kind], **more)

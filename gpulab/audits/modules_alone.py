@@ -1,0 +1,181 @@
+"""A step's results by name, whole or of one module alone: what can be seen of a network that is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from gpulab.audits.count_sketch import rounds, where_float64_is
+from gpulab.audits.recording import SEED
+from gpulab.audits.steps import PreparedStep, Step, loss_of, ready, seeded
+from gpulab.errors import GpulabError, in_one_line
+from gpulab.settings import Setting
+
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A module of a model by its name there, and its first call: what it was given, and what its outputs' gradients."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gradients: Results
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What decides the code that is compiled for it: equal blocks are compiled once, and tried once."""
+        shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", (self.args, self.kwargs)).items()]
+        return type(self.module), repr(self.module), self.module.training, *shapes
+
+    def contains(self, name: str) -> bool:
+        """Whether a module is this one, or inside of it."""
+        return not self.name or name == self.name or name.startswith(f"{self.name}.")
+
+    @contextlib.contextmanager
+    def uncompiled(self, names: Iterable[str]) -> Iterator[None]:
+        """Keep torch's compiler from some modules inside."""
+        prefix = f"{self.name}." if self.name else ""
+        modules = [self.module.get_submodule(name.removeprefix(prefix)) for name in names]
+        for module in modules:
+            module.forward = torch.compiler.disable(module.forward)
+        try:
+            yield
+        finally:
+            for module in modules:
+                del module.forward
+
+
+class NamedResults:
+    """A step, or a module alone, as a step that returns its results by name; see `record`."""
+
+    def __init__(self, step: Step | ModuleCall) -> None:
+        self.step = step
+
+    def __call__(self, setting: Setting) -> Any:
+        """Do it once."""
+        return self.prepared(setting)()
+
+    def prepared(self, setting: Setting) -> PreparedStep:
+        """As of `Step`."""
+        if isinstance(self.step, Step):
+            return _Whole(self.step, setting)
+        return _Alone(Step(self.step.module, (self.step.args, self.step.kwargs, self.step.gradients)), setting)
+
+
+class _Whole(PreparedStep):
+    """Gives the loss, what the model returned, each gradient, and each buffer that was changed."""
+
+    def __init__(self, step: Step, setting: Setting) -> None:
+        super().__init__(step, setting)
+        self.setting = setting
+
+    def __call__(self) -> Any:
+        if self.setting.compile:  # which ends with the step, like all that the model holds
+            self.model.compile(backend=self.setting.compile, dynamic=False)
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        results = self.results()
+        parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
+        results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
+        results |= {f"updated {name}": b for name, b in buffers if not torch.equal(b, before.get(name, b[:0]))}
+        return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
+
+    def results(self) -> Results:
+        """What is computed, after the backward pass."""
+        model: Any = _Watched(self.model)
+        loss, self.loss_taken = loss_of(model, self.batch, self.loss)
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+        return {"loss": loss} | model.outputs
+
+
+class _Watched:
+    """A model that keeps what it returns; a hook would be compiled with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.outputs = model, dict[str, Tensor]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        self.outputs |= named_tensors("output", output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class _Alone(_Whole):
+    """A module with the inputs, and the gradients of its outputs, that it had in a step."""
+
+    def results(self) -> Results:
+        args, kwargs, gradients = self.batch
+        args, kwargs = tree_map(_kept, (args, kwargs))  # which is the memory of the call that was kept
+        inputs = named_tensors("input", (args, kwargs))
+        for tensor in inputs.values():
+            tensor.requires_grad_()
+        # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
+        args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
+        outputs = named_tensors("output", self.model(*args, **kwargs))
+        followed = [name for name, out in outputs.items() if name in gradients and out.requires_grad]
+        if followed:
+            torch.autograd.backward([outputs[n] for n in followed], [gradients[n] for n in followed])
+        return outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
+
+
+def named_tensors(what: str, values: Any) -> Results:
+    """The floating-point tensors among nested values, each by its place."""
+    leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(values)[0] if isinstance(leaf, Tensor)]
+    return {f"{what}{keystr(path)}": leaf for path, leaf in leaves if rounds(leaf)}
+
+
+def _kept(value: Any) -> Any:
+    """A tensor with memory of its own."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def results_of(step: Step | ModuleCall, setting: Setting) -> Results:
+    """The results of a step, or a module alone, done once from the same random numbers; in float64.
+
+    Raises:
+        GpulabError: Where torch's compiler fails.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        with seeded(setting, SEED), setting.apply(), ready(NamedResults(step), setting) as run:
+            return {name: where_float64_is(tensor).double() for name, tensor in run().items()}
+    except TorchDynamoException as error:
+        why = in_one_line(error.__cause__ or error).partition("\n")[0]
+        raise GpulabError(f"setting {str(setting)!r}: torch's compiler fails on this step: {why}") from error
+
+
+def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
+    """The first call of each module in a step that is done as it is written; inner modules stand before outer ones."""
+    prepared, calls, inputs = _Whole(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Any]()
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs[module] = tree_map(_kept, (args, kwargs))
+
+    def end(name: str, module: nn.Module, output: Any) -> None:
+        if module not in calls:
+            args, kwargs = inputs.pop(module)
+            calls[module] = call = ModuleCall(name, module, args, kwargs, {})
+            for place, tensor in named_tensors("output", output).items():
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient, place=place: call.gradients.update({place: _kept(gradient)}))
+
+    with seeded(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
+        for name, module in prepared.model.named_modules():
+            after = module.register_forward_hook(lambda module, _, output, name=name: end(name, module, output))
+            for handle in (module.register_forward_pre_hook(begin, with_kwargs=True), after):
+                hooks.callback(handle.remove)
+        prepared()
+    return list(calls.values())
