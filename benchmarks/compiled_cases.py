@@ -5,7 +5,10 @@ python benchmarks/compiled_cases.py --record benchmarks/compiled_cases.md
 Each case is a training step of a network of several modules, retold in our own words from a public thread, or with a
 fault that is planted: a backend of torch.compile, registered here, that computes one kind of module wrongly. Besides,
 whole networks and steps of the kinds that people ask about, uncompiled. What the first line should say, and of which
-module or operation, was laid down before the audit was run on any of them, and not changed afterwards.
+module or operation, was laid down before the audit was run on any of them, and not changed afterwards. A first run
+showed that twelve faults had not been there: the planted ones looked for a module's name, which the compiler does not
+know where that is compiled alone; the backend of torch's tests changes `torch.relu` and not `nn.ReLU`; of the angles
+none was missed. The expected lines stayed.
 """
 
 from __future__ import annotations
@@ -60,13 +63,12 @@ def _added(thread: str, pairs: Any, kind: str, operation: str) -> Callable[[Call
 Change = Callable[[torch.fx.Graph, torch.fx.Node], None]
 
 
-def planted(name: str, module: str, target: str, change: Change) -> None:
-    """Register a backend that runs torch's own operations, and changes those of one name in one class of modules."""
+def planted(name: str, line: str, target: str, change: Change) -> None:
+    """Register a backend that runs torch's own operations, and changes those of one name that come from a line."""
 
     def backend(program: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         for node in list(program.graph.nodes):
-            inside = any(module in str(stack[-1]) for stack in node.meta.get("nn_module_stack", {}).values())
-            if inside and target in str(node.target):
+            if line in (node.stack_trace or "") and target in str(node.target):
                 change(program.graph, node)
         program.recompile()
         return program.forward
@@ -78,8 +80,9 @@ def swapped(_: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.args = (node.args[1], node.args[0])
 
 
-def left_out(_: torch.fx.Graph, node: torch.fx.Node) -> None:
+def left_out(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
 
 
 def followed_by(function: Callable[[Tensor], Tensor]) -> Change:
@@ -105,15 +108,15 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-planted("swaps", "Difference", "sub", swapped)
-planted("drops_a_view", "Turned", "flip", left_out)
-planted("ignores_in_place", "Doubled", "mul_", left_out)
-planted("rounds", "Linear", "linear", followed_by(rounded))
-planted("cuts_the_graph", "GELU", "gelu", followed_by(torch.detach))
-planted("fuses_wrongly", "Mlp", "linear", where_a("gelu", followed_by(lambda x: x * 1.01)))
-planted("forgets_the_rest", "LayerNorm", "layer_norm", followed_by(lambda x: x * (1 + 1e-3)))
-planted("clamps", "Softplus", "softplus", followed_by(lambda x: x.clamp(max=1.0)))
-planted("reads_stale_memory", "Table", "embedding", followed_by(lambda x: x + 0 * x.flatten()[0] + 0.5))
+planted("swaps", "torch.sub(", "sub", swapped)
+planted("drops_a_view", "torch.flip(", "flip", left_out)
+planted("ignores_in_place", "y.mul_(2)", "mul_", left_out)
+planted("rounds", "", "linear", followed_by(rounded))
+planted("cuts_the_graph", "", "gelu", followed_by(torch.detach))
+planted("fuses_wrongly", "self.down(self.act(", "linear", where_a("gelu", followed_by(lambda x: x * 1.01)))
+planted("forgets_the_rest", "", "layer_norm", followed_by(lambda x: x * (1 + 1e-3)))
+planted("clamps", "", "softplus", followed_by(lambda x: x.clamp(max=1.0)))
+planted("reads_stale_memory", "", "embedding", followed_by(lambda x: x + 0 * x.flatten()[0] + 0.5))
 
 
 class Mlp(nn.Module):
@@ -161,11 +164,10 @@ class Gapped(nn.Module):
 
 
 class Angle(nn.Module):
-    """The smallest angle of a row."""
+    """The smallest of three angles of a row."""
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = x.chunk(2, -1)
-        return torch.atan2(left, right).amin(-1, keepdim=True)
+        return torch.atan2(x[:, :3], x[:, 3:6]).amin(-1, keepdim=True)
 
 
 class Rotary(nn.Module):
@@ -175,6 +177,13 @@ class Rotary(nn.Module):
         angle = torch.arange(x.shape[-1], device=x.device) / 7
         left, right = x.chunk(2, -1)
         return x * angle.cos().to(x.dtype) + torch.cat((-right, left), -1) * angle.sin().to(x.dtype)
+
+
+class Rectified(nn.Module):
+    """A ReLU, by the function that the tests' backend looks for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
 
 
 class Table(nn.Embedding):
@@ -263,10 +272,10 @@ def table_read_from_elsewhere() -> gl.Step:
     return gl.Step(model, (torch.arange(8) % 10, torch.zeros(1)), lambda output, _: output.square().mean())
 
 
-@case("pytorch/pytorch, a backend for its own tests", "relu_accuracy_error_TESTING_ONLY", MISMATCH, "ReLU")
+@case("pytorch/pytorch, a backend for its own tests", "relu_accuracy_error_TESTING_ONLY", MISMATCH, "Rectified")
 def relu_of_the_tests() -> gl.Step:
     """Torch's own backend for tests of its minifier, which adds one after every ReLU."""
-    return network(nn.Linear(16, 16), nn.ReLU(), Mlp(16))
+    return network(nn.Linear(16, 16), Rectified(), Mlp(16))
 
 
 # --- what torch's compilers do ------------------------------------------------------------------------------
@@ -281,7 +290,7 @@ def view_with_gaps() -> gl.Step:
 @case("pytorch/pytorch#186799", "inductor", MISMATCH, "Angle")
 def smallest_angle() -> gl.Step:
     """The backward pass computes the angle again, rounds it otherwise, and misses the smallest one."""
-    return network(Angle(), inputs=batch(2, 16))
+    return network(Angle(), inputs=batch(16, 16))
 
 
 @case("pytorch/pytorch#168186", "inductor", ROUNDING, "", "precision=bfloat16")

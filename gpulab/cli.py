@@ -311,24 +311,38 @@ def record(
 def audit(
     compared: Annotated[list[str], argument(f"two traces from `gpulab record`; or a step, {STEP}, and two settings")],
     html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
+    as_json: Annotated[bool, option("print the answer for a program", flag="--json")] = False,
+    markdown: Annotated[bool, option("print what one pastes into an issue", flag="--markdown")] = False,
+    fail_on: Annotated[list[str] | None, option("a kind of finding that counts as a fault, too", "none")] = None,
 ) -> None:
-    """Compare two traces, or a step under two settings: what differs, how far, why. Exit status 1 if it is wrong."""
+    """Compare two traces, or a step under two settings: what differs, how far, why.
+
+    Exit status 0: rounding, or what a correct device may do; 1: a fault, or a kind given with --fail-on; 2: could not.
+    """
     step, *settings = compared
     if len(settings) not in (1, 2):
         raise UsageError(f"expected two traces, or a step and two settings; got {' '.join(compared)}")
     for setting in settings if len(settings) == 2 else ():
         prepared(setting)
     from gpulab.audits import audits, steps
+    from gpulab.audits.findings import KINDS
 
-    if len(settings) == 2:
-        report = audits.audit(steps.find_step(step), *settings)
-    else:
-        report = audits.audit(files.shipped(step), files.shipped(settings[0]))
-    say(report)
+    for kind in fail_on or ():
+        if kind not in KINDS:
+            raise UsageError(f"--fail-on {kind!r}: expected one of {', '.join(KINDS)}")
+    try:
+        if len(settings) == 2:
+            report = audits.audit(steps.find_step(step), *settings)
+        else:
+            report = audits.audit(files.shipped(step), files.shipped(settings[0]))
+    except GpulabError as error:
+        say(f"gpulab: {error}", sys.stderr)
+        raise typer.Exit(2) from None
+    say(json.dumps(report.as_json(), indent=1) if as_json else report.as_markdown() if markdown else report)
     if html:
         report.save(html)
-        say(f"report in {html}")
-    if report.faulty:
+        say(f"report in {html}", sys.stderr if as_json or markdown else None)
+    if report.faulty or any(finding.kind in (fail_on or ()) for finding in report.findings):
         raise typer.Exit(1)
 
 

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -262,10 +263,10 @@ def test_steps_are_recorded_and_compared(my_steps, answer, output):
     assert (found.status, "report in wrong.html" in found.out) == (1, True)
     assert "overwritten" in (my_steps / "wrong.html").read_text(encoding="utf-8")
     for wrong, status, words in (
-        ("audit step-cpu.trace other.trace", 1, "different steps"),
-        ("audit step-cpu.trace no.trace", 1, "no.trace: not a trace"),
-        ("audit missing.trace step-cpu.trace", 1, "missing.trace"),
-        ("audit my_steps.py:short cpu", 1, "my_steps.py:short"),
+        ("audit step-cpu.trace other.trace", 2, "different steps"),
+        ("audit step-cpu.trace no.trace", 2, "no.trace: not a trace"),
+        ("audit missing.trace step-cpu.trace", 2, "missing.trace"),
+        ("audit my_steps.py:short cpu", 2, "my_steps.py:short"),
         ("audit my_steps.py:short cpu cpu:threads=1 cuda", 2, "two traces, or a step and two settings; got my_steps"),
         ("audit step-cpu.trace", 2, "expected two traces"),
         ("record my_steps.py:nothing", 2, "no function or gpulab.Step named 'nothing'"),
@@ -285,6 +286,23 @@ def test_an_audit_says_on_which_line_reduced_precision_is(output):
     assert "3 × reduced precision" in text
     assert f"my_steps.py:{line}" in text
     assert re.search(r"\d+% of the difference in the results goes back to it", text)
+
+
+@pytest.mark.usefixtures("my_steps")
+def test_audit_for_programs_and_for_an_issue(answer):
+    compared = ("audit", "my_steps.py:short", "cpu", "cpu:emulate=tf32")
+    found = answer(*compared, "--json")
+    said = json.loads(found.out)
+    assert (found.status, said["kind"], said["faulty"]) == (0, "reduced precision", False)
+    assert set(said) == {"format", "headline", "kind", "faulty", "settings", "passports", "findings"}
+    assert said["findings"][0]["line"].startswith("my_steps.py:")
+    assert 0 < said["findings"][0]["share"] <= 1
+    failed = answer(*compared, "--fail-on", "reduced precision", "--markdown")
+    assert failed.status == 1
+    assert failed.out.startswith(said["headline"])
+    assert "- cpu:emulate=tf32: " in failed.out
+    refused = answer(*compared, "--fail-on", "low precision")
+    assert (refused.status, "'low precision'" in refused.errors) == (2, True)
 
 
 # --- errors ------------------------------------------------------------------------------------------------

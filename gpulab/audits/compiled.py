@@ -298,6 +298,8 @@ def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Settin
 
 
 def _how_far(worst: Any) -> str:
+    if math.isnan(worst.difference):
+        return f"its {worst.result} is NaN or missing on one side alone"
     return (
         f"its {worst.result} is {worst.difference:.1e} (relative) from the one without the compiler, and "
         f"{worst.error:.1e} from float64; roundings lead to {worst.tolerance:.1e}"

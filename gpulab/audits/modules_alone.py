@@ -85,7 +85,7 @@ class _Whole(PreparedStep):
         results = self.results()
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
-        results |= {f"updated {name}": b for name, b in buffers if not torch.equal(b, before.get(name, b[:0]))}
+        results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
 
     def results(self) -> Results:
