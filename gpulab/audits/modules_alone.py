@@ -14,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from gpulab.audits.count_sketch import rounds, where_float64_is
 from gpulab.audits.recording import SEED
 from gpulab.audits.steps import PreparedStep, Step, loss_of, ready, seeded
-from gpulab.errors import GpulabError, in_one_line
+from gpulab.errors import GpulabError
 from gpulab.settings import Setting
 
 Results = dict[str, Tensor]
@@ -153,7 +153,7 @@ def results_of(step: Step | ModuleCall, setting: Setting) -> Results:
         with seeded(setting, SEED), setting.apply(), ready(NamedResults(step), setting) as run:
             return {name: where_float64_is(tensor).double() for name, tensor in run().items()}
     except TorchDynamoException as error:
-        why = in_one_line(error.__cause__ or error).partition("\n")[0]
+        why = " ".join(str(error).partition("\n\n")[0].split())
         raise GpulabError(f"setting {str(setting)!r}: torch's compiler fails on this step: {why}") from error
 
 

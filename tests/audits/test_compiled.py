@@ -11,7 +11,7 @@ from torch import nn
 import gpulab as gl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-compiled_cases = importlib.import_module("compiled_cases")
+compiled_cases, public_cases = map(importlib.import_module, ("compiled_cases", "public_cases"))
 CASES = {one.name: one for one in compiled_cases.CASES if "compile=" in one.pairs[1][1]}
 INDUCTOR = [name for name, one in CASES.items() if "inductor" in one.pairs[1][1]]
 
@@ -30,7 +30,7 @@ def step_of(*modules, width=8):
     ],
 )
 def test_first_line_of_a_compiled_case(name):
-    row = compiled_cases.examined(CASES[name], CASES[name].pairs[1])
+    row = public_cases.examined(CASES[name], CASES[name].pairs[1])
     assert row["right"], row["text"]
 
 
