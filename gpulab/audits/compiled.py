@@ -107,15 +107,13 @@ class CompiledAudit(Answer):
         kinds = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
         found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         alike = "all is well: rounding alone" if self.table.difference.any() else "identical to the last bit"
-        nearer, further = (
-            int((x < y).sum())
-            for x, y in ((self.table.error, self.table.plain_error), (self.table.plain_error, self.table.error))
-        )
+        error, plain_error = self.table.error, self.table.plain_error
+        nearer, further = (error < plain_error).sum(), (error > plain_error).sum()
         breaks = f" and {self.compared.breaks} breaks between them" if self.compared.breaks else ""
         return (
-            f"{self.titles[0]} against {self.titles[1]}: {found or alike}. {len(self.table)} results were compared: "
-            f"compiled, {nearer} are nearer to float64 and {further} further away. The compiler made "
-            f"{self.compared.graphs} graphs{breaks}."
+            f"{self.titles[0]} against {self.titles[1]}: {found or alike}. {len(self.table)} results were compared; "
+            f"with the compiler {nearer} of them are nearer to float64, and {further} further away. It made "
+            f"{self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}{breaks}."
         )
 
     def words(self) -> Markup:

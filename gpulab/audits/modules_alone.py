@@ -118,7 +118,7 @@ class _Alone(_Whole):
     def results(self) -> Results:
         args, kwargs, gradients = self.batch
         args, kwargs = tree_map(_kept, (args, kwargs))  # which is the memory of the call that was kept
-        inputs = named_tensors("input", (args, kwargs))
+        inputs = named_tensors("input", args) | named_tensors("input", kwargs)
         for tensor in inputs.values():
             tensor.requires_grad_()
         # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
