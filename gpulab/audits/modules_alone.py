@@ -79,14 +79,22 @@ class _Whole(PreparedStep):
         self.setting = setting
 
     def __call__(self) -> Any:
-        if self.setting.compile:  # which ends with the step, like all that the model holds
-            self.model.compile(backend=self.setting.compile, dynamic=False)
+        if self.setting.compile:
+            self._compile(self.model)
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
+
+    def _compile(self, model: Any) -> None:
+        """Have the model compiled whenever it is called, until the step has ended, like all that the model holds."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:  # torch's own modules are not compiled by their own `compile`
+            return model._call_impl(*args, **kwargs)
+
+        model._compiled_call_impl = self.setting.compiled(call)
 
     def results(self) -> Results:
         """What is computed, after the backward pass."""
