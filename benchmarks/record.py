@@ -132,10 +132,12 @@ def record_factors(
     frames: Annotated[int | None, typer.Option(help="to train on  [default: the profile's]")] = None,
     workers: Workers = 1,
     kind: Annotated[str, typer.Argument(help="cpu or cuda: where the factors are changed")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="the names of some factors; several times")] = None,
     progress: bool = True,
 ) -> None:
     """Each factor changed alone, one step and the final loss, as notebook 02 shows it of other machines."""
-    here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here()]
+    here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here(recording=True)]
+    here = [factor for factor in here if not only or factor.name in only]
     if not here:
         raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
     keep(

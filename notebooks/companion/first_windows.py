@@ -52,6 +52,7 @@ class FirstWindow:
     def prepared(self, setting: gl.Setting) -> Callable[[], Computed]:
         """The step with its model in place, so that an audit does not see the model being copied; call it once."""
         model = copy.deepcopy(self.spec.model).to(setting.device, setting.dtype)
+        setattr(model, model.compiled_part, setting.compiled(getattr(model, model.compiled_part)))
         batches = Loader(self.loader, setting).batches(model, self.frames)
 
         def once() -> Computed:

@@ -254,11 +254,13 @@ class Factor:
     change: dict[str, Any]
     kind: str = "cpu"
 
-    def runs_here(self) -> bool:
-        """Whether this machine can do both."""
+    def runs_here(self, recording: bool = False) -> bool:
+        """Whether this machine can do both, in a notebook's time unless it is `recording`."""
         if "decoder" in _flat(self.change):  # recorded while a run could choose its decoder
             return False
         change = gl.Setting.parse(self.change["setting"])
+        if change.compile and not recording:  # which takes a minute by itself
+            return False
         if change.isa:  # the older instructions are another setting on a newer CPU only
             return {"avx2", "avx512f"} <= cpu_flags()
         try:
@@ -297,10 +299,14 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
         Factor("determinism", on_cpu, {"setting": f"{CPU},deterministic=on"}),
         Factor("order of summation", on_cpu, {"setting": f"{CPU},order=split-4"}),
         Factor("TF32", on_cpu, {"setting": f"{CPU},emulate=tf32"}),
+        Factor("mixed precision", on_cpu, {"setting": f"{CPU},autocast=bfloat16"}),
+        Factor("compilation", on_cpu, {"setting": f"{CPU},compile=inductor"}),
         Factor("one bit of one weight", on_cpu, on_cpu | bit),
         Factor("image decoder", jpeg(CPU, "pillow"), jpeg(CPU, "av")),
         Factor("cuDNN", on_gpu, {"setting": "cuda:tf32=off,cudnn=off,deterministic=on"}, "cuda"),
         Factor("TF32", on_gpu, {"setting": "cuda:tf32=on,deterministic=on"}, "cuda"),
+        Factor("mixed precision", on_gpu, {"setting": f"{GPU},autocast=bfloat16"}, "cuda"),
+        Factor("compilation", on_gpu, {"setting": f"{GPU},compile=inductor"}, "cuda"),
         Factor("determinism", on_gpu, {"setting": "cuda:tf32=off,deterministic=off"}, "cuda"),
         Factor("one bit of one weight", on_gpu, on_gpu | bit, "cuda"),
         Factor("image decoder", jpeg(GPU, "pillow"), jpeg(GPU, "nvjpeg"), "cuda"),

@@ -73,7 +73,9 @@ def recorded_prices() -> pd.DataFrame:
 def recorded_cards_audit() -> Audit:
     """The audit of the whitener's first step on an H200, in float32 against TF32, from the recorded traces."""
     folder = recorded_folder("traces")
-    return gl.audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
+    answer = gl.audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
+    assert isinstance(answer, Audit)
+    return answer
 
 
 def cards_table(frame: pd.DataFrame) -> pd.DataFrame:

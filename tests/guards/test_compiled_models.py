@@ -86,7 +86,9 @@ def test_guard_inside_a_compiled_function_is_not_compiled(backend, compiled_fram
     assert not [file for file in compiled_frames if "/guards/" in file and file != __file__]
 
 
-@BACKENDS
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow("compiles"))]
+)
 def test_guard_finds_an_overwritten_input_of_a_compiled_model(backend, compiled_frames):
     net, buffer = nn.Linear(3, 2), np.ones((4, 3), np.float32)
     compiled = torch.compile(net, backend=backend)
