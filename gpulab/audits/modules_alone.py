@@ -13,9 +13,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from gpulab.audits.count_sketch import rounds, where_float64_is
 from gpulab.audits.recording import SEED
-from gpulab.audits.steps import PreparedStep, Step, loss_of, ready, seeded
+from gpulab.audits.steps import PreparedStep, Step, loss_of, seeded
 from gpulab.errors import GpulabError
-from gpulab.settings import Setting
+from gpulab.settings import Setting, arithmetic
 
 Results = dict[str, Tensor]
 
@@ -54,39 +54,33 @@ class ModuleCall:
                 del module.forward
 
 
-class NamedResults:
-    """A step, or a module alone, as a step that returns its results by name; see `record`."""
-
-    def __init__(self, step: Step | ModuleCall) -> None:
-        self.step = step
-
-    def __call__(self, setting: Setting) -> Any:
-        """Do it once."""
-        return self.prepared(setting)()
-
-    def prepared(self, setting: Setting) -> PreparedStep:
-        """As of `Step`."""
-        if isinstance(self.step, Step):
-            return _Whole(self.step, setting)
-        return _Alone(Step(self.step.module, (self.step.args, self.step.kwargs, self.step.gradients)), setting)
-
-
 class _Whole(PreparedStep):
-    """Gives the loss, what the model returned, each gradient, and each buffer that was changed."""
+    """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
 
-    def __init__(self, step: Step, setting: Setting) -> None:
+    With `nudge`, the number of a draw, every number that it begins with is moved by one rounding, up or down.
+    """
+
+    def __init__(self, step: Step, setting: Setting, nudge: int = 0) -> None:
         super().__init__(step, setting)
-        self.setting = setting
+        self.setting, self.nudge, self.generator = setting, nudge, torch.Generator().manual_seed(nudge)
+        if nudge:  # the batch may be the user's memory
+            self.batch = tree_map(lambda value: self._nudged(value) if _rounds(value) else value, self.batch)
 
     def __call__(self) -> Any:
         if self.setting.compile:
             self._compile(self.model)
+        for parameter in self.model.parameters() if self.nudge else ():
+            parameter.data.copy_(self._nudged(parameter.data))
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
+
+    def _nudged(self, tensor: Tensor) -> Tensor:
+        signs = 2 * torch.randint(0, 2, tensor.shape, generator=self.generator).to(tensor.device) - 1
+        return tensor * (1 + rounding_unit(self.setting) * signs)
 
     def _compile(self, model: Any) -> None:
         """Have the model compiled whenever it is called, until the step has ended, like all that the model holds."""
@@ -144,13 +138,30 @@ def named_tensors(what: str, values: Any) -> Results:
     return {f"{what}{keystr(path)}": leaf for path, leaf in leaves if rounds(leaf)}
 
 
+def _rounds(value: Any) -> bool:
+    return isinstance(value, Tensor) and rounds(value)
+
+
+def rounding_unit(setting: Setting) -> float:
+    """The largest relative error of one rounding of a product under a setting that is in force."""
+    if setting.kind == "cuda" and "tf32" in arithmetic().values():
+        return 2.0**-11
+    dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
+    return torch.finfo(dtype).eps / 2
+
+
 def _kept(value: Any) -> Any:
     """A tensor with memory of its own."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def results_of(step: Step | ModuleCall, setting: Setting) -> Results:
+def results_of(step: Step | ModuleCall, setting: Setting, nudge: int = 0) -> Results:
     """The results of a step, or a module alone, done once from the same random numbers; in float64.
+
+    Args:
+        step: What is done.
+        setting: What it is done under.
+        nudge: The number of a draw by which all numbers that it begins with are moved by one rounding; 0 moves none.
 
     Raises:
         GpulabError: Where torch's compiler fails.
@@ -158,8 +169,13 @@ def results_of(step: Step | ModuleCall, setting: Setting) -> Results:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        with seeded(setting, SEED), setting.apply(), ready(NamedResults(step), setting) as run:
-            return {name: where_float64_is(tensor).double() for name, tensor in run().items()}
+        with seeded(setting, SEED), setting.apply():
+            if isinstance(step, Step):
+                prepared = _Whole(step, setting, nudge)
+            else:
+                prepared = _Alone(Step(step.module, (step.args, step.kwargs, step.gradients)), setting, nudge)
+            with prepared:
+                return {name: where_float64_is(tensor).double() for name, tensor in prepared().items()}
     except TorchDynamoException as error:
         why = " ".join(str(error).partition("\n\n")[0].split())
         raise GpulabError(f"setting {str(setting)!r}: torch's compiler fails on this step: {why}") from error
