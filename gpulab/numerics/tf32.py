@@ -1,4 +1,7 @@
-"""Whether matrix products and convolutions may use TF32, by both of torch's interfaces, and code that may not."""
+"""Whether matrix products and convolutions may use TF32, by both of torch's interfaces; before 2.9 it has the old one.
+
+No other module reads or writes these flags.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from typing import Any
 import torch
 from torch.backends import cuda, cudnn
 
-from gpulab.numerics.emulation import emulate, emulators
-
 
 def _old_interface() -> tuple[bool, bool, str] | None:
     """What it says; None, because it refuses to be read, once the new one has been used."""
@@ -18,6 +19,25 @@ def _old_interface() -> tuple[bool, bool, str] | None:
         return cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
+
+
+def _new_interface() -> list[Any]:
+    """The backends that it names and `set_float32_matmul_precision` sets as well; none where torch does not have it."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        return []
+    return [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+
+
+def precision_allowed(product: str) -> str:
+    """What torch allows a GPU for float32 products of this kind, `matmul` or `conv`: `tf32`, or another of its words.
+
+    Where there is the new interface it says so, whichever was used.
+    """
+    backend: Any = cuda.matmul if product == "matmul" else getattr(cudnn, product, cudnn)
+    if _new_interface():
+        return backend.fp32_precision
+    return "tf32" if backend.allow_tf32 else "ieee"
 
 
 def switch_tf32(allowed: bool) -> None:
@@ -34,8 +54,7 @@ def switch_tf32(allowed: bool) -> None:
 def tf32_restored() -> Iterator[None]:
     """Put both interfaces back afterwards; what has not changed is left alone, for writing a value pins it."""
     backends: Any = torch.backends
-    # What `set_float32_matmul_precision` sets as well.
-    every = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
+    every = _new_interface()
     old, new = _old_interface(), [backend.fp32_precision for backend in every]
     try:
         yield
@@ -47,25 +66,3 @@ def tf32_restored() -> Iterator[None]:
         for backend, precision in zip(every, new, strict=True):
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
-
-
-@contextlib.contextmanager
-def float32_products() -> Iterator[None]:
-    """Inside the `with` block matrix products and convolutions keep float32, whatever the setting allows.
-
-    For the one line of a training that needs all digits, while the rest may use TF32 or emulated arithmetic. The
-    gradients of what is computed inside are computed later, as the setting says.
-
-    Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> x = torch.tensor([[1.0, 1 / 3]])
-        >>> with gl.setting("cpu:emulate=tf32"):
-        ...     with gl.float32_products():
-        ...         inside = (x @ x.T).item()
-        ...     inside, (x @ x.T).item()
-        (1.1111111640930176, 1.1110568046569824)
-    """
-    with tf32_restored(), emulate("float32") if emulators() else contextlib.nullcontext():
-        switch_tf32(False)
-        yield
