@@ -55,7 +55,9 @@ class Fastest:
 
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
-        return self.followed and not _watched() and (self.loader.name == "window" or Windows.follows(self.training.model))
+        if not self.followed or _watched():
+            return False
+        return self.loader.name == "window" or Windows.follows(self.training.model)
 
 
 def _watched() -> bool:

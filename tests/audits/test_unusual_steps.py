@@ -30,6 +30,17 @@ def audited(step, other="cpu:threads=1"):
     return gl.audit(step, "cpu", other, progress=False)
 
 
+def test_audit_of_a_step_that_clips_its_gradients():
+    net = nn.Sequential(Computing(torch.tanh), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    def step():
+        net.zero_grad()
+        net(X).square().mean().backward()
+        return nn.utils.clip_grad_norm_(net.parameters(), 0.01)  # one call, `_foreach_norm`, for all of them
+
+    assert audited(step).kind == "rounding"
+
+
 # --- memory that nobody has written ---------------------------------------------------------------------------
 
 
