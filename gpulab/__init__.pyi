@@ -23,7 +23,7 @@ from gpulab.errors import OverwrittenWarning as OverwrittenWarning
 from gpulab.errors import UsageError as UsageError
 from gpulab.guards.guards import guard as guard
 from gpulab.numerics.emulation import emulate as emulate
-from gpulab.numerics.tf32 import float32_products as float32_products
+from gpulab.numerics.emulation import float32_products as float32_products
 from gpulab.passports import passport as passport
 from gpulab.saddles.hessians import hessian as hessian
 from gpulab.settings import Setting as Setting

@@ -498,8 +498,10 @@ def cpu_flags() -> frozenset[str]:
 def arithmetic() -> dict[str, Any]:
     """The flags now in force, under the names that a run records them with."""
     import torch
+    from torch.backends import cudnn
 
-    cudnn: Any = torch.backends.cudnn
+    from gpulab.numerics.tf32 import precision_allowed
+
     return {
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -507,6 +509,6 @@ def arithmetic() -> dict[str, Any]:
         "cudnn": cudnn.enabled,
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,
-        "matmul_fp32": torch.backends.cuda.matmul.fp32_precision,
-        "convolution_fp32": cudnn.conv.fp32_precision,
+        "matmul_fp32": precision_allowed("matmul"),
+        "convolution_fp32": precision_allowed("conv"),
     }

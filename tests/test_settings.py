@@ -61,7 +61,9 @@ def flags():
             return "refused"
 
     b = torch.backends
-    every = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)
+    every = ()
+    if hasattr(b, "fp32_precision"):
+        every = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)
     return {
         "old matmul": read(lambda: b.cuda.matmul.allow_tf32),
         "old cudnn": read(lambda: b.cudnn.allow_tf32),
@@ -148,7 +150,8 @@ def unusual_flags(monkeypatch):
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(before["threads"])
     matmul.allow_tf32, cudnn.allow_tf32 = before["old matmul"], before["old cudnn"]
-    matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = (before["new"][k] for k in (1, 3, 4))
+    if new := before["new"]:
+        matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = new[1], new[3], new[4]
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before["cudnn"]
 
 
@@ -286,6 +289,10 @@ def test_threads_that_cannot_be_switched_are_named(monkeypatch):
     assert flags_and_denormals() == before
 
 
+needs_both_interfaces = pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="this torch has only the old interface to TF32"
+)
+
 USED_BEFORE = [
     "pass",
     "torch.backends.cuda.matmul.allow_tf32 = True",
@@ -340,6 +347,7 @@ for context in (contextlib.nullcontext(), gl.setting("cpu")):
 """
 
 
+@needs_both_interfaces
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this operating system cannot fork")
 def test_either_interface_to_tf32_may_have_been_used_before(python):
     *answers, without, after = python(FLAGS_IN_FORKS, USED_BEFORE=json.dumps(USED_BEFORE)).stdout.splitlines()
@@ -431,6 +439,7 @@ for used in json.loads(os.environ["USED_BEFORE"]):
 """
 
 
+@needs_both_interfaces
 @needs_cuda
 def test_tf32_is_switched_whichever_interface_was_used_before(python):
     answers = python(TF32_ON_AND_OFF, USED_BEFORE=json.dumps(USED_BEFORE)).stdout.splitlines()

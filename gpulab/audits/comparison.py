@@ -272,6 +272,8 @@ def check_same_step(a: Trace, b: Trace) -> None:
     if any(op.repeats is False for trace in (a, b) for op in trace.operations):
         return  # a step that does not repeat itself may well begin differently
     for first, second in common:
+        if first.random and distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > tol.SAME_STEP:
+            return  # another version of torch may draw other numbers from one seed
         if first.phase != "forward" or first.random:
             continue
         name, where = first.name, first.module or first.line or "the step"

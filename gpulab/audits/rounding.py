@@ -262,7 +262,8 @@ def _one_pass(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], 
         squares = x.abs().square().mean(arguments["dim"] or list(range(x.dim())), keepdim=arguments["keepdim"])
         by = reaches[0] * unit * squares
         lost[0] = norm(by) if name.startswith("var") else _move_of_root(exact[0], by)
-    elif "norm" in name and "backward" not in name and len(exact) > 2:  # result, means and reciprocal deviations
+    elif "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
+        # These are the result, the means and the reciprocal deviations.
         x, result, _, reciprocal = twin.args[0], *exact[:3]
         if "batch" in name:
             x, result = x.transpose(0, 1), result.transpose(0, 1)

@@ -55,14 +55,19 @@ class Fastest:
 
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
-        follows = self.loader.name == "window" or Windows.follows(self.training.model)
-        return self.followed and not _watched() and follows
+        if not self.followed or _watched():
+            return False
+        return self.loader.name == "window" or Windows.follows(self.training.model)
 
 
 def _watched() -> bool:
-    """Whether a guard, a trace or an emulated arithmetic has to see every operation that autograd does."""
+    """Whether a guard, a trace or an emulated arithmetic has to see every operation that autograd does.
+
+    An older torch (2.6) cannot tell whether a guard looks on. There one always does, so autograd computes the windows.
+    """
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return bool(modes or torch._C._autograd._top_saved_tensors_default_hooks(True))
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return bool(modes or hooks is None or hooks(True))
 
 
 class WrittenOut:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from gpulab.numerics.tf32 import precision_allowed
 
 tanh_backward, sigmoid_backward = torch.ops.aten.tanh_backward.grad_input, torch.ops.aten.sigmoid_backward.grad_input
 PEEPING = 0, 1, 3  # of the four gates
@@ -190,8 +191,7 @@ def by_gate(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
 
 def uses_tf32(like: Tensor) -> bool:
     """Whether convolutions of such a tensor on a GPU are allowed to be TF32, which is faster pixel by pixel."""
-    backend: Any = torch.backends.cudnn
-    return like.is_cuda and like.dtype == torch.float32 and backend.conv.fp32_precision == "tf32"
+    return like.is_cuda and like.dtype == torch.float32 and precision_allowed("conv") == "tf32"
 
 
 def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:

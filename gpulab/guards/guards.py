@@ -75,7 +75,9 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
     - what a hook of a tensor or module, or any other closure, keeps for backward;
     - a graph that another thread builds: enter the same guard in that thread, too;
     - what a graph that `torch.compile` made keeps for itself; what it saves through autograd is compared. With
-      `reads="any"` torch compiles nothing inside the block, so there a compiled model runs as if it were not;
+      `reads="any"` torch compiles nothing inside the block, so there a compiled model runs as if it were not.
+      Torch 2.6 compiles the guard itself, which then fails or blames what is right, where a compiled function calls
+      `backward`: compile the model alone there;
     - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
       guard inside `save_on_cpu` takes its place.
 

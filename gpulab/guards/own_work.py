@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch._C._dynamo import eval_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-SKIP = eval_frame._FrameAction.SKIP
 _thread = threading.local()
 
 
@@ -36,8 +35,11 @@ def own_work(function: Function) -> Function:
 def uncompiled(function: Function) -> Function:
     """Keep TorchDynamo from compiling a function and what that calls, and from tracing into it.
 
-    `torch.compiler.disable` does the same, and imports the compiler, which takes seconds and 150 MB.
+    `torch.compiler.disable` does the same, and imports the compiler, which takes seconds and 150 MB. An older torch
+    (2.6) has nothing else, and compiles the function where a compiled one calls `backward`.
     """
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(SKIP, SKIP))
+    if hasattr(eval_frame, "_FrameAction"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable, draw_linear_
-from gpulab.numerics.tf32 import float32_products
+from gpulab.numerics.emulation import float32_products
 
 Size = tuple[int, int]
 COVARIANCES = ("one-pass", "float32", "centred")

@@ -41,15 +41,17 @@ class Callers:
 class UncompiledDispatchMode(TorchDispatchMode):
     """A dispatch mode that torch's compiler leaves alone, with all that it calls, where a compiled model is at work.
 
-    torch wraps the method of every other mode to that end; the wrapper imports the compiler, which takes 120 MB.
+    torch wraps the method of every other mode to that end; the wrapper imports the compiler, which takes 120 MB. An
+    older torch (2.6) wraps nothing, and compiles nothing where such a mode is entered.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
-        skip = eval_frame._FrameAction.SKIP
-        strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
-        eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+        if hasattr(eval_frame, "_FrameAction"):
+            skip = eval_frame._FrameAction.SKIP
+            strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
+            eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
 
 
 @functools.cache

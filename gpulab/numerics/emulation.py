@@ -26,6 +26,7 @@ from gpulab.errors import GpulabError
 from gpulab.numerics.arithmetic import CHIPS, CONVOLUTION, WEIGHT, Arithmetic, arithmetic_of
 from gpulab.numerics.call_sites import UncompiledDispatchMode, is_composite
 from gpulab.numerics.formats import round_to
+from gpulab.numerics.tf32 import precision_allowed, switch_tf32, tf32_restored
 
 
 @contextlib.contextmanager
@@ -93,6 +94,28 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
 def emulators() -> list[_Emulator]:
     """The emulators that are at work here: one, or none outside every emulation."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Emulator) and not mode.paused]
+
+
+@contextlib.contextmanager
+def float32_products() -> Iterator[None]:
+    """Inside the `with` block matrix products and convolutions keep float32, whatever the setting allows.
+
+    For the one line of a training that needs all digits, while the rest may use TF32 or emulated arithmetic. The
+    gradients of what is computed inside are computed later, as the setting says.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> x = torch.tensor([[1.0, 1 / 3]])
+        >>> with gl.setting("cpu:emulate=tf32"):
+        ...     with gl.float32_products():
+        ...         inside = (x @ x.T).item()
+        ...     inside, (x @ x.T).item()
+        (1.1111111640930176, 1.1110568046569824)
+    """
+    with tf32_restored(), emulate("float32") if emulators() else contextlib.nullcontext():
+        switch_tf32(False)
+        yield
 
 
 # --- which operations ------------------------------------------------------------------------------------
@@ -182,10 +205,9 @@ class _Unfused(TorchFunctionMode):
 
 
 def _allows_tf32(name: str) -> bool:
-    """Whether the program allows it for this product; torch's new interface says so whichever was used."""
-    backends: Any = torch.backends
-    by_cudnn = name.startswith("convolution") and backends.cudnn.enabled
-    return (backends.cudnn.conv if by_cudnn else backends.cuda.matmul).fp32_precision == "tf32"
+    """Whether the program allows it for this product."""
+    by_cudnn = name.startswith("convolution") and torch.backends.cudnn.enabled
+    return precision_allowed("conv" if by_cudnn else "matmul") == "tf32"
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.errors import DataError, UsageError
-from gpulab.numerics.tf32 import float32_products
+from gpulab.numerics.emulation import float32_products
 
 AT_ONCE = 64  # columns of a matrix that is written out
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
+from gpulab.audits import recording
 from gpulab.errors import UsageError
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -28,6 +29,26 @@ class Computing(nn.Module):
 
 def audited(step, other="cpu:threads=1"):
     return gl.audit(step, "cpu", other, progress=False)
+
+
+def test_audit_of_a_step_that_clips_its_gradients():
+    net = nn.Sequential(Computing(torch.tanh), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    def step():
+        net.zero_grad()
+        net(X).square().mean().backward()
+        return nn.utils.clip_grad_norm_(net.parameters(), 0.01)  # one call, `_foreach_norm`, for all of them
+
+    assert audited(step).kind == "rounding"
+
+
+def test_audit_of_two_versions_of_torch_that_draw_other_numbers_from_one_seed(monkeypatch, tmp_path):
+    step, files = gl.Step(Computing(F.dropout), X), [str(tmp_path / name) for name in ("old.trace", "new.trace")]
+    for seed, file in enumerate(files):
+        monkeypatch.setattr(recording, "SEED", seed)  # as dropout on a CPU does between torch 2.6 and 2.15
+        gl.record(step, "cpu", file, progress=False)
+    answer = gl.audit(*files, progress=False)
+    assert answer.kind == "different random numbers"
 
 
 # --- memory that nobody has written ---------------------------------------------------------------------------

@@ -40,7 +40,10 @@ def test_trainings_and_products_without_the_engines():
     code = f"{HIDDEN}{TRAINED}print(json.dumps(found))"
     hidden = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     here = there["found"]
-    assert [here[net][0] for net in ("prednet", "autoencoder")] == ["written out", "autograd"]
+    # An older torch (2.6) cannot tell whether a guard looks on, so that every gradient is autograd's.
+    here_is_fast = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    prednet = "written out" if here_is_fast else "autograd"
+    assert [here[net][0] for net in ("prednet", "autoencoder")] == [prednet, "autograd"]
     assert [hidden[net][0] for net in ("prednet", "autoencoder")] == ["autograd", "autograd"]
     for net in ("prednet", "autoencoder"):
         assert hidden[net][1:] == pytest.approx(here[net][1:], rel=1e-9)

@@ -435,9 +435,17 @@ def test_tensors_of_other_kinds():
     assert fingerprint(nn.Parameter(dense)) == fingerprint(dense), "of a subclass"
 
 
-def test_what_has_no_memory_has_no_fingerprint_and_is_counted_as_unchecked():
+def test_fake_tensor_has_no_fingerprint():
     with FakeTensorMode():
-        assert fingerprint(torch.rand(3)) is None
+        fake = torch.rand(3)
+        try:
+            fake.as_subclass(torch.Tensor)
+        except RuntimeError as error:
+            pytest.skip(f"this torch cannot look into a fake tensor: {error}")
+        assert fingerprint(fake) is None
+
+
+def test_what_has_no_memory_is_counted_as_unchecked():
     with gl.guard() as report:
         (torch.rand(3, device="meta", requires_grad=True) * torch.rand(3, device="meta")).sum().backward()
     assert report.checked == 0

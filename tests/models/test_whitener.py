@@ -6,6 +6,7 @@ import torch
 
 import gpulab as gl
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, covariance, whiten
+from gpulab.numerics.tf32 import precision_allowed
 
 CPU, TF32 = "cpu:threads=1", "cpu:threads=1,emulate=tf32"
 SEEDS = range(5)
@@ -78,12 +79,12 @@ def test_whatever_the_rounding_a_centred_covariance_has_no_negative_eigenvalue()
 @torch.no_grad()
 def test_products_kept_in_float32_are_those_without_an_emulation_and_flags_are_put_back():
     x = codes()
-    plain, flags = x.T @ x, torch.backends.cuda.matmul.fp32_precision
+    plain, flags = x.T @ x, precision_allowed("matmul")
     with gl.setting(TF32):
         rounded = x.T @ x
         with gl.float32_products():
-            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+            assert precision_allowed("matmul") == "ieee"
             assert (x.T @ x == plain).all()
         assert (x.T @ x == rounded).all()
     assert not (rounded == plain).all()
-    assert torch.backends.cuda.matmul.fp32_precision == flags
+    assert precision_allowed("matmul") == flags

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpulab.numerics.tf32 import precision_allowed
+
 aten = torch.ops.aten
 TRIALS = 3
 WORKSPACE = 2**28  # bytes for an algorithm to work in
@@ -154,7 +156,7 @@ def convolve(geometry: Geometry, which: str, first: Tensor, second: Tensor, shap
             return mirrored.apply(mirrored_role, first, second.transpose(0, 1).flip(*range(2, second.ndim)), shape)
 
         candidates.append(by_mirror)
-    flags = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
+    flags = precision_allowed("conv"), torch.backends.cudnn.deterministic
     key = geometry, which, first.shape, second.shape, first.dtype, first.device, flags
     if key not in _FASTER and not torch.cuda.is_current_stream_capturing():
         room = WORKSPACE + 2 * math.prod(shape) * first.element_size()
