@@ -22,7 +22,7 @@ from gpulab import report
 from gpulab.audits import tolerances as tol
 from gpulab.audits.answers import Answer
 from gpulab.audits.findings import ADVICE, Finding
-from gpulab.audits.modules_alone import ModuleCall, module_calls, results_of
+from gpulab.audits.modules_alone import LEEWAY, ModuleCall, module_calls, results_of
 from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
 from gpulab.errors import GpulabError, UsageError, in_one_line
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
-LEEWAY = 16.0  # how many times as far as that a right result may be; every operation rounds, and not the first alone
 KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"
 
 
@@ -152,8 +151,8 @@ def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool 
 def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting) -> Compared:
     """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all results.
 
-    How far roundings lead is measured: by doing it again, as it is written, from numbers that are each moved by one
-    rounding, and by how far it is from float64 anyway.
+    How far roundings lead is measured: by doing it again, as it is written, from numbers that are each moved by some
+    roundings, and by how far it is from float64 anyway.
 
     Args:
         step: What is done.
@@ -192,7 +191,7 @@ def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor]) 
 
     row = {"difference": apart(found, written), "error": apart(found, exact), "plain_error": apart(written, exact)}
     moves = [apart(tensor, written) for tensor in nudged]
-    tolerance = LEEWAY * max(tol.ROUNDOFF, row["plain_error"], *moves)
+    tolerance = max(LEEWAY * tol.ROUNDOFF, LEEWAY * row["plain_error"], *moves)
     wrong = not (row["difference"] <= tolerance or row["error"] <= row["plain_error"])
     return row | {"tolerance": tolerance, "wrong": wrong, "finite": finite}
 

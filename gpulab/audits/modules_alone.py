@@ -18,6 +18,10 @@ from gpulab.errors import GpulabError
 from gpulab.settings import Setting, arithmetic
 
 Results = dict[str, Tensor]
+# How many times as far as one rounding leads a right result may be. The numbers are moved so far, and not the movement
+# taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of it.
+LEEWAY = 16.0
+FURTHEST = 2.0**-6  # which short formats reach sooner
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class ModuleCall:
 class _Whole(PreparedStep):
     """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
 
-    With `nudge`, the number of a draw, every number that it begins with is moved by one rounding, up or down.
+    With `nudge`, the number of a draw, every number that it begins with is moved by `LEEWAY` roundings, up or down.
     """
 
     def __init__(self, step: Step, setting: Setting, nudge: int = 0) -> None:
@@ -80,7 +84,7 @@ class _Whole(PreparedStep):
 
     def _nudged(self, tensor: Tensor) -> Tensor:
         signs = 2 * torch.randint(0, 2, tensor.shape, generator=self.generator).to(tensor.device) - 1
-        return tensor * (1 + rounding_unit(self.setting) * signs)
+        return tensor * (1 + min(LEEWAY * rounding_unit(self.setting), FURTHEST) * signs)
 
     def _compile(self, model: Any) -> None:
         """Have the model compiled whenever it is called, until the step has ended, like all that the model holds."""
@@ -161,7 +165,8 @@ def results_of(step: Step | ModuleCall, setting: Setting, nudge: int = 0) -> Res
     Args:
         step: What is done.
         setting: What it is done under.
-        nudge: The number of a draw by which all numbers that it begins with are moved by one rounding; 0 moves none.
+        nudge: The number of a draw by which all numbers that it begins with are moved by `LEEWAY` roundings; 0 moves
+            none.
 
     Raises:
         GpulabError: Where torch's compiler fails.
