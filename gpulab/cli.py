@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from gpulab import __version__, files, signals
+from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.printing import save_plot, say, say_runs
 from gpulab.settings import Setting
@@ -24,12 +24,15 @@ PYTHONS_WARNINGS = warnings.formatwarning
 
 
 class Commands(typer.core.TyperGroup):
-    """Saves what was done when Ctrl-C comes, and says how to go on."""
+    """Says how to go on after Ctrl-C: a training has saved a checkpoint by then."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
-        with signals.interrupting("gpulab: interrupted; run the same command again to go on"):
+        try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("gpulab: interrupted; run the same command again to go on", sys.stderr)
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(
@@ -379,7 +382,3 @@ def main(commands: typer.Typer = app) -> None:
         why = files.WHY.get(error.errno or 0, error.strerror)
         say(f"gpulab: {error.filename}: {why}" if error.filename else f"gpulab: {in_one_line(error)}", sys.stderr)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

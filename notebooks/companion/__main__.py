@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gpulab import cli, signals
+from gpulab import cli
 from gpulab.cli import Profile, argument, option
 from gpulab.errors import extra
 from gpulab.printing import say
@@ -76,5 +76,4 @@ def explore(
 
 
 if __name__ == "__main__":
-    signals.leave_quietly()
     cli.main(app)
