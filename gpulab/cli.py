@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -74,10 +73,10 @@ SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN = "largest difference that would not matter, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
-USUAL = "the profile's"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
 REGISTERED = "file written before the runs, with the question and how it will be answered; its digest is kept"
-MORE = "another option of a run, its data, model or function, such as size=[48,64] or flip=0; several times"
+NAMES = ", ".join(name for name, each in OPTIONS.items() if each.help)
+MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NAMES}; a function what it has"
 
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
 Store = Annotated[Path | None, option(STORE, USUAL_STORE)]
@@ -87,27 +86,24 @@ Where = Annotated[list[str] | None, option("only runs with column=value; several
 Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
 Profile = Annotated[str, option(PROFILE)]
 Registered = Annotated[Path | None, option(REGISTERED)]
-DataName = Annotated[str | None, option(OPTIONS["data"].help, USUAL)]
-Frames = Annotated[int | None, option(OPTIONS["frames"].help, USUAL)]
-Loader = Annotated[str | None, option(OPTIONS["loader"].help, "window")]
-MoreOptions = Annotated[list[str] | None, option(MORE, flag="--option")]
-DataOptions = Annotated[list[str] | None, option("an option of the data, such as seed=3; several times")]
+Options = Annotated[list[str] | None, option(MORE, flag="--option")]
+DataOptions = Annotated[
+    list[str] | None, option("an option of the data, such as seed=3; several times", flag="--data-option")
+]
 
 # --- what texts mean -------------------------------------------------------------------------------------
 
 
-def options_of_run(model: str, flags: dict[str, Any], more: list[str] | None, of_data: list[str] | None) -> Any:
+def options_of_run(model: str, options: list[str] | None, data_options: list[str] | None) -> dict[str, Any]:
     """What is trained, in arguments of `gpulab.train`, or in options of a function."""
-    given = {name: chosen for name, chosen in flags.items() if chosen is not None} | read_options(more)
     if ":" in model:
-        if of_data:
-            raise UsageError(f"--data-option {of_data[0]}: a function takes what it has as --option")
-        return given
-    options: dict[str, Any] = {"data_options": read_options(of_data), "model_options": {}}
-    for name, chosen in given.items():
-        of = OPTIONS[name].of if name in OPTIONS else "model"
-        (options if of == "run" else options[f"{of}_options"])[name] = chosen
-    return options
+        if data_options:
+            raise UsageError(f"--data-option {data_options[0]}: a function takes what it has as --option")
+        return read_options(options)
+    of: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
+    for name, chosen in read_options(options).items():
+        of[OPTIONS[name].of if name in OPTIONS else "model"][name] = chosen
+    return of["run"] | {"data_options": of["data"], "model_options": of["model"]}
 
 
 def read_options(texts: list[str] | None) -> dict[str, Any]:
@@ -126,9 +122,8 @@ def pairs(options: list[str] | None) -> Iterator[tuple[str, str]]:
 
 def value(text: str) -> Any:
     """A number, a list of them, true or false; or else a word."""
-    for read in (int, float, json.loads):
-        with contextlib.suppress(ValueError):
-            return read(text)
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
     return text
 
 
@@ -162,17 +157,14 @@ def train(
     profile: Profile = "quick",
     store: Store = None,
     registered: Registered = None,
-    data: DataName = None,
-    frames: Frames = None,
-    loader: Loader = None,
-    more: MoreOptions = None,
-    data_option: DataOptions = None,
+    options: Options = None,
+    data_options: DataOptions = None,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     from gpulab.store import runs as stores
     from gpulab.training.run import train as train_one
 
-    options = options_of_run(model, {"data": data, "frames": frames, "loader": loader}, more, data_option)
+    given = options_of_run(model, options, data_options)
     run = train_one(
         model,
         setting=setting,
@@ -181,7 +173,7 @@ def train(
         rerun=rerun,
         store=stores.store_folder(store),
         registered=registered,
-        **({"model_options": options} if ":" in model else options),
+        **({"model_options": given} if ":" in model else given),
     )
     say(f"{run}\nkept in {run.path}")
 
@@ -197,28 +189,25 @@ def experiment(
     profile: Profile = "quick",
     store: Store = None,
     registered: Registered = None,
-    data: DataName = None,
-    frames: Frames = None,
-    loader: Loader = None,
-    more: MoreOptions = None,
-    data_option: DataOptions = None,
+    options: Options = None,
+    data_options: DataOptions = None,
 ) -> None:
     """Train every seed under every setting, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.store import runs as stores
     from gpulab.training.experiment import Experiment
 
-    options = options_of_run(model, {"data": data, "frames": frames, "loader": loader}, more, data_option)
+    given = options_of_run(model, options, data_options)
     numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=options, registered=registered)
+    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=given, registered=registered)
     frame = exp.run()
-    say_runs(frame, f", kept in {exp.folder}")
     named = (stores.record_of(run).get("metrics", ["final_loss", "heldout_loss"]) for run in frame.itertuples())
     metrics = list(next(filter(None, named), ["final_loss"]))
     answer = compare(frame, metric or ("final_loss" if "final_loss" in metrics else metrics[0]))
-    say(answer)
     save_plot(answer, picture)
+    say_runs(frame, f", kept in {exp.folder}")
+    say(answer)
 
 
 @app.command()
@@ -272,8 +261,7 @@ def runs(
     if csv:
         say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
-        below = sorted({str(record.parents[1]) for record in Path(folder).glob("*/*/run.json")})
-        say(f"no runs in {folder}{'; there are some in ' * bool(below)}{', '.join(below)}")
+        say(f"no runs in {folder}")
     else:
         say_runs(frame)
 
@@ -281,33 +269,26 @@ def runs(
 @app.command()
 def pack(
     store: Annotated[Path, argument(STORE)],
-    file: Annotated[Path, argument("the file to write, such as my-runs.parquet", callback=writable)],
-    where: Where = None,
+    file: Annotated[Path, argument("the file to write, such as my-runs.parquet")],
 ) -> None:
-    """Pack runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
-    from gpulab.stats.pairs import rows_where
+    """Pack the runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
     from gpulab.store import runs as stores
 
-    frame = rows_where(stores.runs(store), pairs(where))
-    if frame.empty:
-        raise GpulabError(f"{store}: no runs to pack")
-    count = stores.pack(frame, file)
+    count = stores.pack(store, file)
     say(f"{count} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
 
 
 @app.command()
 def record(
     step: Annotated[str, argument(STEP)],
-    trace_file: Annotated[Path | None, argument("the file to write", "NAME-SETTING.trace")] = None,
+    trace_file: Annotated[Path, argument("the file to write, such as here.trace", callback=writable)],
     setting: OneSetting = "cpu",
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
     from gpulab.audits import recording, steps
 
-    file = trace_file or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
-    files.check_writable(file)
-    trace = recording.record(steps.find_step(step), setting, file)
-    say(f"{trace}\nkept in {file}")
+    trace = recording.record(steps.find_step(step), setting, trace_file)
+    say(f"{trace}\nkept in {trace_file}")
 
 
 @app.command()
@@ -316,17 +297,14 @@ def audit(
     html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
 ) -> None:
     """Compare two traces, or a step under two settings: what differs, how far, why. Exit status 1 if it is wrong."""
-    step, *settings = compared
-    if len(settings) not in (1, 2):
+    if len(compared) not in (2, 3):
         raise UsageError(f"expected two traces, or a step and two settings; got {' '.join(compared)}")
-    for setting in settings if len(settings) == 2 else ():
+    step, *settings = compared if len(compared) == 3 else ("",)
+    for setting in settings:
         prepared(setting)
     from gpulab.audits import audits, steps
 
-    if len(settings) == 2:
-        report = audits.audit(steps.find_step(step), *settings)
-    else:
-        report = audits.audit(files.shipped(step), files.shipped(settings[0]))
+    report = audits.audit(steps.find_step(step), *settings) if step else audits.audit(*map(files.shipped, compared))
     say(report)
     if html:
         report.save(html)
@@ -349,8 +327,6 @@ def guard_script(
     """
     from gpulab.guards import guards, scripts
 
-    for given in {"--reads", "--stop"}.intersection(arguments or ()):
-        say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
@@ -375,10 +351,6 @@ def main(commands: typer.Typer = app) -> None:
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
         commands()
-    except GpulabError as error:
-        say(f"gpulab: {error}", sys.stderr)
+    except (GpulabError, OSError) as error:
+        say(f"gpulab: {error if isinstance(error, GpulabError) else in_one_line(error)}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except OSError as error:
-        why = files.WHY.get(error.errno or 0, error.strerror)
-        say(f"gpulab: {error.filename}: {why}" if error.filename else f"gpulab: {in_one_line(error)}", sys.stderr)
-        sys.exit(1)

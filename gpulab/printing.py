@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from gpulab import files
-from gpulab.errors import GpulabError, printable
+from gpulab.errors import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,15 +16,7 @@ if TYPE_CHECKING:
 
 def say(text: object, to: IO[str] | None = None) -> None:
     """Print a text, whatever is in it: it may come from a file of a stranger's."""
-    stream = to or sys.stdout
-    try:
-        with files.writing("standard output"):
-            print(printable(str(text)), file=stream, flush=True)  # who reads a pipe reads it now
-    except (BrokenPipeError, GpulabError) as error:
-        files.write_nowhere(stream)  # a disk that is full is met once: not again when Python ends
-        # A command that nobody reads any more, as in `gpulab runs | head`, goes on to its end.
-        if stream is not sys.stderr and isinstance(error, GpulabError):
-            raise
+    print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
 
 
 def say_runs(frame: pd.DataFrame, where: str = "") -> None:
@@ -38,16 +28,7 @@ def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
     columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
     columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
-    rows = frame[columns].itertuples(index=False)
-    cells = ([f"{v:.5g}" if isinstance(v, float) else str(v) for v in row] for row in rows)
-    say(f"{len(frame)} runs{where}\n{aligned([columns, *cells])}")
-
-
-def aligned(rows: Iterable[Iterable[str]]) -> str:
-    """A table of texts in columns."""
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    say(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
 
 
 def save_plot(result: Report, file: Path | None) -> None:

@@ -216,7 +216,7 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     """
     frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:
-        raise DataError(f"{file}: not written, because there are no runs to pack")
+        raise DataError(f"{file}: not written: there are no runs in {'the table' if store is frame else store}")
     records, histories = zip(*with_histories(frame), strict=True)
     recorded.write_packed(Path(file), list(records), list(histories))
     return len(frame)

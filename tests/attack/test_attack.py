@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the attack needs a server that forks"),
 ]
 
-NETWORK = "train autoencoder --profile smoke --frames 40 --setting cpu:threads=1 --store store"
+NETWORK = "train autoencoder --profile smoke --option frames=40 --setting cpu:threads=1 --store store"
 FUNCTION = "train own.py:train --setting cpu:threads=1 --store store"
 PACK = "pack store packed.parquet"
 OWN = "def train(seed, rate=0.5):\n    return (1 + seed) * rate\n"
