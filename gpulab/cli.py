@@ -95,11 +95,11 @@ DataOptions = Annotated[
 
 
 def options_of_run(model: str, options: list[str] | None, data_options: list[str] | None) -> dict[str, Any]:
-    """What is trained, in arguments of `gpulab.train`, or in options of a function."""
+    """What is trained, in arguments of `gpulab.train`."""
     if ":" in model:
         if data_options:
             raise UsageError(f"--data-option {data_options[0]}: a function takes what it has as --option")
-        return read_options(options)
+        return {"model_options": read_options(options)}
     of: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
     for name, chosen in read_options(options).items():
         of[OPTIONS[name].of if name in OPTIONS else "model"][name] = chosen
@@ -165,16 +165,8 @@ def train(
     from gpulab.training.run import train as train_one
 
     given = options_of_run(model, options, data_options)
-    run = train_one(
-        model,
-        setting=setting,
-        seed=seed,
-        profile=profile,
-        rerun=rerun,
-        store=stores.store_folder(store),
-        registered=registered,
-        **({"model_options": given} if ":" in model else given),
-    )
+    given |= {"rerun": rerun, "store": stores.store_folder(store), "registered": registered}
+    run = train_one(model, setting=setting, seed=seed, profile=profile, **given)
     say(f"{run}\nkept in {run.path}")
 
 
@@ -198,6 +190,7 @@ def experiment(
     from gpulab.training.experiment import Experiment
 
     given = options_of_run(model, options, data_options)
+    given = given["model_options"] if ":" in model else given
     numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=given, registered=registered)
@@ -299,12 +292,15 @@ def audit(
     """Compare two traces, or a step under two settings: what differs, how far, why. Exit status 1 if it is wrong."""
     if len(compared) not in (2, 3):
         raise UsageError(f"expected two traces, or a step and two settings; got {' '.join(compared)}")
-    step, *settings = compared if len(compared) == 3 else ("",)
-    for setting in settings:
+    first, second, *third = compared
+    for setting in (second, *third) if third else ():
         prepared(setting)
     from gpulab.audits import audits, steps
 
-    report = audits.audit(steps.find_step(step), *settings) if step else audits.audit(*map(files.shipped, compared))
+    if third:
+        report = audits.audit(steps.find_step(first), second, *third)
+    else:
+        report = audits.audit(files.shipped(first), files.shipped(second))
     say(report)
     if html:
         report.save(html)

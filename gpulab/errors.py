@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LONGEST = 4000  # characters of a message, whatever value it quotes
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -26,7 +25,7 @@ class GpulabError(Exception):
     r"""Something could not be done; the message says what, why, and what to do.
 
     All errors that gpulab raises on purpose derive from this class. In the message control characters are written out
-    (an escape becomes `\x1b`), because it may quote a file. A message of more than 4,000 characters loses its middle.
+    (an escape becomes `\x1b`), because it may quote a file.
 
     Args:
         message: What could not be done, for the user to read.
@@ -41,11 +40,7 @@ class GpulabError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        text = str(message)
-        if len(text) > LONGEST:
-            half = LONGEST // 2 - 20  # with what stands between them not longer than that
-            text = f"{text[:half]} … ({len(text) - 2 * half:,} characters) … {text[-half:]}"
-        super().__init__(printable(text))
+        super().__init__(printable(str(message)))
 
 
 class UsageError(GpulabError, ValueError):

@@ -393,9 +393,9 @@ def test_what_could_not_be_written_is_said_before_the_work(answer, tmp_path):
     (tmp_path / "a-file").write_text("")
     long, experiment = "x" * 300, ["experiment", *SMOKE[1:], "--setting", "cpu", "--picture"]
     for words, arguments in {
-        "a-file/a.png: cannot be written: a part of its path is a file": [*experiment, "a-file/a.png"],
-        f"{long}: cannot be written: the name is too long": [*experiment, long],
-        f"gpulab: {long}: the name is too long": ["runs", long],
+        "a-file/a.png: cannot be written: Not a directory; name another": [*experiment, "a-file/a.png"],
+        f"{long}: cannot be written: File name too long; name another": [*experiment, long],
+        f"File name too long: '{long}'": ["runs", long],
     }.items():
         got = answer(*arguments)
         assert (got.status, len(got.errors.splitlines())) == (1, 1)

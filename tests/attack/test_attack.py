@@ -121,7 +121,7 @@ def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(act, 
         assert act == "kill" or status in (0, 1, 130), (at, status, said)
         if act == "full" and status:
             assert said.splitlines()[-1].startswith("gpulab: "), (at, said)
-            assert "the disk is full" in said.splitlines()[-1], (at, said)
+            assert "No space left on device; free some space" in said.splitlines()[-1], (at, said)
         left = facts(folder)
         assert before.items() <= left.items() <= after.items(), at
         again, words = run(folder, line)
