@@ -8,39 +8,58 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
-import typer.core
 
 from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
-from gpulab.printing import save_plot, say, say_runs
 from gpulab.settings import Setting
 from gpulab.store.factors import OPTIONS, whole_numbers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from gpulab.report import Report
 
 PYTHONS_WARNINGS = warnings.formatwarning
 
 
-class Commands(typer.core.TyperGroup):
-    """Says how to go on after Ctrl-C: a training has saved a checkpoint by then."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            say("gpulab: interrupted; run the same command again to go on", sys.stderr)
-            raise typer.Exit(130) from None
-
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 
 app = typer.Typer(
-    cls=Commands,
     help="Does the device change what a neural network learns? Train, compare and see.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# --- what is printed ---------------------------------------------------------------------------------------
+
+
+def say(text: object, to: IO[str] | None = None) -> None:
+    """Print a text, whatever is in it: it may come from a file of a stranger's."""
+    print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
+
+
+def say_runs(frame: pd.DataFrame, where: str = "") -> None:
+    """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
+    from gpulab.store import runs as stores
+    from gpulab.store.factors import FACTORS
+
+    differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
+    of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
+    columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
+    columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
+    say(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
+
+
+def save_plot(result: Report, file: Path | None) -> None:
+    """Draw a result into a file, where one was asked for, and say so where a table is not disturbed."""
+    if file:
+        result.plot().save(file)
+        say(f"picture in {file}", sys.stderr)
+
 
 # --- options that several commands have ------------------------------------------------------------------
 
@@ -176,7 +195,7 @@ def experiment(
     setting: Annotated[list[str], option(f"{SETTING}; give it several times")],
     seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
     workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
-    metric: Annotated[str | None, option("what the verdict compares", "final_loss, or the first")] = None,
+    metric: Annotated[str, option("what the verdict compares")] = "final_loss",
     picture: Picture = None,
     profile: Profile = "quick",
     store: Store = None,
@@ -186,7 +205,6 @@ def experiment(
 ) -> None:
     """Train every seed under every setting, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.store import runs as stores
     from gpulab.training.experiment import Experiment
 
     given = options_of_run(model, options, data_options)
@@ -195,11 +213,9 @@ def experiment(
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=given, registered=registered)
     frame = exp.run()
-    named = (stores.record_of(run).get("metrics", ["final_loss", "heldout_loss"]) for run in frame.itertuples())
-    metrics = list(next(filter(None, named), ["final_loss"]))
-    answer = compare(frame, metric or ("final_loss" if "final_loss" in metrics else metrics[0]))
-    save_plot(answer, picture)
     say_runs(frame, f", kept in {exp.folder}")
+    answer = compare(frame, metric)
+    save_plot(answer, picture)
     say(answer)
 
 
@@ -347,6 +363,10 @@ def main(commands: typer.Typer = app) -> None:
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
         commands()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:  # a training has saved a checkpoint by then
+            say("gpulab: interrupted; run the same command again to go on", sys.stderr)
+        raise
     except (GpulabError, OSError) as error:
         say(f"gpulab: {error if isinstance(error, GpulabError) else in_one_line(error)}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

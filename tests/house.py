@@ -17,7 +17,7 @@ FLOORS = [
     ["engines"],
     ["training"],
     ["saddles"],
-    ["plots", "printing"],
+    ["plots"],
     ["cli", "pytest_plugin"],
     ["__main__"],
 ]

@@ -69,7 +69,7 @@ def output(answer):
 def test_the_version_is_told_and_help_says_what_holds_where_nothing_is_said(output):
     assert output("--version") == f"gpulab {gl.__version__}\n"
     assert "[default: ($GPULAB_STORE or ./runs)]" in output("runs", "--help")
-    assert "[default: (final_loss, or the first)]" in output("experiment", "--help")
+    assert "[default: (the profile's, or 10)]" in output("experiment", "--help")
 
 
 def test_devices_shows_the_passport_and_the_settings_that_run_here(output):
