@@ -59,14 +59,6 @@ class UsageError(GpulabError, ValueError):
     """
 
 
-def check_name(name: object) -> None:
-    """Raise `UsageError` for the name of a file that is not UTF-8: a record could not give it back."""
-    try:
-        str(name).encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{name}: this name is not UTF-8, and cannot be written down: rename it") from None
-
-
 def check_count(name: str, value: Any, most: int | None = None, least: int = 1) -> None:
     """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)

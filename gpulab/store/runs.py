@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab import files
 from gpulab.content import digest, weights_digest
-from gpulab.errors import DataError, UsageError, check_name
+from gpulab.errors import DataError, UsageError
 from gpulab.passports import machine
 from gpulab.settings import arithmetic
 from gpulab.store import recorded
@@ -70,7 +70,10 @@ def store_folder(store: str | Path | None = None) -> Path:
         r"[a-z0-9]{2,}:[/\\]", str(store)
     ):  # one letter is a drive; a path has lost one of its slashes
         raise UsageError(f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first")
-    check_name(store)
+    try:
+        str(store).encode()
+    except UnicodeEncodeError:  # a table of runs could not hold their paths
+        raise UsageError(f"{store}: this name is not UTF-8, and cannot be written down: rename it") from None
     return Path(store)
 
 
