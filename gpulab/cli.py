@@ -8,24 +8,18 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 
 from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
+from gpulab.report import Report
 from gpulab.settings import Setting
 from gpulab.store.factors import OPTIONS, whole_numbers
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from gpulab.report import Report
-
 PYTHONS_WARNINGS = warnings.formatwarning
 
-
-INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 
 app = typer.Typer(
     help="Does the device change what a neural network learns? Train, compare and see.",
@@ -42,7 +36,7 @@ def say(text: object, to: IO[str] | None = None) -> None:
     print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
 
 
-def say_runs(frame: pd.DataFrame, where: str = "") -> None:
+def say_runs(frame: Any, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
     from gpulab.store import runs as stores
     from gpulab.store.factors import FACTORS
@@ -364,7 +358,7 @@ def main(commands: typer.Typer = app) -> None:
     try:
         commands()
     except SystemExit as ended:
-        if ended.code == INTERRUPTED:  # a training has saved a checkpoint by then
+        if ended.code == 130:  # Ctrl-C; a training has saved a checkpoint by then
             say("gpulab: interrupted; run the same command again to go on", sys.stderr)
         raise
     except (GpulabError, OSError) as error:

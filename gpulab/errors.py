@@ -63,9 +63,8 @@ def check_count(name: str, value: Any, most: int | None = None, least: int = 1) 
     """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
-        raise UsageError(
-            f"{name}={value!r}: expected a whole number from {least}{'' if most is None else f' to {most:,}'}"
-        )
+        up_to = "" if most is None else f" to {most:,}"
+        raise UsageError(f"{name}={value!r}: expected a whole number from {least}{up_to}")
 
 
 class DataError(GpulabError):
@@ -152,12 +151,6 @@ def extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
         raise GpulabError(f"{library} is not installed: pip install 'gpulab[{name}]'") from None
-
-
-def reason(error: BaseException) -> str:
-    """What another library says of a file, in one short line that the file's text gets no control of."""
-    words = re.sub(r" <.*?>", "", str(error)).split()
-    return printable(" ".join(words))[:200] or type(error).__name__
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:

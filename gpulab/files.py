@@ -70,13 +70,6 @@ def scratch_name() -> str:
     return f".{uuid.uuid4().hex}.part"
 
 
-def cache_folder() -> Path:
-    """The folder of the user's cache in which gpulab keeps what can be made again."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("gpulab")
-
-
 def check_writable(file: str | Path) -> None:
     """Raise now what writing a file later would raise for its name or its folder, by a try; nothing is left."""
     file = Path(file).absolute()

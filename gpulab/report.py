@@ -154,14 +154,10 @@ class Report:
         """Write the result to an HTML file of its own, whole or not at all."""
         files.write(file, render("page.html", title=title, body=self.html()).encode())
 
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"text/plain": str(self), "text/html": self.words()}, {}
-
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        data, metadata = self._repr_mimebundle_()
-        display(data, metadata=metadata, raw=True)
+        display({"text/plain": str(self), "text/html": self.words()}, raw=True)
         picture = self.picture()
         if picture:
             picture.show()
