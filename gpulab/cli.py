@@ -16,10 +16,9 @@ from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
 from gpulab.settings import Setting
-from gpulab.store.factors import OPTIONS, whole_numbers
+from gpulab.store.factors import FACTORS, OPTIONS, whole_numbers
 
 PYTHONS_WARNINGS = warnings.formatwarning
-
 
 app = typer.Typer(
     help="Does the device change what a neural network learns? Train, compare and see.",
@@ -39,7 +38,6 @@ def say(text: object, to: IO[str] | None = None) -> None:
 def say_runs(frame: Any, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
     from gpulab.store import runs as stores
-    from gpulab.store.factors import FACTORS
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
@@ -100,9 +98,7 @@ Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py
 Profile = Annotated[str, option(PROFILE)]
 Registered = Annotated[Path | None, option(REGISTERED)]
 Options = Annotated[list[str] | None, option(MORE, flag="--option")]
-DataOptions = Annotated[
-    list[str] | None, option("an option of the data, such as seed=3; several times", flag="--data-option")
-]
+DataOptions = Annotated[list[str] | None, option("an option of the data, such as seed=3; several times")]
 
 # --- what texts mean -------------------------------------------------------------------------------------
 
@@ -171,13 +167,13 @@ def train(
     store: Store = None,
     registered: Registered = None,
     options: Options = None,
-    data_options: DataOptions = None,
+    data_option: DataOptions = None,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     from gpulab.store import runs as stores
     from gpulab.training.run import train as train_one
 
-    given = options_of_run(model, options, data_options)
+    given = options_of_run(model, options, data_option)
     given |= {"rerun": rerun, "store": stores.store_folder(store), "registered": registered}
     run = train_one(model, setting=setting, seed=seed, profile=profile, **given)
     say(f"{run}\nkept in {run.path}")
@@ -195,13 +191,13 @@ def experiment(
     store: Store = None,
     registered: Registered = None,
     options: Options = None,
-    data_options: DataOptions = None,
+    data_option: DataOptions = None,
 ) -> None:
     """Train every seed under every setting, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.training.experiment import Experiment
 
-    given = options_of_run(model, options, data_options)
+    given = options_of_run(model, options, data_option)
     given = given["model_options"] if ":" in model else given
     numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers

@@ -75,7 +75,7 @@ def check_writable(file: str | Path) -> None:
     file = Path(file).absolute()
     with writing(file):
         if file.exists() and not file.is_file():
-            raise OSError(errno.EISDIR, "this is no file, but a folder, a pipe or a device")
+            raise OSError(errno.EISDIR, "not a file, but a folder, a pipe or a device")
         scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
         scratch.touch()  # permissions alone do not tell: root has them all, and /proc takes no files
         scratch.unlink()
@@ -101,8 +101,7 @@ def status_of(file: str | Path) -> os.stat_result:
     with reading(file):
         status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
-        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise DataError(f"{file}: cannot be read: not a file, but {kind}")
+        raise DataError(f"{file}: cannot be read: not a file, but a folder, a pipe or a device")
     return status
 
 
