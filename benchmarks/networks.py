@@ -3,7 +3,7 @@
 Each name of `NETWORKS` is a `gpulab.Step`, made when it is asked for. Weights and data are drawn from a
 seed by one plain generator, because the initial weights of libraries change from version to version.
 
-    gpulab record benchmarks/networks.py:resnet18 --setting cuda:tf32=off
+    gpulab record benchmarks/networks.py:resnet18 resnet18.trace --setting cuda:tf32=off
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def homes_in(stub: str, package: str) -> dict[str, str]:

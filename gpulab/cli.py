@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
-import typer.core
 
-from gpulab import __version__, files, signals
+from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
-from gpulab.printing import save_plot, say, say_runs
+from gpulab.report import Report
 from gpulab.settings import Setting
-from gpulab.store.factors import OPTIONS, whole_numbers
+from gpulab.store.factors import FACTORS, OPTIONS, whole_numbers
 
 PYTHONS_WARNINGS = warnings.formatwarning
 
-
-class Commands(typer.core.TyperGroup):
-    """Saves what was done when Ctrl-C comes, and says how to go on."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
-        with signals.interrupting("gpulab: interrupted; run the same command again to go on"):
-            return super().invoke(ctx)
-
-
 app = typer.Typer(
-    cls=Commands,
     help="Does the device change what a neural network learns? Train, compare and see.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# --- what is printed ---------------------------------------------------------------------------------------
+
+
+def say(text: object, to: IO[str] | None = None) -> None:
+    """Print a text, whatever is in it: it may come from a file of a stranger's."""
+    print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
+
+
+def say_runs(frame: Any, where: str = "") -> None:
+    """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
+    from gpulab.store import runs as stores
+
+    differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
+    of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
+    columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
+    columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
+    say(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
+
+
+def save_plot(result: Report, file: Path | None) -> None:
+    """Draw a result into a file, where one was asked for, and say so where a table is not disturbed."""
+    if file:
+        result.plot().save(file)
+        say(f"picture in {file}", sys.stderr)
+
 
 # --- options that several commands have ------------------------------------------------------------------
 
@@ -71,10 +84,10 @@ SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN = "largest difference that would not matter, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
-USUAL = "the profile's"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
 REGISTERED = "file written before the runs, with the question and how it will be answered; its digest is kept"
-MORE = "another option of a run, its data, model or function, such as size=[48,64] or flip=0; several times"
+NAMES = ", ".join(name for name, each in OPTIONS.items() if each.help)
+MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NAMES}; a function what it has"
 
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
 Store = Annotated[Path | None, option(STORE, USUAL_STORE)]
@@ -84,27 +97,22 @@ Where = Annotated[list[str] | None, option("only runs with column=value; several
 Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
 Profile = Annotated[str, option(PROFILE)]
 Registered = Annotated[Path | None, option(REGISTERED)]
-DataName = Annotated[str | None, option(OPTIONS["data"].help, USUAL)]
-Frames = Annotated[int | None, option(OPTIONS["frames"].help, USUAL)]
-Loader = Annotated[str | None, option(OPTIONS["loader"].help, "window")]
-MoreOptions = Annotated[list[str] | None, option(MORE, flag="--option")]
+Options = Annotated[list[str] | None, option(MORE, flag="--option")]
 DataOptions = Annotated[list[str] | None, option("an option of the data, such as seed=3; several times")]
 
 # --- what texts mean -------------------------------------------------------------------------------------
 
 
-def options_of_run(model: str, flags: dict[str, Any], more: list[str] | None, of_data: list[str] | None) -> Any:
-    """What is trained, in arguments of `gpulab.train`, or in options of a function."""
-    given = {name: chosen for name, chosen in flags.items() if chosen is not None} | read_options(more)
+def options_of_run(model: str, options: list[str] | None, data_options: list[str] | None) -> dict[str, Any]:
+    """What is trained, in arguments of `gpulab.train`."""
     if ":" in model:
-        if of_data:
-            raise UsageError(f"--data-option {of_data[0]}: a function takes what it has as --option")
-        return given
-    options: dict[str, Any] = {"data_options": read_options(of_data), "model_options": {}}
-    for name, chosen in given.items():
-        of = OPTIONS[name].of if name in OPTIONS else "model"
-        (options if of == "run" else options[f"{of}_options"])[name] = chosen
-    return options
+        if data_options:
+            raise UsageError(f"--data-option {data_options[0]}: a function takes what it has as --option")
+        return {"model_options": read_options(options)}
+    of: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
+    for name, chosen in read_options(options).items():
+        of[OPTIONS[name].of if name in OPTIONS else "model"][name] = chosen
+    return of["run"] | {"data_options": of["data"], "model_options": of["model"]}
 
 
 def read_options(texts: list[str] | None) -> dict[str, Any]:
@@ -123,9 +131,8 @@ def pairs(options: list[str] | None) -> Iterator[tuple[str, str]]:
 
 def value(text: str) -> Any:
     """A number, a list of them, true or false; or else a word."""
-    for read in (int, float, json.loads):
-        with contextlib.suppress(ValueError):
-            return read(text)
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
     return text
 
 
@@ -159,27 +166,16 @@ def train(
     profile: Profile = "quick",
     store: Store = None,
     registered: Registered = None,
-    data: DataName = None,
-    frames: Frames = None,
-    loader: Loader = None,
-    more: MoreOptions = None,
+    options: Options = None,
     data_option: DataOptions = None,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     from gpulab.store import runs as stores
     from gpulab.training.run import train as train_one
 
-    options = options_of_run(model, {"data": data, "frames": frames, "loader": loader}, more, data_option)
-    run = train_one(
-        model,
-        setting=setting,
-        seed=seed,
-        profile=profile,
-        rerun=rerun,
-        store=stores.store_folder(store),
-        registered=registered,
-        **({"model_options": options} if ":" in model else options),
-    )
+    given = options_of_run(model, options, data_option)
+    given |= {"rerun": rerun, "store": stores.store_folder(store), "registered": registered}
+    run = train_one(model, setting=setting, seed=seed, profile=profile, **given)
     say(f"{run}\nkept in {run.path}")
 
 
@@ -189,33 +185,28 @@ def experiment(
     setting: Annotated[list[str], option(f"{SETTING}; give it several times")],
     seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
     workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
-    metric: Annotated[str | None, option("what the verdict compares", "final_loss, or the first")] = None,
+    metric: Annotated[str, option("what the verdict compares")] = "final_loss",
     picture: Picture = None,
     profile: Profile = "quick",
     store: Store = None,
     registered: Registered = None,
-    data: DataName = None,
-    frames: Frames = None,
-    loader: Loader = None,
-    more: MoreOptions = None,
+    options: Options = None,
     data_option: DataOptions = None,
 ) -> None:
     """Train every seed under every setting, and compare. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.store import runs as stores
     from gpulab.training.experiment import Experiment
 
-    options = options_of_run(model, {"data": data, "frames": frames, "loader": loader}, more, data_option)
+    given = options_of_run(model, options, data_option)
+    given = given["model_options"] if ":" in model else given
     numbers = whole_numbers(seeds) if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=options, registered=registered)
+    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=given, registered=registered)
     frame = exp.run()
     say_runs(frame, f", kept in {exp.folder}")
-    named = (stores.record_of(run).get("metrics", ["final_loss", "heldout_loss"]) for run in frame.itertuples())
-    metrics = list(next(filter(None, named), ["final_loss"]))
-    answer = compare(frame, metric or ("final_loss" if "final_loss" in metrics else metrics[0]))
-    say(answer)
+    answer = compare(frame, metric)
     save_plot(answer, picture)
+    say(answer)
 
 
 @app.command()
@@ -269,8 +260,7 @@ def runs(
     if csv:
         say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
-        below = sorted({str(record.parents[1]) for record in Path(folder).glob("*/*/run.json")})
-        say(f"no runs in {folder}{'; there are some in ' * bool(below)}{', '.join(below)}")
+        say(f"no runs in {folder}")
     else:
         say_runs(frame)
 
@@ -278,33 +268,26 @@ def runs(
 @app.command()
 def pack(
     store: Annotated[Path, argument(STORE)],
-    file: Annotated[Path, argument("the file to write, such as my-runs.parquet", callback=writable)],
-    where: Where = None,
+    file: Annotated[Path, argument("the file to write, such as my-runs.parquet")],
 ) -> None:
-    """Pack runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
-    from gpulab.stats.pairs import rows_where
+    """Pack the runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
     from gpulab.store import runs as stores
 
-    frame = rows_where(stores.runs(store), pairs(where))
-    if frame.empty:
-        raise GpulabError(f"{store}: no runs to pack")
-    count = stores.pack(frame, file)
+    count = stores.pack(store, file)
     say(f"{count} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
 
 
 @app.command()
 def record(
     step: Annotated[str, argument(STEP)],
-    trace_file: Annotated[Path | None, argument("the file to write", "NAME-SETTING.trace")] = None,
+    trace_file: Annotated[Path, argument("the file to write, such as here.trace", callback=writable)],
     setting: OneSetting = "cpu",
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
     from gpulab.audits import recording, steps
 
-    file = trace_file or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
-    files.check_writable(file)
-    trace = recording.record(steps.find_step(step), setting, file)
-    say(f"{trace}\nkept in {file}")
+    trace = recording.record(steps.find_step(step), setting, trace_file)
+    say(f"{trace}\nkept in {trace_file}")
 
 
 @app.command()
@@ -319,10 +302,10 @@ def audit(
 
     Exit status 0: rounding, or what a correct device may do; 1: a fault, or a kind given with --fail-on; 2: could not.
     """
-    step, *settings = compared
-    if len(settings) not in (1, 2):
+    if len(compared) not in (2, 3):
         raise UsageError(f"expected two traces, or a step and two settings; got {' '.join(compared)}")
-    for setting in settings if len(settings) == 2 else ():
+    first, second, *third = compared
+    for setting in (second, *third) if third else ():
         prepared(setting)
     from gpulab.audits import audits, steps
     from gpulab.audits.findings import KINDS
@@ -331,10 +314,10 @@ def audit(
         if kind not in KINDS:
             raise UsageError(f"--fail-on {kind!r}: expected one of {', '.join(KINDS)}")
     try:
-        if len(settings) == 2:
-            report = audits.audit(steps.find_step(step), *settings)
+        if third:
+            report = audits.audit(steps.find_step(first), second, *third)
         else:
-            report = audits.audit(files.shipped(step), files.shipped(settings[0]))
+            report = audits.audit(files.shipped(first), files.shipped(second))
     except GpulabError as error:
         say(f"gpulab: {error}", sys.stderr)
         raise typer.Exit(2) from None
@@ -360,8 +343,6 @@ def guard_script(
     """
     from gpulab.guards import guards, scripts
 
-    for given in {"--reads", "--stop"}.intersection(arguments or ()):
-        say(f"{given} is given to {script}: what is for gpulab stands before it", sys.stderr)
     report = guards.guard("raise" if stop else "warn", reads)
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
@@ -386,14 +367,10 @@ def main(commands: typer.Typer = app) -> None:
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
         commands()
-    except GpulabError as error:
-        say(f"gpulab: {error}", sys.stderr)
+    except SystemExit as ended:
+        if ended.code == 130:  # Ctrl-C; a training has saved a checkpoint by then
+            say("gpulab: interrupted; run the same command again to go on", sys.stderr)
+        raise
+    except (GpulabError, OSError) as error:
+        say(f"gpulab: {error if isinstance(error, GpulabError) else in_one_line(error)}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except OSError as error:
-        why = files.WHY.get(error.errno or 0, error.strerror)
-        say(f"gpulab: {error.filename}: {why}" if error.filename else f"gpulab: {in_one_line(error)}", sys.stderr)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LONGEST = 4000  # characters of a message, whatever value it quotes
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -26,7 +25,7 @@ class GpulabError(Exception):
     r"""Something could not be done; the message says what, why, and what to do.
 
     All errors that gpulab raises on purpose derive from this class. In the message control characters are written out
-    (an escape becomes `\x1b`), because it may quote a file. A message of more than 4,000 characters loses its middle.
+    (an escape becomes `\x1b`), because it may quote a file.
 
     Args:
         message: What could not be done, for the user to read.
@@ -41,11 +40,7 @@ class GpulabError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        text = str(message)
-        if len(text) > LONGEST:
-            half = LONGEST // 2 - 20  # with what stands between them not longer than that
-            text = f"{text[:half]} … ({len(text) - 2 * half:,} characters) … {text[-half:]}"
-        super().__init__(printable(text))
+        super().__init__(printable(str(message)))
 
 
 class UsageError(GpulabError, ValueError):
@@ -64,21 +59,12 @@ class UsageError(GpulabError, ValueError):
     """
 
 
-def check_name(name: object) -> None:
-    """Raise `UsageError` for the name of a file that is not UTF-8: a record could not give it back."""
-    try:
-        str(name).encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{name}: this name is not UTF-8, and cannot be written down: rename it") from None
-
-
 def check_count(name: str, value: Any, most: int | None = None, least: int = 1) -> None:
     """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
-        raise UsageError(
-            f"{name}={value!r}: expected a whole number from {least}{'' if most is None else f' to {most:,}'}"
-        )
+        up_to = "" if most is None else f" to {most:,}"
+        raise UsageError(f"{name}={value!r}: expected a whole number from {least}{up_to}")
 
 
 class DataError(GpulabError):
@@ -165,12 +151,6 @@ def extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
         raise GpulabError(f"{library} is not installed: pip install 'gpulab[{name}]'") from None
-
-
-def reason(error: BaseException) -> str:
-    """What another library says of a file, in one short line that the file's text gets no control of."""
-    words = re.sub(r" <.*?>", "", str(error)).split()
-    return printable(" ".join(words))[:200] or type(error).__name__
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:

@@ -10,38 +10,25 @@ import contextlib
 import errno
 import json
 import os
-import platform
 import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from gpulab.errors import DataError, GpulabError, check_name, printable
+from gpulab.errors import DataError, GpulabError, printable
 
 if TYPE_CHECKING:
     import pyarrow.parquet
 
 PACKAGE = Path(__file__).parent
-HERE = xxhash.xxh32_hexdigest(platform.node().encode())  # this machine, in the names of what it is writing
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
 MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
 LARGEST = 1 << 28  # numbers in a column of a table
-MOST_UPLOADED = 1 << 23  # bytes of a file that comes through a browser; the largest recorded trace has a tenth
-WHY = {
-    errno.ENOSPC: "the disk is full; free some space and run the same command again",
-    errno.EDQUOT: "the quota is used up; free some space and run the same command again",
-    errno.EFBIG: "files may not become as large here; name a folder on another file system",
-    errno.EROFS: "this file system is read-only; name another folder",
-    errno.EACCES: "it may not be written to; name another folder, or ask whose it is",
-    errno.EPERM: "it may not be written to; name another folder, or ask whose it is",
-    errno.ENAMETOOLONG: "the name is too long; name a shorter one",
-    errno.ENOTDIR: "a part of its path is a file, not a folder",
-    errno.EISDIR: "there is a folder of this name",
-}
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
 
 
 # --- writing -----------------------------------------------------------------------------------------------
@@ -50,22 +37,12 @@ WHY = {
 @contextlib.contextmanager
 def writing(what: str | Path) -> Iterator[None]:
     """What the system refuses inside is a `GpulabError` that names the file, says why, and what to do."""
-    if "\0" in str(what):
-        raise GpulabError(f"{what}: cannot be written: its name has a NUL in it")
     try:
         yield
-    except BrokenPipeError:  # whoever was reading has left
-        raise
     except OSError as error:
-        why = WHY.get(error.errno or 0, error.strerror or str(error))
-        raise GpulabError(f"{what}: cannot be written: {why}") from None
-
-
-def write_nowhere(stream: IO[str]) -> None:
-    """From here on drop what is written to standard output or error: its reader has left, or its disk is full."""
-    # In a notebook a stream has no descriptor, and none of these troubles either.
-    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+        space = "free some space and run the same command again"
+        remedy = space if error.errno in FULL else "name another file or folder"
+        raise GpulabError(f"{what}: cannot be written: {error.strerror or error}; {remedy}") from None
 
 
 def write(file: str | Path, content: bytes) -> None:
@@ -74,7 +51,6 @@ def write(file: str | Path, content: bytes) -> None:
     Raises:
         GpulabError: Where it cannot be written, with what to do; the file is as it was.
     """
-    check_path(file)
     file = Path(file)
     scratch = file.with_name(scratch_name())
     with writing(file):
@@ -91,38 +67,18 @@ def write(file: str | Path, content: bytes) -> None:
 
 def scratch_name() -> str:
     """A name for what this process writes, before it takes its place."""
-    return f".{os.getpid()}-{HERE}-{uuid.uuid4().hex[:8]}.part"
-
-
-def cache_folder() -> Path:
-    """The folder of the user's cache in which gpulab keeps what can be made again."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("gpulab")
+    return f".{uuid.uuid4().hex}.part"
 
 
 def check_writable(file: str | Path) -> None:
     """Raise now what writing a file later would raise for its name or its folder, by a try; nothing is left."""
     file = Path(file).absolute()
     with writing(file):
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(mode := os.stat(file).st_mode):
-                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else 0, "there is a pipe or a device of this name")
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EISDIR, "not a file, but a folder, a pipe or a device")
         scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
         scratch.touch()  # permissions alone do not tell: root has them all, and /proc takes no files
         scratch.unlink()
-
-
-def check_path(path: str | Path) -> None:
-    """Raise `GpulabError` for what can be the path of no file: too long a name, one with a NUL in it, or no UTF-8."""
-    check_name(path)
-    try:
-        os.stat(path)
-    except ValueError as error:
-        raise GpulabError(f"{path}: {error}") from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise GpulabError(f"{path}: {WHY[errno.ENAMETOOLONG]}") from None
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -145,8 +101,7 @@ def status_of(file: str | Path) -> os.stat_result:
     with reading(file):
         status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
-        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise DataError(f"{file}: cannot be read: not a file, but {kind}")
+        raise DataError(f"{file}: cannot be read: not a file, but a folder, a pipe or a device")
     return status
 
 

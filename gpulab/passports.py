@@ -9,7 +9,6 @@ import importlib.metadata
 import platform
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,11 @@ class Passport(dict[str, Any]):
     def rows(self) -> list[tuple[str, str]]:
         """The passport as (what, value) pairs, for a table."""
         cpu, software = self["cpu"], self["software"]
-        names = {name.replace("avx512_", "avx512") for name in cpu["vector_extensions"]}  # some are there under both
-        families = Counter(re.sub(r"(avx512|amx).*", r"\1", name) for name in sorted(names))
-        extensions = [f"{name} ({n} kinds)" if n > 1 else name for name, n in families.items()]
+        families = dict.fromkeys(re.sub(r"(avx512|amx).*", r"\1", name) for name in cpu["vector_extensions"])
         rows = [
             ("CPU", cpu["model"]),
             ("cores", f"{cpu['physical_cores']} physical, {cpu['logical_cores']} logical"),
-            ("vector extensions", ", ".join(extensions) or "none reported"),
+            ("vector extensions", ", ".join(families) or "none reported"),
             ("memory", f"{self['memory_bytes'] / 2**30:.1f} GiB"),
         ]
         for index, gpu in enumerate(self["gpus"]):

@@ -1,6 +1,6 @@
-"""Fixtures of pytest, `gpulab_guard` and `gpulab_guard_any`: the test that asks for one runs under `gpulab.guard()`.
+"""A fixture of pytest, `gpulab_guard`: the test that asks for it runs under `gpulab.guard()`.
 
-pytest finds it once gpulab is installed. Nothing is imported until a test asks for the fixture.
+pytest finds it once gpulab is installed. Nothing is imported until a test asks for it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,4 @@ def gpulab_guard() -> Iterator[Guard]:
     from gpulab.guards.guards import guard
 
     with guard() as report:
-        yield report
-
-
-@pytest.fixture
-def gpulab_guard_any() -> Iterator[Guard]:
-    """The same under `gpulab.guard(reads="any")`: nothing may be read after it was overwritten, by any operation."""
-    from gpulab.guards.guards import guard
-
-    with guard(reads="any") as report:
         yield report

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import functools
 import importlib
-import importlib.util
 import io
 import re
 from collections.abc import Iterable
@@ -23,13 +22,11 @@ from gpulab import files
 from gpulab.errors import extra
 
 if TYPE_CHECKING:
-    import jinja2
     import pandas as pd
     from matplotlib.figure import Figure
 
 DPI = 200  # twice what a page shows, for modern screens
 PAGE_DPI = 100
-NO_PICTURE = "There is no picture, which needs matplotlib: pip install 'gpulab[notebooks]'"
 IN_WORDS = "In words"  # above what a figure shows, as text
 # A white card with a margin, which stands on a dark page too.
 STYLE = "max-width: 100%; height: auto; background: white; border-radius: 6px"
@@ -154,35 +151,25 @@ class Report:
         return self.words() + (picture.html() if picture else "")
 
     def save(self, file: str | Path, title: str = "gpulab") -> None:
-        """Write the result to an HTML file of its own, whole or not at all; where matplotlib is missing, in words."""
-        drawn = importlib.util.find_spec("matplotlib") is not None
-        body = self.html() if drawn else self.words() + paragraphs([NO_PICTURE])
-        files.write(file, render("page.html", title=title, body=body).encode())
-
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"text/plain": str(self), "text/html": self.words()}, {}
+        """Write the result to an HTML file of its own, whole or not at all."""
+        files.write(file, render("page.html", title=title, body=self.html()).encode())
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        data, metadata = self._repr_mimebundle_()
-        display(data, metadata=metadata, raw=True)
+        display({"text/plain": str(self), "text/html": self.words()}, raw=True)
         picture = self.picture()
         if picture:
             picture.show()
 
 
-@functools.cache
-def _templates() -> jinja2.Environment:
+def render(template: str, **values: Any) -> Markup:
+    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, as it is when the two are added."""
     import jinja2
 
     loader = jinja2.PackageLoader("gpulab")
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-
-
-def render(template: str, **values: Any) -> Markup:
-    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, as it is when the two are added."""
-    return Markup(_templates().get_template(template).render(values))
+    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return Markup(templates.get_template(template).render(values))
 
 
 def paragraphs(lines: Iterable[str]) -> Markup:

@@ -13,8 +13,8 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parent
-LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+PACKAGE = Path(__file__).resolve().parent
+LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")))
 GENERATED = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
 
 
@@ -81,15 +81,10 @@ def file_of(definition: Any) -> Path | None:
     return file.resolve() if file.is_file() else None
 
 
-@functools.cache
-def _library_module(name: str) -> bool:
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return bool(file) and any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
-
-
 def _of_library(definition: Any) -> bool:
-    module = definition.__module__
-    return module != "__main__" and (module in sys.builtin_module_names or _library_module(module))
+    file = file_of(definition)
+    in_library = file is None or any(file.is_relative_to(folder) for folder in LIBRARIES)
+    return in_library and definition.__module__ != "__main__"
 
 
 def texts_of(file: Path) -> dict[str, str]:

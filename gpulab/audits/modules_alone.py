@@ -20,7 +20,7 @@ from gpulab.settings import Setting, arithmetic
 Results = dict[str, Tensor]
 # How many times as far as one rounding leads a right result may be. The numbers are moved so far, and not the movement
 # taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of it.
-LEEWAY = 16.0
+LEEWAY = 64.0
 FURTHEST = 2.0**-6  # which short formats reach sooner
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpulab.errors import UsageError, in_one_line
-from gpulab.files import check_path, shipped
+from gpulab.files import shipped
 from gpulab.settings import Setting
 
 
@@ -354,7 +354,6 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():
         raise UsageError(f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}")
-    check_path(where)
     try:
         if where.endswith(".py"):
             module = _module_of(shipped(where).resolve())

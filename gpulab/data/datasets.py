@@ -12,7 +12,7 @@ from gpulab.data import images
 from gpulab.data.base import HELD_OUT, Bytes, Data, Sequence
 from gpulab.data.films import Folder, Video
 from gpulab.data.scenes import MovingDigits, Walk
-from gpulab.errors import UsageError, check_count, check_name, extra
+from gpulab.errors import UsageError, check_count, extra
 
 NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR")
 READ = {"video": Video, "frames": Folder}  # what is the user's own
@@ -94,7 +94,6 @@ def load(
         Alpaydin, Kaynak 1998, *Optical recognition of handwritten digits* (UCI Machine Learning Repository), of which
         scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database of handwritten digits*.
     """
-    check_name(name)
     kind, _, place = str(name).partition(":")
     if (f"{kind}:" if place else kind) not in FORMS:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")

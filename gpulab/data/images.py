@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from gpulab.data.base import HELD_OUT, Bytes, Data, Window, check_folder
-from gpulab.errors import DataError, reason
-from gpulab.files import cache_folder, reading
+from gpulab.errors import DataError
+from gpulab.files import reading
 
 MOST_BYTES = 1 << 28  # of MNIST's images, unpacked
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
@@ -109,12 +109,12 @@ def _downloaded(name: str) -> Path:
     """A file of MNIST in the user's cache: as it is there, or fetched from the first mirror that has it."""
     import pooch
 
-    folder, reasons = cache_folder() / "mnist", []
+    folder, reasons = pooch.os_cache("gpulab") / "mnist", []
     for mirror in MIRRORS:
         try:
             return Path(pooch.retrieve(mirror + name, f"sha256:{SHA256[name]}", name, folder, progressbar=True))
         except (OSError, ValueError) as error:
-            reasons.append(f"{mirror}: {reason(error)}")
+            reasons.append(f"{mirror}: {error!r:.200}")
     raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
 
 

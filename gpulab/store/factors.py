@@ -30,7 +30,7 @@ class Option:
     """One thing that may be chosen for a run: an argument of `gpulab.train`, an option of the commands.
 
     Attributes:
-        help: What the command line says of it.
+        help: What the page on the command line says of it; nothing of one that cannot be chosen.
         read: What makes its value of the command line's text: a type, or a function.
         of: Where `gpulab.train` takes it: as an argument of its own (`run`), or in `data_options` or `model_options`
             (`data`, `model`).
@@ -57,8 +57,8 @@ OPTIONS: dict[str, Option] = {
     "data": Option("digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"),
     "frames": Option("how many frames, or images, to train on", int),
     "window": Option("frames, or images, between two looks at the loss", int),
-    "size": Option("height×width of the frames, such as 48x64", whole_numbers, of="model"),
-    "channels": Option("PredNet's channels, such as 3,16,32", whole_numbers, of="model"),
+    "size": Option("height and width of the frames, such as [48,64]", whole_numbers, of="model"),
+    "channels": Option("PredNet's channels, such as [3,16,32]", whole_numbers, of="model"),
     "speed": Option("how fast walk and moving-digits move", float, of="data"),
     "grey": Option("read a video or a folder in grey, as one channel", bool, of="data"),
     "learning_rate": Option("Adam's", float),
@@ -69,7 +69,7 @@ OPTIONS: dict[str, Option] = {
         choices=("window", "copied", "reused", "imitated"),
     ),
     # Of recorded runs only, made while frames could be encoded as JPEG and decoded by a decoder of one's choice.
-    "decoder": Option("who decoded the JPEG frames", of="data", factor=True),
+    "decoder": Option("", of="data", factor=True),
     "flip": Option("which initial weight, by its number, has its last bit changed", int, factor=True),
     "fast": Option(
         "compute gradients in fewer operations where that can be done, equal up to rounding",

@@ -70,7 +70,10 @@ def store_folder(store: str | Path | None = None) -> Path:
         r"[a-z0-9]{2,}:[/\\]", str(store)
     ):  # one letter is a drive; a path has lost one of its slashes
         raise UsageError(f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first")
-    files.check_path(store)
+    try:
+        str(store).encode()
+    except UnicodeEncodeError:  # a table of runs could not hold their paths
+        raise UsageError(f"{store}: this name is not UTF-8, and cannot be written down: rename it") from None
     return Path(store)
 
 
@@ -216,7 +219,7 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     """
     frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:
-        raise DataError(f"{file}: not written, because there are no runs to pack")
+        raise DataError(f"{file}: not written: there are no runs in {'the table' if store is frame else store}")
     records, histories = zip(*with_histories(frame), strict=True)
     recorded.write_packed(Path(file), list(records), list(histories))
     return len(frame)

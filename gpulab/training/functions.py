@@ -21,7 +21,7 @@ import torch
 
 from gpulab import content
 from gpulab.audits.steps import find_function, seeded
-from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
+from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
 from gpulab.sources import UnknownSourceError, file_of, source_of
 from gpulab.store.runs import COLUMNS, OPEN
@@ -55,7 +55,6 @@ class TrainingFunction:
         self.file = Path(where).resolve() if where.endswith(".py") else file_of(written)
         name = getattr(written, "__qualname__", "train")
         self.name = f"{self.file.name}:{name}" if self.file else name
-        check_name(self.text or self.name)
         parameters = _parameters(train, self.name)
         self.takes = [name for name in GIVEN if name in parameters]
         self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
@@ -75,7 +74,6 @@ class TrainingFunction:
         `UsageError` for an option that the function has not, or that JSON cannot carry.
         """
         for name, value in options.items():
-            check_name(value)
             if name not in self.options:
                 raise UsageError(f"{self.name} has no option {name!r}; it has {', '.join(self.options) or 'none'}")
             try:

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from gpulab import cli, signals
-from gpulab.cli import Profile, argument, option
+from gpulab import cli
+from gpulab.cli import Profile, argument, option, say
 from gpulab.errors import extra
-from gpulab.printing import say
 
 NOTEBOOKS = Path(__file__).parents[1]
 
-app = typer.Typer(cls=cli.Commands, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -76,5 +75,4 @@ def explore(
 
 
 if __name__ == "__main__":
-    signals.leave_quietly()
     cli.main(app)

@@ -26,7 +26,6 @@ from gpulab.audits.comparison import check_same_step
 from gpulab.audits.traces import Trace
 from gpulab.content import weights_digest
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
-from gpulab.files import MOST_UPLOADED
 from gpulab.plots import style
 from gpulab.plots.decisions import decided
 from gpulab.plots.names import names, optimizer_words, setting_words
@@ -44,6 +43,7 @@ from gpulab.training import loop
 from gpulab.training.run import engine_of, set_up, windows
 from gpulab.training.spec import RunSpec
 
+MOST_UPLOADED = 1 << 23  # bytes of a file that comes through a browser; the largest recorded trace has a tenth
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
 MORE_MEMORY = 2 << 30  # bytes that reading and comparing may take
 DRAW_SECONDS = 0.3  # between two pictures of what goes on

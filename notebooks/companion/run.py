@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from gpulab import files, signals
+from gpulab import files
 from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
 from gpulab.report import DPI, IN_WORDS, image
 from gpulab.training.protocol import PROFILES
@@ -244,11 +244,7 @@ def _write(notebook: Any, file: Path) -> None:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """One in which nbclient leaves signals to this process, and which is quiet when it is ended by one."""
-
-    def call_exception_handler(self, context: Any) -> None:
-        if not signals.heard:
-            super().call_exception_handler(context)
+    """One in which nbclient leaves signals to this process."""
 
     def add_signal_handler(self, *_: Any) -> None:  # type: ignore[override]
         raise RuntimeError("as in a thread")

@@ -100,7 +100,7 @@ def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
         (lambda: find_notebooks(notebooks, "01,07"), "no notebook begins with '07'; there are 01_one, 02_two"),
         (lambda: find_notebooks(tmp_path / "missing", None), "missing: no such folder; run this where the notebooks"),
         (lambda: execute(torn.parent, out, **usual), "03_three.ipynb: not a notebook"),
-        (lambda: execute(notebooks, torn, **usual), "cannot be written: a part of its path is a file"),
+        (lambda: execute(notebooks, torn, **usual), "cannot be written: Not a directory"),
     ):
         with pytest.raises(gl.GpulabError, match=named):
             refused()

@@ -13,7 +13,6 @@ import gpulab as gl
 from companion import explorers
 from companion.widgets import bits_figure, format_bits
 from gpulab.audits import trace_files
-from gpulab.files import MOST_UPLOADED
 from gpulab.store.recorded import recorded_folder
 
 LOSS = torch.nn.functional.mse_loss
@@ -196,7 +195,7 @@ def test_a_hostile_upload_is_answered_in_a_sentence(audit, tmp_path):
     trace_files.write(tmp_path / "bomb.trace", notes, operations, sketches)  # which unpacks into too much
     bomb, flipped = (tmp_path / "bomb.trace").read_bytes(), bytearray(resnet())
     flipped[9000] ^= 1
-    assert len(bomb) < MOST_UPLOADED
+    assert len(bomb) < explorers.MOST_UPLOADED
     for content, said in (
         (b"", "not a trace"),
         (pickle.dumps(Malicious()), "not a trace"),

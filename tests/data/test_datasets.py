@@ -194,7 +194,7 @@ def mirror(tmp_path, monkeypatch):
         address = f"http://127.0.0.1:{server.server_port}/"
         monkeypatch.setattr(images, "MIRRORS", [f"{address}nowhere/", address])
         monkeypatch.setattr(images, "SHA256", {name: sha256(served / name) for name in images.SHA256})
-        monkeypatch.setattr(images, "cache_folder", lambda: tmp_path / "cache")
+        monkeypatch.setattr("pooch.os_cache", lambda _: tmp_path / "cache")
         yield served
         server.shutdown()
 

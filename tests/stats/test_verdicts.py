@@ -270,6 +270,4 @@ def test_the_figure_shows_every_seed_and_every_difference():
     (margin,) = (words for words in keys if words.startswith("margin"))
     assert margin.endswith(f" sd, ±{verdict.table.margin.iloc[0]:.2g}")
     assert "<table" in verdict.html()
-    bundle, _ = verdict._repr_mimebundle_()
-    assert bundle["text/plain"] == str(verdict)
-    assert verdict.html() == bundle["text/html"] + picture.html()
+    assert verdict.html() == verdict.words() + picture.html()
