@@ -65,9 +65,8 @@ def _watched() -> bool:
 
     An older torch (2.6) cannot tell whether a guard looks on. There one always does, so autograd computes the windows.
     """
-    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return bool(modes or hooks is None or hooks(True))
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or hooks(True))
 
 
 class WrittenOut:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.models.base import Trainable, draw_linear_
 from gpulab.numerics.emulation import float32_products
 
@@ -88,8 +88,7 @@ class Autoencoder(_Images):
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise UsageError(f"hidden={tuple(hidden)!r}: expected the widths of one or more layers")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1")
+        check_count("batch_size", batch_size)
         self.size, self.batch_size = size, batch_size
         widths = [size[0] * size[1], *hidden]
         widths += widths[-2::-1]
@@ -170,8 +169,7 @@ class LinearAutoencoder(nn.Module):
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
         for name, width in (("features", features), ("hidden", hidden)):
-            if not isinstance(width, int) or width < 1:
-                raise UsageError(f"{name}={width!r}: expected a whole number from 1")
+            check_count(name, width)
         self.encoder = nn.Linear(features, hidden, bias=False)
         self.decoder = nn.Linear(hidden, features, bias=False)
         self.draw_weights(torch.Generator().manual_seed(0))
