@@ -15,7 +15,7 @@ from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, check_same_step
 from gpulab.audits.count_sketch import WITH_FLOAT64
 from gpulab.audits.findings import KINDS, Finding
-from gpulab.audits.judgement import Judgement, judge
+from gpulab.audits.judgement import judge
 from gpulab.audits.recording import record
 from gpulab.audits.steps import check_step
 from gpulab.audits.traces import Trace
@@ -46,10 +46,9 @@ class Audit(report.Report):
         ('reduced precision', False)
     """
 
-    def __init__(self, judgement: Judgement, findings: list[Finding]) -> None:
-        self.judgement, self.findings = judgement, findings
-        self.comparison = judgement.comparison
-        self.a, self.b, self.pairs = self.comparison.a, self.comparison.b, self.comparison.pairs
+    def __init__(self, comparison: Comparison, findings: list[Finding]) -> None:
+        self.comparison, self.findings = comparison, findings
+        self.a, self.b, self.pairs = comparison.a, comparison.b, comparison.pairs
 
     @property
     def kind(self) -> str:
@@ -80,7 +79,7 @@ class Audit(report.Report):
         from gpulab.audits.summaries import by_line, headline, ran_alone
 
         lines = [*by_line(self.findings), *ran_alone(self.comparison)]
-        return "\n  ".join([headline(self.judgement, self.findings), *lines])
+        return "\n  ".join([headline(self.comparison, self.findings), *lines])
 
     def __repr__(self) -> str:
         return str(self)
@@ -103,7 +102,7 @@ class Audit(report.Report):
         shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
         return report.render(
             "audit.html",
-            headline=headline(self.judgement, self.findings),
+            headline=headline(self.comparison, self.findings),
             picture=picture,
             findings=report.table(findings_table(self.findings)),
             more=len(self.findings) - MOST_FINDINGS,
@@ -118,8 +117,8 @@ class Audit(report.Report):
 
 def compare(a: Trace, b: Trace) -> Audit:
     """The audit of two traces of one step: paired, judged, and what was found in the order of what it explains."""
-    judgement = judge(Comparison(a, b))
-    return Audit(judgement, ranked(judgement))
+    comparison = Comparison(a, b)
+    return Audit(comparison, ranked(comparison, judge(comparison)))
 
 
 def audit(

@@ -174,10 +174,13 @@ def _stretch(table: Tensor, like: Tensor, draw: int) -> Tensor:
 
 
 def distance(x: np.ndarray, reference: np.ndarray) -> float:
-    """The distance of two sketched values relative to the second; NaN for other sizes, and where one is NaN."""
+    """The distance of two sketched values relative to the second, without what is NaN or infinite in both.
+
+    NaN for other sizes, and where one alone is NaN.
+    """
     if x.shape != reference.shape:
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
-        size = float(np.linalg.norm(reference))
-        apart = float(np.linalg.norm(np.where(x == reference, 0.0, x - reference)))  # infinity may be on both sides
+        same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
+        size, apart = (float(np.linalg.norm(values[~same])) for values in (reference, x - reference))
     return apart / size if size else (math.inf if apart else 0.0)

@@ -13,22 +13,21 @@ import pandas as pd
 from gpulab.audits.comparison import Comparison
 from gpulab.audits.count_sketch import distance
 from gpulab.audits.findings import KINDS, Finding, described, in_module, named
-from gpulab.audits.judgement import Judgement
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.traces import Trace
 
 MOST_FINDINGS, MOST_LINES, MOST_PLACES = 20, 12, 6  # that are shown
 
 
-def headline(judgement: Judgement, findings: Sequence[Finding]) -> str:
+def headline(comparison: Comparison, findings: Sequence[Finding]) -> str:
     """The two settings, what was found between them, what was looked at, and what was not."""
-    a, b = judgement.comparison.a, judgement.comparison.b
+    a, b = comparison.a, comparison.b
     sentences = [
-        f"{a.title} against {b.title}: {_kinds(judgement.comparison, findings)}.",
-        *_extent(judgement.comparison),
+        f"{a.title} against {b.title}: {_kinds(comparison, findings)}.",
+        *_extent(comparison),
     ]
-    if len(judgement.not_finite) == 1:
-        ((side, origin),) = judgement.not_finite.items()
+    if len(comparison.not_finite) == 1:
+        ((side, origin),) = comparison.not_finite.items()
         where = f"{described(origin.results[0])}, first in {named(origin.op)}"
         sentences.append(f"Under {(a, b)[side].title} alone {origin.what} reaches {where}.")
     return " ".join(sentences)
