@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
@@ -30,11 +29,9 @@ EMPTY = ("empty", "new_empty")
 # What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
 # which nobody has set where nothing is dropped, or memory that nobody has written.
 NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+NOTES |= {"logsumexp", "log_sumexp", "log_alpha"}  # which are written in part
 # Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
-# Operations that leave a part of what they return unwritten; what is found to do so is added.
-PARTLY_WRITTEN = {"_ctc_loss"}
-CALLS_FOR_A_MARK = 10  # each into memory of its own, until what stands for unwritten memory counts as computed
 
 
 class Tracer(UncompiledDispatchMode):
@@ -117,9 +114,6 @@ class Tracer(UncompiledDispatchMode):
             again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
         steady = again is None or _same(again, results)
-        if not steady or name in PARTLY_WRITTEN:
-            self._clear_unwritten(operation, name, before, results, again or results)
-            steady = again is None or _same(again, results)
         if self.change:
             self.change(Call(len(self.operations), name, operation, results))
         phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
@@ -161,43 +155,6 @@ class Tracer(UncompiledDispatchMode):
                 with contextlib.suppress(RuntimeError):
                     return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
-
-    def _clear_unwritten(
-        self, operation: Any, name: str, before: Any, results: list[Tensor], again: list[Tensor]
-    ) -> None:
-        """Write zeros where an operation left its results unwritten, and those of another call of it.
-
-        Torch marks memory that nobody has written, where it is asked to compute deterministically. A mark that the
-        operation may have computed itself, such as a NaN, is taken for computed if calls into other memory give it
-        each time. All these calls leave zeros behind, so that no later operation finds a mark in its new memory.
-        """
-
-        def call() -> list[Tensor]:
-            args, kwargs = sk.mapped(_copy, before)
-            return _results(operation, outcome(operation, args, operation(*args, **kwargs)))
-
-        flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                calls = [call()]
-        finally:
-            torch._C._set_deterministic_algorithms(flags[0], warn_only=flags[1])
-        if any(x.shape != y.shape or x.shape != z.shape for x, y, z in zip(calls[0], results, again, strict=False)):
-            return
-        marks = [_is_mark(tensor) for tensor in calls[0]]
-        computed = [mark & _is_mark(x) & _is_mark(y) for mark, x, y in zip(marks, results, again, strict=False)]
-        while len(calls) < CALLS_FOR_A_MARK and any(bool(mask.any()) for mask in computed):
-            calls.append(call())
-            computed = [mask & _is_mark(x) for mask, x in zip(computed, calls[-1], strict=False)]
-        for tensor in sk.tensors(calls):
-            tensor.data.zero_()
-        for mark, mask, result, other in zip(marks, computed, results, again, strict=False):
-            unwritten = mark & ~mask
-            if bool(unwritten.any()):
-                PARTLY_WRITTEN.add(name)
-                result.data.masked_fill_(unwritten, 0)
-                other.data.masked_fill_(unwritten, 0)
 
     def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
         """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
@@ -266,13 +223,6 @@ def _spread(again: list[Tensor], results: list[Tensor]) -> float:
 def _has_nan(tensor: Tensor) -> bool:
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
-
-
-def _is_mark(tensor: Tensor) -> Tensor:
-    """Where a tensor holds what torch writes to memory that nobody has written."""
-    if sk.rounds(tensor):
-        return tensor.isnan()
-    return tensor == (1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def _same(again: list[Tensor], results: list[Tensor]) -> bool:
