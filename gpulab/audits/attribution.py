@@ -35,6 +35,7 @@ class Attribution:
         self.others = {op for one in found for op in comparison.partners.get(one, (one,))}
         self.own: dict[Operation, float] = defaultdict(float)
         self.between: dict[Operation, float] = defaultdict(float)
+        self.lost: dict[Operation, float] = defaultdict(float)  # what goes back to nothing, by who was given it
         # What is on its way: by the operation of the first setting, the values that it made and what arrived there.
         self.arrived: dict[Operation, dict[Values, float]] = defaultdict(lambda: defaultdict(float))
         self.total = self._begin()
@@ -82,6 +83,8 @@ class Attribution:
             for op in (a, b):
                 self.between[op] += amount * excess
             kept += excess
+        if not any(gaps) and None not in (a.error, b.error):
+            self.lost[a] += amount * (1 - kept)
         for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
             if fraction and kept < 1:
                 self._arrive(pair, amount * (1 - kept) * fraction, a)
@@ -97,6 +100,8 @@ class Attribution:
         blamed = next((op for op in makers if op in self.others), None)
         if blamed is not None:
             self.between[blamed] += amount - inherited
+        else:
+            self.lost[user] += amount - inherited
         fractions = _fractions(sizes)
         for op, fraction in zip(alone, fractions, strict=False):
             self.own[op] += inherited * fraction
@@ -138,10 +143,8 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
         replace(f, share=attribution.share(f), detail=f.detail + becomes * (lost is not None and f.op is lost))
         for f in findings
     ]
-    known = sum(f.share for f in findings if not math.isnan(f.share))
-    explained = any(f.kind not in ("reduced precision", "nondeterminism", "rounding") for f in findings)
-    if not explained and known < tol.EXPLAINED and not comparison.not_finite:
-        findings += cause_not_found(comparison, 1 - known)
+    if not comparison.not_finite and all(finding.bounded for finding in findings):
+        findings += cause_not_found(comparison, attribution.lost, attribution.total)
     origins = [comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op]
 
     def order(finding: Finding) -> tuple[int, float, int]:

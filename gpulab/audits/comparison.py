@@ -119,7 +119,7 @@ class Comparison:
         return {number: origin for number, origin in origins.items() if origin}
 
     @cached_property
-    def _short_setting(self) -> bool:
+    def short_setting(self) -> bool:
         return any(Setting.parse(trace.setting).precision in tol.SHORT for trace in (self.a, self.b))
 
     @cached_property
@@ -165,25 +165,20 @@ class Comparison:
         """Whether two made the same; large tensors of two devices are known by their sketches."""
         return all(gap < tol.SAME_BITS for gap in self.gaps(a.outputs, b.outputs))
 
-    def tolerance(self, a: Operation, b: Operation, number: int = 0) -> float:
-        """How far two right values, the outputs of this number, may be apart, relative to the first."""
-        least, unknown = (
-            (tol.SHORT_SIZE, tol.SHORT_SIZE) if self.is_short(a, b) else (8 * tol.ROUNDOFF, tol.UNEXPLAINED)
-        )
-        if a.carried is None or b.carried is None or number >= min(len(a.carried), len(b.carried)):
-            return max(unknown, tol.INHERITED * max(self.gaps(a.inputs, b.inputs), default=0.0))
-        values = self.a.sketches[a.outputs[number]], self.b.sketches[b.outputs[number]]
-        size = next((size for size in map(float, map(np.linalg.norm, values)) if size), math.inf)  # as `gap` has it
-        return max(least, tol.CARRIED * (a.carried[number] + b.carried[number]) / size)
+    def tolerance(self, a: Operation, b: Operation) -> float:
+        """How far two right results may be apart, relative to the first, that were made of nearly the same.
 
-    def part(self, a: Operation, b: Operation) -> bool:
-        """Whether two made values that are further apart than the roundings of the step lead."""
-        gaps = enumerate(self.result_gaps(a, b))
-        return a.nans != b.nans or any(gap > self.tolerance(a, b, number) for number, gap in gaps)
+        Each may be off by what rounding explains, and move as much again for every rounding that the inputs differ by.
+        """
+        if self.is_short(a, b):
+            return tol.SHORT_SIZE
+        of_inputs = max(self.gaps(a.inputs, b.inputs), default=0.0)
+        bounds = (a.bound or 0.0) + (b.bound or 0.0)
+        return max(tol.UNEXPLAINED, bounds * max(1.0, of_inputs / tol.ROUNDOFF))
 
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
-        return self._short_setting or (a.dtype != b.dtype and (a.dtype in tol.SHORT or b.dtype in tol.SHORT))
+        return self.short_setting or (a.dtype != b.dtype and (a.dtype in tol.SHORT or b.dtype in tol.SHORT))
 
     # --- where values come from -----------------------------------------------------------------------------
 

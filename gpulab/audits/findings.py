@@ -89,8 +89,8 @@ DETAILS = {
     "not unique": "each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer",
     "missing": "under {there} there is none",
     "no cause": (
-        "{result}{more} is {gap:.1e} (relative) from what it is under {there}; roundings lead to {tolerance:.1e}; it "
-        "begins in {begin}, or before"
+        "the results are up to {gap:.1e} (relative) from what they are under {there}, and most of that comes from what "
+        "this was given, which no operation made so"
     ),
     "rounding": "{count} operations within what rounding explains; this one comes nearest, {ratio:.2f} of it",
     "no twin": "no operation has a twin in float64",

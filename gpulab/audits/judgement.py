@@ -224,9 +224,8 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly:
         return  # of what decides, roundings before it may tip the decision
     if not exactly and any(is_infinite(comparison.a.sketches[value]) for value in a.inputs):
         return  # beside which nobody sees how far the numbers are apart
-    twins = a.ratio is not None and b.ratio is not None
-    for number, gap in enumerate(comparison.result_gaps(a, b)):
-        tolerance = tol.CARRIED * comparison.tolerance(a, b, number) if twins else tol.UNEXPLAINED
+    twins, tolerance = a.ratio is not None and b.ratio is not None, comparison.tolerance(a, b)
+    for gap in comparison.result_gaps(a, b):
         if a.name in NOT_UNIQUE and gap > tol.UNEXPLAINED:
             yield finding_between(comparison, "another valid answer", b, gap, "not unique")
             return
@@ -254,19 +253,15 @@ def _tf32_explains(comparison: Comparison, apart: float, op: Operation) -> bool:
 # --- the results --------------------------------------------------------------------------------------------
 
 
-def cause_not_found(comparison: Comparison, unknown: float) -> Iterator[Finding]:
-    """The step's results are further apart than roundings lead, and an `unknown` share of that is not explained.
+def cause_not_found(comparison: Comparison, lost: dict[Operation, float], total: float) -> Iterator[Finding]:
+    """Half of the difference in the step's results, or more, goes back to nothing, and was `lost` at these operations.
 
-    Unless it begins where a rounding tips a decision.
+    For the faults in backward code, such as "forgotten factor in layers".
     """
-    parted = [(a, b) for a, b in comparison.matched if comparison.part(a, b)]
-    results = [(a, b) for a, b in parted if a.phase == RESULT]
-    if not results or parted[0][0].name in tol.DECIDES | NOT_UNIQUE:
-        return
-    gaps = [max(comparison.gaps(a.outputs, b.outputs)) for a, b in results]
-    a, b = results[gaps.index(max(gaps))]
-    words = {"result": described(b), "more": f" (and {len(gaps) - 1} more results)" if len(gaps) > 1 else ""}
-    words |= {"begin": described(parted[0][1])}
-    kind, tolerance = "cause not found", comparison.tolerance(a, b)
-    finding = finding_between(comparison, kind, parted[0][1], max(gaps), "no cause", tolerance=tolerance, **words)
-    yield replace(finding, share=unknown)
+    gaps = [gap for a, b in comparison.results for gap in comparison.gaps(a.outputs, b.outputs)]
+    most = tol.SHORT_SIZE if comparison.short_setting else tol.UNEXPLAINED
+    share = sum(lost.values()) / total if total else 0.0
+    if share >= tol.EXPLAINED and max(gaps, default=0.0) > most:
+        op = comparison.partners[max(lost, key=lambda op: lost[op])][1]
+        finding = finding_between(comparison, "cause not found", op, max(gaps), "no cause")
+        yield replace(finding, share=share)
