@@ -72,7 +72,7 @@ class Attribution:
 
     def _pass_back(self, a: Operation, b: Operation, values: Values, amount: float) -> None:
         """Leave with a pair of operations what they make of a difference, and pass the rest to what they were given."""
-        inputs = [pair for pair in zip(a.inputs, b.inputs, strict=False) if pair[0] != pair[1]]
+        inputs = [pair for pair in self.comparison.inputs(a, b) if pair[0] != pair[1]]
         gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
         kept = _square(math.hypot(_own(a), _own(b)), apart)
         for op, fraction in zip((a, b), _fractions([_own(a), _own(b)]), strict=True):
@@ -83,7 +83,7 @@ class Attribution:
             for op in (a, b):
                 self.between[op] += amount * excess
             kept += excess
-        if not any(gaps) and None not in (a.error, b.error):
+        if not any(gaps) and apart > self.comparison.tolerance(a, b):
             self.lost[a] += amount * (1 - kept)
         for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
             if fraction and kept < 1:
@@ -143,7 +143,8 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
         replace(f, share=attribution.share(f), detail=f.detail + becomes * (lost is not None and f.op is lost))
         for f in findings
     ]
-    if not comparison.not_finite and all(finding.bounded for finding in findings):
+    explained = any(f.kind not in ("reduced precision", "nondeterminism", "rounding") for f in findings)
+    if not explained and not comparison.not_finite:
         findings += cause_not_found(comparison, attribution.lost, attribution.total)
     origins = [comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op]
 

@@ -76,39 +76,22 @@ class Audit(report.Report):
         return operations_table(self.comparison, self.findings)
 
     def __str__(self) -> str:
-        from gpulab.audits.summaries import by_line, headline, ran_alone
+        from gpulab.audits.summaries import by_line, headline
 
-        lines = [*by_line(self.findings), *ran_alone(self.comparison)]
-        return "\n  ".join([headline(self.comparison, self.findings), *lines])
+        return "\n  ".join([headline(self.comparison, self.findings), *by_line(self.findings)])
 
     def __repr__(self) -> str:
         return str(self)
 
     def words(self) -> Markup:
         """The findings and all operations."""
-        return self._page(Markup())
+        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
+        operations = report.table(self.table[shown], na_rep="")
+        return super().words() + report.render("audit.html", count=len(self.pairs), operations=operations)
 
     def picture(self) -> report.Picture:
         """Each operation's error, under the one setting and the other."""
         return self.plot()
-
-    def html(self) -> Markup:
-        """The picture between the headline and the findings, and all operations."""
-        return self._page(self.plot().html())
-
-    def _page(self, picture: str) -> Markup:
-        from gpulab.audits.summaries import MOST_FINDINGS, findings_table, headline
-
-        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
-        return report.render(
-            "audit.html",
-            headline=headline(self.comparison, self.findings),
-            picture=picture,
-            findings=report.table(findings_table(self.findings)),
-            more=len(self.findings) - MOST_FINDINGS,
-            count=len(self.pairs),
-            operations=report.table(self.table[shown], na_rep=""),
-        )
 
     def save(self, file: str | Path, title: str = "") -> None:
         """Write the report to an HTML file of its own, the plot included."""
@@ -140,8 +123,8 @@ def audit(
     `different random numbers`, drawn on the device; `another valid answer`, of a factorisation
     that has several, as to signs, or of equal numbers; `overwritten`, memory that the backward pass needed
     had changed; `mismatch`, nothing known explains it, or the step calls an operation with other arguments:
-    a bug; `cause not found`, the loss, a gradient or what was updated is further apart than roundings lead
-    (by Monte Carlo arithmetic), and no operation says why.
+    a bug; `cause not found`, the loss, a gradient or what was updated is further apart than that, and most of the
+    difference goes back to no operation.
 
     What explains most of the difference in loss, gradients and what was updated comes first: the difference is passed
     back along the values, and each operation keeps the share that its own error makes (`Finding.share`). A cast,

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import distance
 from gpulab.audits.not_finite import NotFinite, find_not_finite
@@ -120,6 +118,7 @@ class Comparison:
 
     @cached_property
     def short_setting(self) -> bool:
+        """Whether one of the settings asks for a short number format."""
         return any(Setting.parse(trace.setting).precision in tol.SHORT for trace in (self.a, self.b))
 
     @cached_property
@@ -173,12 +172,18 @@ class Comparison:
         if self.is_short(a, b):
             return tol.SHORT_SIZE
         of_inputs = max(self.gaps(a.inputs, b.inputs), default=0.0)
-        bounds = (a.bound or 0.0) + (b.bound or 0.0)
-        return max(tol.UNEXPLAINED, bounds * max(1.0, of_inputs / tol.ROUNDOFF))
+        bounds = sum(op.loosest or op.bound or 0.0 for op in (a, b))
+        return max(tol.UNEXPLAINED, tol.CARRIED * bounds * max(1.0, of_inputs / tol.ROUNDOFF))
 
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
         return self.short_setting or (a.dtype != b.dtype and (a.dtype in tol.SHORT or b.dtype in tol.SHORT))
+
+    def inputs(self, a: Operation, b: Operation) -> list[Values]:
+        """What two were given in each other's place; kernels of two names take it in another order."""
+        if a.name == b.name:
+            return list(zip(a.inputs, b.inputs, strict=False))
+        return [(x, y) for x in a.inputs for y in b.inputs if self.common(x, y, a)]
 
     # --- where values come from -----------------------------------------------------------------------------
 

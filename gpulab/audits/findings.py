@@ -195,13 +195,6 @@ def place_of(op: Operation) -> str:
 
 def advice_on_precision(op: Operation, trace: Trace) -> str:
     """Which switch lets an operation keep all digits, by what had rounded them."""
-    advice = _switch(op, trace)
-    if op.name == "_euclidean_dist":
-        advice += '; compute_mode="donot_use_mm_for_euclid_dist" in torch.cdist needs no product, which cancels'
-    return advice
-
-
-def _switch(op: Operation, trace: Trace) -> str:
     setting = Setting.parse(trace.setting)
     convolution = op.name.startswith("convolution")
     if op.format == FLUSHED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,8 @@ class Operation:
     called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
     says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
     relative to the first, where they were not the same. `anew` says that it was given values that no operation
-    made and that were others when the step was done again. `carried` holds for each output how far all roundings
-    of the step up to there lead: the norm of the change when every operation of the step in float64 was moved at
-    random by as much.
+    made and that were others when the step was done again. `bound` is that of the output that is worst beside it, and
+    `loosest` the largest of any output.
 
     In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
     """
@@ -56,7 +55,7 @@ class Operation:
     nans: bool = False
     anew: bool = False
     spread: float | None = None
-    carried: list[float] | None = None
+    loosest: float | None = None
 
     @property
     def values(self) -> list[str]:
@@ -69,15 +68,6 @@ class Operation:
         if self.error is None or self.bound is None:
             return None
         return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
-
-
-class Call(NamedTuple):
-    """A call of an operation, and its place in the step."""
-
-    position: int
-    name: str
-    operation: Any
-    results: list[Tensor]
 
 
 def as_json(argument: Any) -> Any:

@@ -60,11 +60,12 @@ ROUNDINGS = (
 
 @dataclass(frozen=True)
 class ForwardError:
-    """One operation's error against float64, relative to the norm of the exact result.
+    """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
 
-    `bound` is the error that rounding explains, in the same unit. `format` is the short number format
-    that a product was computed in: by the error, when its kernel rounded the factors, or by the factors,
-    when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal numbers were taken for zero.
+    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest off. `format` is the
+    short number format that a product was computed in: by the error, when its kernel rounded the factors, or by the
+    factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal numbers were taken for
+    zero.
     None where there is nothing to say: no twin in float64, no product.
     """
 
@@ -72,6 +73,7 @@ class ForwardError:
     bound: float | None = None
     format: str | None = None
     rounded_before: bool = False
+    loosest: float | None = None
 
 
 def forward_error(
@@ -151,8 +153,9 @@ def forward_error(
             worst_error = math.inf if math.isnan(error) else error
             by_kernel = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
         before = next(filter(None, map(rounded_format, factors)), None)
-    size = norm(exact[worst]) or 1.0
-    return ForwardError(error / size, bound / size, by_kernel or before, by_kernel is None and before is not None)
+    size, rounded_before = norm(exact[worst]) or 1.0, by_kernel is None and before is not None
+    loosest = max(bound / (norm(e) or 1.0) for e, bound in zip(exact, bounds, strict=True))
+    return ForwardError(error / size, bound / size, by_kernel or before, rounded_before, loosest)
 
 
 def _ratio(error: float, bound: float) -> float:

@@ -16,7 +16,7 @@ from gpulab.audits.findings import KINDS, Finding, described, in_module, named
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.traces import Trace
 
-MOST_FINDINGS, MOST_LINES, MOST_PLACES = 20, 12, 6  # that are shown
+MOST_LINES = 12  # of findings that are shown
 
 
 def headline(comparison: Comparison, findings: Sequence[Finding]) -> str:
@@ -72,47 +72,11 @@ def by_line(findings: Sequence[Finding]) -> list[str]:
     texts = []
     for first, *alike in lines.values():
         operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
-        listed = _counted(operations.most_common(3)) + (", …" if len(operations) > 3 else "")
+        counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
+        listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
         texts.append(f"{first}\n      and so in this line: {listed}" if alike else str(first))
-    return _at_most(MOST_LINES, texts, "more lines")
-
-
-def ran_alone(comparison: Comparison) -> list[str]:
-    """What ran under one setting only, by module: another kernel, or another function."""
-    counts: dict[str, Counter[str]] = {}
-    for pair in comparison.pairs:
-        if not (pair.a and pair.b):
-            title = comparison.trace_of(pair.one).title
-            where = f"under {title} only, {pair.one.phase}{in_module(pair.one.module)}"
-            counts.setdefault(where, Counter())[pair.one.name] += 1
-    texts = [f"{where}: {_counted(names.items())}" for where, names in counts.items()]
-    return _at_most(MOST_PLACES, texts, "more places")
-
-
-def _counted(names: Any) -> str:
-    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names)
-
-
-def _at_most(count: int, texts: list[str], rest: str) -> list[str]:
-    return texts[:count] + ([f"… and {len(texts) - count} {rest}"] if len(texts) > count else [])
-
-
-def findings_table(findings: Sequence[Finding]) -> pd.DataFrame:
-    """A row for each of the first findings, without columns that would be empty."""
-    table = pd.DataFrame(
-        {
-            "finding": f.kind,
-            "operation": f"{f.operation} ({f.phase})",
-            "what to do": f.advice,
-            "what was seen": f.detail,
-            "at": f.line,
-            "of the difference": f"{f.share:.0%}" if f.share == f.share else "",
-            "module": f.module,
-            "under": f.setting,
-        }
-        for f in findings[:MOST_FINDINGS]
-    )
-    return table.loc[:, (table != "").any()]
+    more = [f"… and {len(texts) - MOST_LINES} more lines"] if len(texts) > MOST_LINES else []
+    return texts[:MOST_LINES] + more
 
 
 def operations_table(comparison: Comparison, findings: Sequence[Finding]) -> pd.DataFrame:

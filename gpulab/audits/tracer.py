@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.operations import Call, Operation, by_name
+from gpulab.audits.operations import Operation, by_name
 from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
 from gpulab.audits.step_results import StepResults
 from gpulab.audits.twins import outcome, writes
@@ -42,8 +42,6 @@ class Tracer(UncompiledDispatchMode):
         tell: is called after each operation.
         measured: whether each operation's error and steadiness are measured.
         results_only: whether nothing but the step's results is noted.
-        change: is called with each `Call` before its results are noted, and may write to them; then inputs are
-            not noted, and every value has a name of its own.
         unwritten: what new memory holds until it is written. A step that reads it gives other results with another.
     """
 
@@ -53,13 +51,11 @@ class Tracer(UncompiledDispatchMode):
         tell: Callable[[], Any] = lambda: None,
         measured: bool = False,
         results_only: bool = False,
-        change: Callable[[Call], None] | None = None,
         unwritten: int = 0,
     ) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
-        self.results_only, self.change = results_only, change
-        self.fill = unwritten
+        self.results_only, self.fill = results_only, unwritten
         self.results = StepResults(self._value)
         self.operations: list[Operation] = []
         self.callers = Callers()
@@ -100,7 +96,7 @@ class Tracer(UncompiledDispatchMode):
         now, then = (
             _without_notes(operation._schema.arguments, *call_arguments) for call_arguments in ((args, kwargs), before)
         )
-        inputs = [] if self.change else self._values(self._written(now, then, blind))
+        inputs = self._values(self._written(now, then, blind))
         self.results.find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         raw_results = outcome(operation, args, out)
@@ -114,8 +110,6 @@ class Tracer(UncompiledDispatchMode):
             again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
         steady = again is None or _same(again, results)
-        if self.change:
-            self.change(Call(len(self.operations), name, operation, results))
         phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
         op = Operation(
             name=name,
@@ -128,14 +122,14 @@ class Tracer(UncompiledDispatchMode):
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=arguments,
             defaults=defaults,
-            changed=self._changed(before, (args, kwargs), blind) if changes and not self.change else [],
+            changed=self._changed(before, (args, kwargs), blind) if changes else [],
             random=random,
             nans=self.measured and any(map(_has_nan, rounded)),
         )
         if again is not None:
             plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
             error = forward_error(operation, name, before[0], before[1], raw_results) if plain else ForwardError()
-            op.error, op.bound, op.format, op.rounded_before = astuple(error)
+            op.error, op.bound, op.format, op.rounded_before, op.loosest = astuple(error)
             op.steady = steady
             op.spread = None if steady else _spread(again, results)
         self.operations.append(op)
@@ -171,7 +165,7 @@ class Tracer(UncompiledDispatchMode):
 
     def _value(self, tensor: Tensor) -> str:
         """The name of a tensor's content; its sketch is kept."""
-        name = f"changed {len(self.sketches)}" if self.change else sk.name(tensor)
+        name = sk.name(tensor)
         if name not in self.sketches:
             self.sketches[name] = sk.sketch(tensor)
         return name
