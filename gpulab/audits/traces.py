@@ -60,7 +60,7 @@ class Trace:
         (True, [])
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     setting: str
     operations: list[Operation]

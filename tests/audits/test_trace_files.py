@@ -106,7 +106,7 @@ def other(**fields):
     return lambda values: [json.dumps(json.loads(values[0]) | fields), *values[1:]]
 
 
-NOTES = [{"format": 2}, {"setting": "gpu"}, {"more": 1}, {"arithmetic": 3}, {"overwritten": [{"operation": 3}]}]
+NOTES = [{"format": 2}, {"setting": "gpu"}, {"arithmetic": 3}, {"overwritten": [{"operation": 3}]}]
 NOTES += [json.dumps({"setting": "cpu"}), "[1, 2]", "{", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"]
 DAMAGED = {
     **{f"notes {str(notes)[:24]}": {"notes": notes} for notes in NOTES},
