@@ -33,8 +33,7 @@ class Attribution:
         self.comparison = comparison
         found = (finding.op for finding in findings if finding.side_by_side and finding.op)
         self.others = {op for one in found for op in comparison.partners.get(one, (one,))}
-        self.own: dict[Operation, float] = defaultdict(float)
-        self.between: dict[Operation, float] = defaultdict(float)
+        self.kept: dict[Operation, float] = defaultdict(float)
         self.lost: dict[Operation, float] = defaultdict(float)  # what goes back to nothing, by who was given it
         # What is on its way: by the operation of the first setting, the values that it made and what arrived there.
         self.arrived: dict[Operation, dict[Values, float]] = defaultdict(lambda: defaultdict(float))
@@ -48,9 +47,9 @@ class Attribution:
         if finding.op is None or not self.total or finding.kind in ("rounding", "not finite"):
             return math.nan
         if finding.side_by_side:
-            return self.between[finding.op] / self.total
+            return self.kept[finding.op] / self.total
         of_both = self.comparison.partners.get(finding.op, (finding.op,)) if finding.under_both else (finding.op,)
-        return sum(self.own[op] * _square(finding.size, _own(op)) for op in of_both) / self.total
+        return sum(self.kept[op] * _square(finding.size, _own(op)) for op in of_both) / self.total
 
     def _begin(self) -> float:
         """Loss, gradients and what was updated count by how far each of these is apart as a whole, relative to it."""
@@ -76,13 +75,11 @@ class Attribution:
         gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
         kept = _square(math.hypot(_own(a), _own(b)), apart)
         for op, fraction in zip((a, b), _fractions([_own(a), _own(b)]), strict=True):
-            self.own[op] += amount * kept * fraction
-        if self.others & {a, b}:
-            inherited = [gap for pair, gap in zip(inputs, gaps, strict=True) if self.comparison.common(*pair, a)]
-            excess = max(0.0, 1 - kept - _square(tol.INHERITED * math.hypot(0.0, *inherited), apart))
+            self.kept[op] += amount * kept * fraction
+        if self.others & {a, b} and not any(self.comparison.common(*pair, a) for pair in inputs):
             for op in (a, b):
-                self.between[op] += amount * excess
-            kept += excess
+                self.kept[op] += amount * (1 - kept)
+            kept = 1.0
         if not any(gaps) and apart > self.comparison.tolerance(a, b):
             self.lost[a] += amount * (1 - kept)
         for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
@@ -99,12 +96,12 @@ class Attribution:
         makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *alone)
         blamed = next((op for op in makers if op in self.others), None)
         if blamed is not None:
-            self.between[blamed] += amount - inherited
+            self.kept[blamed] += amount - inherited
         else:
             self.lost[user] += amount - inherited
         fractions = _fractions(sizes)
         for op, fraction in zip(alone, fractions, strict=False):
-            self.own[op] += inherited * fraction
+            self.kept[op] += inherited * fraction
         for (a, pair), fraction in zip(origin.before, fractions[len(alone) :], strict=True):
             if fraction:
                 self.arrived[a][pair] += inherited * fraction

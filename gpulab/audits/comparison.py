@@ -259,15 +259,11 @@ def check_same_step(a: Trace, b: Trace) -> None:
     for first, second in common:
         if first.phase != "forward" or first.random:
             continue
-        where = f"{first.name} in {first.module or first.line or 'the step'}"
-        if first.shape != second.shape:
-            raise DataError(
-                f"the traces are of different data: {where} makes {first.shape} in one and {second.shape} in the other"
-            )
         values = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False)
-        apart = next((gap for x, y in values if (gap := distance(b.sketches[y], a.sketches[x])) > tol.SAME_STEP), None)
-        if apart is not None:
+        apart = max((distance(b.sketches[y], a.sketches[x]) for x, y in values), default=0.0)
+        if apart > tol.SAME_STEP or first.shape != second.shape:
             raise DataError(
-                f"the traces are of different data or weights, or of different steps: {where} has values {apart:.1e} "
-                f"apart in float64; use the same code, seeds and files on both machines"
+                f"the traces are of different data or weights, or of different steps: {first.name} in "
+                f"{first.module or first.line or 'the step'} has values {apart:.1e} apart in float64, of the shapes "
+                f"{first.shape} and {second.shape}; use the same code, seeds and files on both machines"
             )

@@ -8,7 +8,6 @@ cannot follow.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpulab.audits.count_sketch import leaves
 from gpulab.audits.twins import distance, named_arguments, norm
 
 Answer = tuple[float | None, float | None]
@@ -85,26 +85,16 @@ def _selection(operation: Any, name: str, arguments: dict[str, Any], results: li
 
 
 def _written(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
-    """Every place holds one of the numbers that were written to it, or what it held where none was."""
+    """Where a place is named twice, either of the numbers may stay; sums, and one number for all places, are one answer."""
     if arguments.get("reduce") is not None or arguments.get("accumulate") or "value" in arguments:
-        return None  # sums, and one number for all places
-    before, (after,) = arguments["self"], results
-    aten: Any = torch.ops.aten
-    nothing = torch.zeros_like(after)
-    where: tuple[Any, ...]
-    if name == "scatter":
-        where = arguments["dim"], arguments["index"]
-        read, source = after.gather(*where), arguments["src"][tuple(map(slice, where[1].shape))]
-        write, add = aten.scatter, aten.scatter_add
-    else:
-        where = (arguments["indices"],)
-        read = aten.index(after, *where)
-        source = arguments["values"].expand_as(read)
-        write, add = aten.index_put, functools.partial(aten.index_put, accumulate=True)
-    hits = (read == source) | (read.isnan() & source.isnan())
-    is_written, holds_one = (add(nothing, *where, t.to(after.dtype)) != 0 for t in (torch.ones_like(hits), hits))
-    exact = torch.where(is_written & holds_one, after, torch.where(is_written, write(before, *where, source), before))
-    return _relative(after, exact), 1.0
+        return None
+    return UNKNOWN if repeats(arguments) > 1 else None
+
+
+def repeats(arguments: dict[str, Any]) -> int:
+    """How often a place is named that is named most often; a mask names none twice."""
+    indices = leaves(arguments.get("indices", arguments.get("index")))
+    return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
 
 
 # --- matrices --------------------------------------------------------------------------------------------------
@@ -158,8 +148,8 @@ _SELECTIONS = """
 """
 DEFINITIONS: dict[str, Callable[[Any, str, dict[str, Any], list[Tensor]], Answer | None]] = (
     dict.fromkeys(_SELECTIONS.split(), _selection)
-    | dict.fromkeys(("scatter", "index_put", "_index_put_impl"), _written)
+    | dict.fromkeys(("scatter", "index_copy", "index_put", "_index_put_impl"), _written)
     | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_qr"), _factorisation)
     | {"linalg_lstsq": _least_squares}
-    | dict.fromkeys(("_unique2", "index_copy", "linalg_eig", "mode"), lambda *_: UNKNOWN)
+    | dict.fromkeys(("_unique2", "linalg_eig", "mode"), lambda *_: UNKNOWN)
 )

@@ -50,7 +50,7 @@ def _judge_pair(comparison: Comparison, findings: Sequence[Finding], pair: Pair)
             detail, advice = DETAILS["missing"].format(there=there), ADVICE["missing"].format(setting=there)
             yield finding_of(comparison, "mismatch", pair.one, detail, advice, bounded=False)
         return
-    beside = list(_other_arguments(comparison, findings, pair.a, pair.b))
+    beside = list(_other_arguments(comparison, pair.a, pair.b))
     if not beside and all(finding.kind == "reduced precision" for finding in alone):
         beside = list(_side_by_side(comparison, findings, pair.a, pair.b, rightly=not alone))
     yield from beside
@@ -135,24 +135,20 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
 # --- one operation beside the other -------------------------------------------------------------------------
 
 
-def _other_arguments(
-    comparison: Comparison, findings: Sequence[Finding], a: Operation, b: Operation
-) -> Iterator[Finding]:
+def _other_arguments(comparison: Comparison, a: Operation, b: Operation) -> Iterator[Finding]:
     """One was called with other arguments, and made something else of its inputs (the faults "exact gelu", "momentum").
 
-    Numbers may follow from the data or, with another data type, from its precision.
+    With another data type, numbers may follow from its precision.
     """
     values = differing(a, b)
-    drew_otherwise = any(finding.kind == "different random numbers" for finding in findings)
-    if a.dtype != b.dtype or (drew_otherwise and not a.random):
+    if a.dtype != b.dtype:
         values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
     gaps = [*comparison.result_gaps(a, b), *comparison.gaps(a.changed, b.changed)]
     of_inputs = max(comparison.gaps(a.inputs, b.inputs), default=0.0)
-    if not values or max(gaps, default=0.0) <= max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
-        return
-    listed_b, listed_a = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
-    words = {"arguments": listed_b, "others": listed_a, "line": f", at {a.line}" if a.line != b.line else ""}
-    yield finding_between(comparison, "mismatch", b, max(gaps), "other arguments", "other arguments", **words)
+    if values and max(gaps, default=0.0) > max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
+        listed_b, listed_a = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
+        words = {"arguments": listed_b, "others": listed_a, "line": f", at {a.line}" if a.line != b.line else ""}
+        yield finding_between(comparison, "mismatch", b, max(gaps), "other arguments", "other arguments", **words)
 
 
 def _side_by_side(

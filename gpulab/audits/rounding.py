@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.audits.count_sketch import factors, leaves, mapped, rounds
-from gpulab.audits.definitions import DEFINITIONS, against_definition
+from gpulab.audits.count_sketch import factors, mapped, rounds
+from gpulab.audits.definitions import DEFINITIONS, against_definition, repeats
 from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
@@ -194,7 +194,7 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
         longest *= max((t.shape[dim] for t in numbers if -t.dim() <= dim < t.dim()), default=1)
     if name in SUMS_BY_INDEX:
-        longest = min(longest, _repeats(arguments)) if "dim" in arguments else _repeats(arguments)
+        longest = min(longest, repeats(arguments)) if "dim" in arguments else repeats(arguments)
     elif "norm" in name:  # whose means, one for each group, are among the arguments or the results
         longest = most / min(t.numel() for t in (*numbers, *exact) if t.numel())
     elif "ctc_loss" in name:
@@ -205,12 +205,6 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
         longest = max(size for t in (*numbers, *exact) for size in t.shape[2:]) ** 2
         return [longest * max(1.0, most / e.numel()) for e in exact]
     return [max(1.0, longest, most / e.numel()) for e in exact]
-
-
-def _repeats(arguments: dict[str, Any]) -> int:
-    """How often a place is named that is named most often; a mask names none twice."""
-    indices = leaves(arguments.get("indices", arguments.get("index")))
-    return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
 
 
 def _bounds_of_products(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], unit: float) -> list[float]:
@@ -258,12 +252,7 @@ def _one_pass(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], 
     American Statistician 37(3)). In units of the roundings of a sum.
     """
     lost = [0.0] * len(exact)
-    if name in ("var", "var_mean", "std", "std_mean"):
-        x, arguments = twin.args[0], twin.named
-        squares = x.abs().square().mean(arguments["dim"] or list(range(x.dim())), keepdim=arguments["keepdim"])
-        by = reaches[0] * unit * squares
-        lost[0] = norm(by) if name.startswith("var") else _move_of_root(exact[0], by)
-    elif "norm" in name and "backward" not in name and len(exact) > 2:  # result, means and reciprocal deviations
+    if "norm" in name and "backward" not in name and len(exact) > 2:  # result, means and reciprocal deviations
         x, result, _, reciprocal = twin.args[0], *exact[:3]
         if "batch" in name:
             x, result = x.transpose(0, 1), result.transpose(0, 1)
