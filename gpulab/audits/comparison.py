@@ -23,7 +23,6 @@ _HOW = """
     memory_format non_blocking output_mask pin_memory return_debug_mask
 """
 HOW = frozenset(_HOW.split())
-NOTHING = type("Nothing", (), {"__repr__": lambda _: "nothing"})()  # which an argument is that was not given
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
@@ -221,21 +220,13 @@ class Comparison:
 def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     """The arguments that two calls disagree on: name, and both values.
 
-    Tensors are not compared, nor arguments that say how to compute something and not what, such as a memory format or
-    the gradients that are asked for, nor numbers that differ by a rounding. Two kernels of different names are compared
-    in the arguments that they share; of those of one name, which versions of torch may give more arguments, a default
-    is not held against nothing.
+    Of those that both have: other kernels, and other versions of torch, may have more. Tensors are not compared, nor
+    arguments that say how to compute something and not what, such as a memory format or the gradients that are asked
+    for, nor numbers that differ by a rounding.
     """
-
-    def named(values: dict[str, Any]) -> dict[str, Any]:
-        return {SYNONYMS.get(name, name): value for name, value in values.items()}
-
-    all_a, all_b = named(a.defaults | a.arguments), named(b.defaults | b.arguments)
-    names = all_a.keys() & all_b.keys()
+    of_a, of_b = ({SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b))
+    common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - HOW)}
     kernels = a.name != b.name  # each of which may fill in what it was not given
-    if names and not kernels:
-        names |= a.arguments.keys() | b.arguments.keys()
-    common = {name: (all_a.get(name, NOTHING), all_b.get(name, NOTHING)) for name in sorted(names - HOW)}
     return {name: values for name, values in common.items() if not _agree(*values, kernels)}
 
 

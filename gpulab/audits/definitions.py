@@ -9,35 +9,19 @@ cannot follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpulab.audits.count_sketch import leaves
-from gpulab.audits.twins import distance, named_arguments, norm
+from gpulab.audits.twins import distance, norm
 
 Answer = tuple[float | None, float | None]
 UNKNOWN: Answer = None, None
 WRONG: Answer = math.inf, 1.0
 NO_PLACE_TWICE = {"sort", "topk"}
-
-
-def against_definition(
-    operation: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> Answer | None:
-    """The error of an operation's answer by its definition in `DEFINITIONS`, and the roundings that explain it.
-
-    Args:
-        operation: an overload of `torch.ops.aten`.
-        name: its bare name, one of `DEFINITIONS`.
-        args: positional arguments of the call, in float64.
-        kwargs: named arguments of the call, in float64.
-        out: what it returned, in float64.
-    """
-    results = list(out) if isinstance(out, list | tuple) else [out]
-    return DEFINITIONS[name](operation, name, named_arguments(operation, args, kwargs), results)
 
 
 def _relative(result: Tensor, exact: Tensor) -> float:
@@ -85,7 +69,7 @@ def _selection(operation: Any, name: str, arguments: dict[str, Any], results: li
 
 
 def _written(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
-    """Where a place is named twice, either of the numbers may stay; sums, and one number for all places, are one answer."""
+    """Where a place is named twice, either number may stay; of sums, and one number for all places, nobody can tell."""
     if arguments.get("reduce") is not None or arguments.get("accumulate") or "value" in arguments:
         return None
     return UNKNOWN if repeats(arguments) > 1 else None
@@ -101,18 +85,9 @@ def repeats(arguments: dict[str, Any]) -> int:
 
 
 def _least_squares(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
-    """No other solution leaves a smaller residual, which is orthogonal to the columns: Aᵀ(B − A X) = 0.
-
-    Without full rank there are many. Solvers are backward stable (Higham 2002, Accuracy and Stability, ch. 20).
-    """
-    matrix, right, solution = arguments["self"], arguments["b"], results[0]
-    if matrix.is_complex() or not bool(solution.isfinite().all()):
-        return UNKNOWN
-    if right.dim() == matrix.dim() - 1:
-        right, solution = right.unsqueeze(-1), solution.unsqueeze(-1)
-    gradient = matrix.mT @ (right - matrix @ solution)
-    size = norm(matrix) * (norm(matrix) * norm(solution) + norm(right))
-    return norm(gradient) / (size or 1.0), float(max(matrix.shape[-2:]))
+    """Without full rank there are many solutions."""
+    matrix = arguments["self"]
+    return None if int(torch.linalg.matrix_rank(matrix).min()) == matrix.shape[-1] else UNKNOWN
 
 
 def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001

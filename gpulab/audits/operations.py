@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
@@ -21,8 +19,8 @@ class Operation:
     `name` is torch's, without device or overload; `module` the path of the module that called it
     (for the backward pass: that called what is differentiated); `line` the line of the user's code;
     `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
-    are those of the call by the names of torch's schema, as JSON has them (a tensor is "Tensor"), and
-    `defaults` stand for the others. `error` is its own error against float64 from the same inputs,
+    are those of the call by the names of torch's schema, defaults included, as JSON has them (a tensor
+    is "Tensor"). `error` is its own error against float64 from the same inputs,
     `bound` what rounding explains, both relative to the exact result; `format` the short number format
     that a product was computed in. `steady` says whether the operation gave the same bits when it was
     called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
@@ -43,7 +41,6 @@ class Operation:
     shape: list[int]
     dtype: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     random: bool = False
     repeats: bool | None = None
@@ -79,13 +76,3 @@ def as_json(argument: Any) -> Any:
     if isinstance(argument, complex):
         return str(argument)
     return argument if isinstance(argument, bool | int | float | str) else None
-
-
-def by_name(
-    schema: torch.FunctionSchema, placed: Iterable[Any], named: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a call by the names of the operation's schema, as JSON; and defaults for the others."""
-    names = [argument.name for argument in schema.arguments]
-    arguments = {name: as_json(value) for name, value in (*zip(names, placed, strict=False), *named.items())}
-    omitted = [a for a in schema.arguments if a.has_default_value() and a.name not in arguments]
-    return arguments, {a.name: as_json(a.default_value) for a in omitted}

@@ -72,15 +72,11 @@ def record(
     sketches = dict(reference.sketches) if reference else {}
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         watched = functools.partial(Tracer, sketches, bar.update)
-        first = perform(step, parsed, watched(results_only=True, unwritten=1))
+        first = perform(step, parsed, watched(results_only=True))
         trace = perform(step, parsed, watched(measured=True))
         bar.total = len(trace.operations) * (1 if reference else 2)
         if not _results(trace) or _results(trace) != _results(first):
-            # Every operation, to see which does not repeat itself; with what the first time was other in new memory
-            # where that alone made the results differ.
-            first = perform(step, parsed, watched())
-            if _results(trace) and _results(trace) == _results(first):
-                first = perform(step, parsed, watched(unwritten=1))
+            first = perform(step, parsed, watched())  # every operation, to see which does not repeat itself
         trace.reference = reference.reference if reference else perform(step, exact_setting, watched()).operations
     _compare_executions(first, trace)
     trace.label, trace.passport = label, dict(passport())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpulab.audits.count_sketch import factors, mapped, rounds
-from gpulab.audits.definitions import DEFINITIONS, against_definition, repeats
+from gpulab.audits.definitions import DEFINITIONS, repeats
 from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
@@ -62,10 +62,10 @@ ROUNDINGS = (
 class ForwardError:
     """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
 
-    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest off. `format` is the
-    short number format that a product was computed in: by the error, when its kernel rounded the factors, or by the
-    factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal numbers were taken for
-    zero.
+    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
+    off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
+    factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
+    numbers were taken for zero.
     None where there is nothing to say: no twin in float64, no product.
     """
 
@@ -101,7 +101,10 @@ def forward_error(
     twin = Twin(operation, args, kwargs, len(results))
     try:
         if name in DEFINITIONS:
-            answer = against_definition(operation, name, twin.args, twin.kwargs, mapped(in_float64, out))
+            made = mapped(in_float64, out)
+            answer = DEFINITIONS[name](
+                operation, name, twin.named, list(made) if isinstance(made, list | tuple) else [made]
+            )
             if answer is not None:
                 error, roundings = answer
                 unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0

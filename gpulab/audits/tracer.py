@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -15,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.operations import Operation, by_name
+from gpulab.audits.operations import Operation, as_json
 from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
 from gpulab.audits.step_results import StepResults
-from gpulab.audits.twins import outcome, writes
+from gpulab.audits.twins import named_arguments, outcome, writes
 from gpulab.guards.own_work import at_work
 from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode, is_composite
 
@@ -42,7 +41,6 @@ class Tracer(UncompiledDispatchMode):
         tell: is called after each operation.
         measured: whether each operation's error and steadiness are measured.
         results_only: whether nothing but the step's results is noted.
-        unwritten: what new memory holds until it is written. A step that reads it gives other results with another.
     """
 
     def __init__(
@@ -51,15 +49,13 @@ class Tracer(UncompiledDispatchMode):
         tell: Callable[[], Any] = lambda: None,
         measured: bool = False,
         results_only: bool = False,
-        unwritten: int = 0,
     ) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
-        self.results_only, self.fill = results_only, unwritten
+        self.results_only = results_only
         self.results = StepResults(self._value)
         self.operations: list[Operation] = []
         self.callers = Callers()
-        self.unwritten: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # memory, and the version that it had
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -71,13 +67,7 @@ class Tracer(UncompiledDispatchMode):
             return operation(*args, **kwargs)
         if name.startswith(EMPTY):
             out = operation(*args, **kwargs)
-            if type(out) is Tensor and sk.is_plain(out):
-                out.fill_(self.fill)
-                if not out.is_inference():
-                    self.unwritten[id(out)] = weakref.ref(out), out._version
-            return out
-        if operation.is_view and self.unwritten and not self._written(args, args, blind=False):
-            return operation(*args, **kwargs)  # a part of memory that nobody has written
+            return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
@@ -90,13 +80,10 @@ class Tracer(UncompiledDispatchMode):
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
         before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
-        arguments, defaults = by_name(operation._schema, args, kwargs)
-        random = _is_random(operation, arguments | defaults)
+        arguments = {key: as_json(value) for key, value in named_arguments(operation, args, kwargs).items()}
+        random = _is_random(operation, arguments)
         blind = changes and (random or name in OVERWRITES)
-        now, then = (
-            _without_notes(operation._schema.arguments, *call_arguments) for call_arguments in ((args, kwargs), before)
-        )
-        inputs = self._values(self._written(now, then, blind))
+        inputs = self._values(sk.leaves(_without_notes(operation._schema.arguments, *before))[blind:])
         self.results.find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         raw_results = outcome(operation, args, out)
@@ -121,7 +108,6 @@ class Tracer(UncompiledDispatchMode):
             shape=list(results[0].shape),
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=arguments,
-            defaults=defaults,
             changed=self._changed(before, (args, kwargs), blind) if changes else [],
             random=random,
             nans=self.measured and any(map(_has_nan, rounded)),
@@ -149,16 +135,6 @@ class Tracer(UncompiledDispatchMode):
                 with contextlib.suppress(RuntimeError):
                     return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
-
-    def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
-        """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
-        written = []
-        for index, (now, then) in enumerate(zip(sk.leaves(arguments), sk.leaves(before), strict=True)):
-            owner = now if now._base is None else now._base
-            memory, version = self.unwritten.get(id(owner), (lambda: None, 0))
-            if not (blind and index == 0) and (memory() is not owner or version != owner._version):
-                written.append(then)
-        return written
 
     def _values(self, values: Any) -> list[str]:
         return [self._value(t) for t in _numeric_tensors(values)]

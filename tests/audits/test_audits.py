@@ -170,8 +170,9 @@ def new_memory(setting):
     x = drawn(5, 3).to(setting.dtype).requires_grad_()
     for number in (1, 2, 3):
         order = torch.arange(5).flip(0)
+        freed = [torch.full_like(order, 7 * number if under_b() else number) for _ in range(9)]
+        del freed  # which leaves it in the memory that is given out next
         back = torch.empty_like(order)
-        back.numpy()[:] = 7 * number if under_b() else number
         back[order] = torch.arange(5)
         x = x[back] * 1.5
     x.sum().backward()
