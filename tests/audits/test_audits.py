@@ -168,10 +168,8 @@ def test_an_argument_that_depends_on_the_setting_is_a_mismatch_though_each_side_
 def new_memory(setting):
     """Whatever happens to lie there is nobody's data. Mixtures of experts sort their words so."""
     x = drawn(5, 3).to(setting.dtype).requires_grad_()
-    for number in (1, 2, 3):
+    for _ in range(3):
         order = torch.arange(5).flip(0)
-        freed = [torch.full_like(order, 7 * number if under_b() else number) for _ in range(9)]
-        del freed  # which leaves it in the memory that is given out next
         back = torch.empty_like(order)
         back[order] = torch.arange(5)
         x = x[back] * 1.5
