@@ -97,7 +97,7 @@ class Attribution:
         blamed = next((op for op in makers if op in self.others), None)
         if blamed is not None:
             self.kept[blamed] += amount - inherited
-        else:
+        elif all(op.error is not None or len(op.inputs) < 2 for op in alone):  # none is a kernel that nobody checked
             self.lost[user] += amount - inherited
         fractions = _fractions(sizes)
         for op, fraction in zip(alone, fractions, strict=False):

@@ -37,8 +37,6 @@ def _opened(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor, or plain ones that hold the same numbers where it hides its parts."""
     if tensor.is_quantized:
         return [tensor.dequantize()]
-    if tensor.is_mkldnn:
-        return [tensor.to_dense()]
     return tensor.unbind() if tensor.is_nested and tensor.layout == torch.strided else [tensor]
 
 

@@ -143,9 +143,11 @@ def _other_arguments(comparison: Comparison, a: Operation, b: Operation) -> Iter
     values = differing(a, b)
     if a.dtype != b.dtype:
         values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
+    if not values:
+        return
     gaps = [*comparison.result_gaps(a, b), *comparison.gaps(a.changed, b.changed)]
     of_inputs = max(comparison.gaps(a.inputs, b.inputs), default=0.0)
-    if values and max(gaps, default=0.0) > max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
+    if max(gaps, default=0.0) > max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
         listed_b, listed_a = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
         words = {"arguments": listed_b, "others": listed_a, "line": f", at {a.line}" if a.line != b.line else ""}
         yield finding_between(comparison, "mismatch", b, max(gaps), "other arguments", "other arguments", **words)
