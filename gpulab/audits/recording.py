@@ -72,11 +72,9 @@ def record(
     sketches = dict(reference.sketches) if reference else {}
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         watched = functools.partial(Tracer, sketches, bar.update)
-        first = perform(step, parsed, watched(results_only=True))
+        first = perform(step, parsed, watched())
+        bar.total = len(first.operations) * (2 if reference else 3)
         trace = perform(step, parsed, watched(measured=True))
-        bar.total = len(trace.operations) * (1 if reference else 2)
-        if not _results(trace) or _results(trace) != _results(first):
-            first = perform(step, parsed, watched())  # every operation, to see which does not repeat itself
         trace.reference = reference.reference if reference else perform(step, exact_setting, watched()).operations
     _compare_executions(first, trace)
     trace.label, trace.passport = label, dict(passport())
@@ -147,16 +145,8 @@ def _autocast(setting: Setting) -> Iterator[list[str]]:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
-def _results(trace: Trace) -> list[list[str]]:
-    return [op.outputs for op in trace.operations if op.phase == RESULT]
-
-
 def _compare_executions(first: Trace, trace: Trace) -> None:
     """Note which operations did not do again what they had done, of the same inputs, and which had other inputs."""
-    if all(op.phase == RESULT for op in first.operations):  # which are the same
-        for one in trace.operations:
-            one.repeats = None if one.random or one.phase == RESULT else one.steady
-        return
     values_made_before, values_made = _values_made(first), _values_made(trace)
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:

@@ -40,7 +40,6 @@ class Tracer(UncompiledDispatchMode):
         sketches: of all values, by name; what is new is added.
         tell: is called after each operation.
         measured: whether each operation's error and steadiness are measured.
-        results_only: whether nothing but the step's results is noted.
     """
 
     def __init__(
@@ -48,11 +47,9 @@ class Tracer(UncompiledDispatchMode):
         sketches: dict[str, np.ndarray],
         tell: Callable[[], Any] = lambda: None,
         measured: bool = False,
-        results_only: bool = False,
     ) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
-        self.results_only = results_only
         self.results = StepResults(self._value)
         self.operations: list[Operation] = []
         self.callers = Callers()
@@ -74,9 +71,6 @@ class Tracer(UncompiledDispatchMode):
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
-        if self.results_only:
-            self.results.find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
-            return operation(*args, **kwargs)
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
         before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
