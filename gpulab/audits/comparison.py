@@ -172,7 +172,7 @@ class Comparison:
             return tol.SHORT_SIZE
         of_inputs = max(self.gaps(a.inputs, b.inputs), default=0.0)
         bounds = sum(op.loosest or op.bound or 0.0 for op in (a, b))
-        return max(tol.UNEXPLAINED, tol.CARRIED * bounds * max(1.0, of_inputs / tol.ROUNDOFF))
+        return max(tol.UNEXPLAINED, tol.ROOM * bounds * max(1.0, of_inputs / tol.ROUNDOFF))
 
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""

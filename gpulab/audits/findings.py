@@ -57,7 +57,6 @@ ADVICE = {
     "other arguments": "see why {place} calls it with other arguments under {setting}: " + ANOTHER_FUNCTION,
     "other function": "see what {place} does under {setting}: " + ANOTHER_FUNCTION,
     "other kernel": "compare the kernels registered for both settings: " + ANOTHER_FUNCTION,
-    "other wiring": "see why {place} uses another value under {setting}: " + ANOTHER_FUNCTION,
     "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
 }
 DETAILS = {

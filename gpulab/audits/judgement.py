@@ -192,7 +192,9 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
     origin = comparison.origin(*values, a)
     alone = [*origin.alone[1], *origin.alone[0]]
     if not alone:
-        return finding_between(comparison, "mismatch", b, gap, "other wiring", "other wiring", maker=here, other=there)
+        return finding_between(
+            comparison, "mismatch", b, gap, "other wiring", "other function", maker=here, other=there
+        )
     random = next((op for op in alone if op.random), None)
     if random:  # then nobody can tell what else they did
         return finding_between(comparison, "different random numbers", random, gap, "other draw")

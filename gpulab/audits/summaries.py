@@ -22,10 +22,7 @@ MOST_LINES = 12  # of findings that are shown
 def headline(comparison: Comparison, findings: Sequence[Finding]) -> str:
     """The two settings, what was found between them, what was looked at, and what was not."""
     a, b = comparison.a, comparison.b
-    sentences = [
-        f"{a.title} against {b.title}: {_kinds(comparison, findings)}.",
-        *_extent(comparison),
-    ]
+    sentences = [f"{a.title} against {b.title}: {_kinds(comparison, findings)}.", *_extent(comparison)]
     if len(comparison.not_finite) == 1:
         ((side, origin),) = comparison.not_finite.items()
         where = f"{described(origin.results[0])}, first in {named(origin.op)}"
@@ -47,7 +44,7 @@ def _kinds(comparison: Comparison, findings: Sequence[Finding]) -> str:
 
 def _extent(comparison: Comparison) -> list[str]:
     """What was compared and checked, of which loss, and what the step leaves that could not be."""
-    results = [a for a, _ in comparison.matched if a.phase == RESULT]
+    results = comparison.results
     alone = len(comparison.pairs) - len(comparison.matched)
     unpaired = f" ({alone} more ran under one setting only)" if alone else ""
     checked = sum(op.ratio is not None for pair in comparison.pairs for op in pair.operations)
