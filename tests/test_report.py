@@ -13,7 +13,6 @@ import gpulab as gl
 from companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, write_report
 from gpulab import files, report
 from gpulab.audits.steps import Step
-from gpulab.audits.trace_files import Overwritten
 
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 
@@ -59,7 +58,7 @@ def pages(tmp_path_factory):
         for op in (*trace.operations, *trace.reference):
             more = {name: getattr(op, name) + HOSTILE for name in ("name", "module", "line", "dtype")}
             vars(op).update(more, arguments={HOSTILE: HOSTILE}, error=op.error and 1e9)
-        told = [dict.fromkeys(Overwritten.__annotations__, HOSTILE)]
+        told = [dict.fromkeys(("operation", "line", "why", "remedy"), HOSTILE)]
         traces.append(dataclasses.replace(trace, label=setting + HOSTILE, overwritten=told))
     audit = gl.audit(*traces)
     assert audit.faulty

@@ -14,150 +14,103 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.comparison import Comparison, or_infinite
+from gpulab.audits.comparison import Comparison, Values
 from gpulab.audits.findings import DETAILS, KINDS, Finding
-from gpulab.audits.judgement import Judgement
-from gpulab.audits.operations import RESULT, Operation
-
-Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
+from gpulab.audits.judgement import cause_not_found
+from gpulab.audits.operations import Operation
 
 
-def _amounts() -> dict[Operation, dict[Values, float]]:
-    return defaultdict(lambda: defaultdict(float))
+class Attribution:
+    """How much of the difference in a step's results each operation keeps: by itself, and as another than its twin."""
 
+    def __init__(self, comparison: Comparison, findings: Sequence[Finding]) -> None:
+        self.comparison = comparison
+        found = (finding.op for finding in findings if finding.side_by_side and finding.op)
+        self.others = {op for one in found for op in comparison.partners.get(one, (one,))}
+        self.kept: dict[Operation, float] = defaultdict(float)
+        self.lost: dict[Operation, float] = defaultdict(float)  # what goes back to nothing, by who was given it
+        # What is on its way: by the operation of the first setting, the values that it made and what arrived there.
+        self.arrived: dict[Operation, dict[Values, float]] = defaultdict(lambda: defaultdict(float))
+        self.total = self._begin()
+        for a, b in reversed(comparison.matched):
+            for values, amount in self.arrived[a].items():
+                self._pass_back(a, b, values, amount)
 
-@dataclass
-class Kept:
-    """Where a difference goes back to: what operations keep, for their own error and as others than their twins.
+    def share(self, finding: Finding) -> float:
+        """How much of the difference goes back to a finding; NaN where there is none, or it cannot be told."""
+        if finding.op is None or not self.total or finding.kind in ("rounding", "not finite"):
+            return math.nan
+        if finding.side_by_side:
+            return self.kept[finding.op] / self.total
+        of_both = self.comparison.partners.get(finding.op, (finding.op,)) if finding.under_both else (finding.op,)
+        return sum(self.kept[op] * _square(finding.size, _own(op)) for op in of_both) / self.total
 
-    `others` are the operations that were found side by side, and `begins` those between which results begin to part
-    without a cause: what their inputs make is not held against them. `arrived` is on its way: by the operation of the
-    first setting, the values that it made and what arrived there.
-    """
+    def _begin(self) -> float:
+        """Loss, gradients and what was updated count by how far each of these is apart as a whole, relative to it."""
+        comparison, total = self.comparison, 0.0
+        groups: dict[str, list[tuple[Operation, Values]]] = defaultdict(list)
+        for a, b in comparison.results:
+            group = a.name if a.name in ("gradient", "updated") else "loss"
+            groups[group] += [(a, values) for values in zip(a.outputs, b.outputs, strict=False)]
+        for of_group in groups.values():
+            sizes = [float(np.linalg.norm(comparison.a.sketches[x])) for _, (x, _) in of_group]
+            pairs = zip(of_group, sizes, strict=True)
+            apart = [gap * (size or 1.0) if (gap := comparison.gap(values)) else 0.0 for (_, values), size in pairs]
+            whole = math.hypot(*apart) / (math.hypot(*sizes) or 1.0)
+            amount = min(1.0, whole) if math.isfinite(whole) else 1.0
+            for (a, values), fraction in zip(of_group, _fractions(apart), strict=True):
+                self._arrive(values, amount * fraction, a)
+            total += amount
+        return total
 
-    others: set[Operation]
-    begins: set[Operation]
-    own: dict[Operation, float] = field(default_factory=lambda: defaultdict(float))
-    between: dict[Operation, float] = field(default_factory=lambda: defaultdict(float))
-    arrived: dict[Operation, dict[Values, float]] = field(default_factory=_amounts)
-    total: float = 0.0
-    lost: float = 0.0  # goes back to nothing that is known
-
-
-def attribute(
-    comparison: Comparison, findings: list[Finding], results: list[tuple[Operation, Operation]]
-) -> list[float]:
-    """How much of the difference in some results goes back to each finding; NaN where there is no difference."""
-    partners = comparison.partners
-    others = {op for f in findings if f.side_by_side and f.op for op in partners.get(f.op, (f.op,))}
-    kept = Kept(others, {op for f in findings if f.kind == "cause not found" and f.op for op in partners[f.op]})
-    _begin(comparison, kept, results)
-    for a, b in reversed(comparison.matched):
-        for values, amount in kept.arrived[a].items():
-            _pass_back(comparison, kept, a, b, values, amount)
-    return [_share(comparison, kept, finding) for finding in findings]
-
-
-def _share(comparison: Comparison, kept: Kept, finding: Finding) -> float:
-    if finding.op is None or not kept.total or finding.kind in ("rounding", "not finite"):
-        return math.nan
-    if finding.kind == "cause not found":
-        return (kept.between[finding.op] + kept.lost) / kept.total
-    if finding.side_by_side:
-        return kept.between[finding.op] / kept.total
-    amounts = [kept.own[op] * _square(finding.size, _own(op)) for op in operations_of(finding, comparison)]
-    return sum(amounts) / kept.total
-
-
-def _begin(comparison: Comparison, kept: Kept, results: list[tuple[Operation, Operation]]) -> None:
-    """Loss, gradients and what was updated count by how far each of these is apart as a whole, relative to its size."""
-    groups: dict[str, list[tuple[Operation, Values]]] = defaultdict(list)
-    for a, b in results:
-        group = a.name if a.name in ("gradient", "updated") else "loss"
-        groups[group] += [(a, values) for values in zip(a.outputs, b.outputs, strict=False)]
-    for group_results in groups.values():
-        apart = [_apart(comparison, *values) for _, values in group_results]
-        size = math.hypot(*(float(np.linalg.norm(comparison.a.sketches[x])) for _, (x, _) in group_results))
-        whole = math.hypot(*apart)
-        amount = min(1.0, whole / size) if size and math.isfinite(whole) and math.isfinite(size) else float(whole > 0)
-        for (a, values), fraction in zip(group_results, _fractions(apart), strict=True):
-            kept.arrived[a][values] += amount * fraction
-        kept.total += amount
-
-
-def _apart(comparison: Comparison, x: str, y: str) -> float:
-    """The norm of the difference of two values; infinite where one of them alone has NaN or infinity."""
-    first, second = comparison.a.sketches[x], comparison.b.sketches[y]
-    if first.shape != second.shape:
-        return math.inf
-    same = (first == second) | (np.isnan(first) & np.isnan(second))
-    with np.errstate(invalid="ignore", over="ignore"):
-        return or_infinite(float(np.linalg.norm(np.where(same, 0.0, second - first))))
-
-
-def _pass_back(
-    comparison: Comparison,
-    kept: Kept,
-    a: Operation,
-    b: Operation,
-    values: Values,
-    amount: float,
-) -> None:
-    """Leave with a pair of operations what they make of a difference, and pass the rest on to what they were given."""
-    result = a.phase == RESULT
-    inputs = [values] if result else [pair for pair in zip(a.inputs, b.inputs, strict=False) if pair[0] != pair[1]]
-    gaps = [or_infinite(comparison.gap(*pair)) for pair in inputs]
-    apart = or_infinite(comparison.gap(*values))
-    own = 0.0
-    if not result:
-        own = _square(math.hypot(_own(a), _own(b)), apart)
+    def _pass_back(self, a: Operation, b: Operation, values: Values, amount: float) -> None:
+        """Leave with a pair of operations what they make of a difference, and pass the rest to what they were given."""
+        inputs = [pair for pair in self.comparison.inputs(a, b) if pair[0] != pair[1]]
+        gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
+        kept = _square(math.hypot(_own(a), _own(b)), apart)
         for op, fraction in zip((a, b), _fractions([_own(a), _own(b)]), strict=True):
-            kept.own[op] += amount * own * fraction
-    if kept.others & {a, b}:
-        begins = a in kept.begins
-        inherited = [g for pair, g in zip(inputs, gaps, strict=True) if begins or comparison.common(*pair, a)]
-        excess = max(0.0, 1 - own - _square(tol.INHERITED * math.hypot(0.0, *inherited), apart))
-        kept.between[a] += amount * excess
-        kept.between[b] += amount * excess
-        own += excess
-    if not any(gaps):
-        kept.lost += amount * (1 - own)
-    for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
-        if fraction and own < 1:
-            _arrive(comparison, kept, pair, amount * (1 - own) * fraction, a)
+            self.kept[op] += amount * kept * fraction
+        if self.others & {a, b} and not any(self.comparison.common(*pair, a) for pair in inputs):
+            for op in (a, b):
+                self.kept[op] += amount * (1 - kept)
+            kept = 1.0
+        if not any(gaps) and apart > self.comparison.tolerance(a, b):
+            self.lost[a] += amount * (1 - kept)
+        for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
+            if fraction and kept < 1:
+                self._arrive(pair, amount * (1 - kept) * fraction, a)
 
-
-def _arrive(comparison: Comparison, kept: Kept, values: Values, amount: float, user: Operation) -> None:
-    """Bring an amount to who made two values: a pair of operations, or those of one setting alone before them."""
-    if common := comparison.common(*values, user):
-        kept.arrived[common[0]][values] += amount
-        return
-    stretch = comparison.stretch(*values)
-    alone = [*stretch.alone[1], *stretch.alone[0]]
-    before = [entry for entry in stretch.before if comparison.gap_before(entry)]
-    sizes = [*map(_own, alone), *(or_infinite(comparison.gap_before(entry)) for entry in before)]
-    inherited = amount * _square(tol.INHERITED * math.hypot(0.0, *sizes), or_infinite(comparison.gap(*values)))
-    makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *alone)
-    blamed = next((op for op in makers if op in kept.others), None)
-    if blamed is not None:
-        kept.between[blamed] += amount - inherited
-    else:
-        kept.lost += amount - inherited
-    fractions = _fractions(sizes)
-    for op, fraction in zip(alone, fractions, strict=False):
-        kept.own[op] += inherited * fraction
-    for (a, b, number), fraction in zip(before, fractions[len(alone) :], strict=True):
-        kept.arrived[a][a.outputs[number], b.outputs[number]] += inherited * fraction
+    def _arrive(self, values: Values, amount: float, user: Operation) -> None:
+        """Bring an amount to who made two values: a pair of operations, or those of one setting alone before them."""
+        comparison = self.comparison
+        origin = comparison.origin(*values, user)
+        alone = [*origin.alone[1], *origin.alone[0]]
+        sizes = [*map(_own, alone), *(comparison.gap(pair) for _, pair in origin.before)]
+        inherited = amount * _square(tol.INHERITED * math.hypot(0.0, *sizes), comparison.gap(values))
+        makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *alone)
+        blamed = next((op for op in makers if op in self.others), None)
+        if blamed is not None:
+            self.kept[blamed] += amount - inherited
+        elif all(op.error is not None or len(op.inputs) < 2 for op in alone):  # none is a kernel that nobody checked
+            self.lost[user] += amount - inherited
+        fractions = _fractions(sizes)
+        for op, fraction in zip(alone, fractions, strict=False):
+            self.kept[op] += inherited * fraction
+        for (a, pair), fraction in zip(origin.before, fractions[len(alone) :], strict=True):
+            if fraction:
+                self.arrived[a][pair] += inherited * fraction
 
 
 def _own(op: Operation) -> float:
     """What an operation's own error and what does not repeat of it make, relative to its result."""
-    return math.hypot(or_infinite(op.error or 0.0), or_infinite(op.spread or 0.0))
+    sizes = (op.error or 0.0, op.spread or 0.0)
+    return math.inf if any(map(math.isnan, sizes)) else math.hypot(*sizes)
 
 
 def _square(size: float, apart: float) -> float:
@@ -179,89 +132,63 @@ def _fractions(sizes: list[float]) -> list[float]:
 # --- the order of findings -----------------------------------------------------------------------------------
 
 
-def ranked(judgement: Judgement) -> list[Finding]:
+def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
     """The findings of a comparison, what explains most of the difference first."""
-    comparison, findings = judgement.comparison, judgement.findings
-    results = [(a, b) for a, b in comparison.matched if a.phase == RESULT]
-    if judgement.unexplained is not None:  # what is explained by other findings is no finding
-        shares = attribute(comparison, findings, [judgement.unexplained])
-        known = [share for f, share in zip(findings, shares, strict=True) if f.kind != "cause not found"]
-        if sum(share for share in known if not math.isnan(share)) >= tol.EXPLAINED:
-            findings = [finding for finding in findings if finding.kind != "cause not found"]
-    shares = attribute(comparison, findings, results)
-    findings = [replace(finding, share=share) for finding, share in zip(findings, shares, strict=True)]
-    lost, becomes = _lost_before_nan(judgement)
-    findings = [replace(f, detail=f.detail + becomes) if lost is not None and f.op is lost else f for f in findings]
-    of_line: dict[tuple[str, str], float] = defaultdict(float)
-    for finding in findings:
-        of_line[finding.kind, finding.place] += 0.0 if math.isnan(finding.share) else finding.share
-    parted = any(
-        a in judgement.parted
-        or any(or_infinite(gap) > tol.UNEXPLAINED for gap in comparison.gaps(a.outputs, b.outputs))
-        for a, b in results
-    )
+    attribution = Attribution(comparison, findings)
+    lost, becomes = _lost_before_nan(comparison)
+    findings = [
+        replace(f, share=attribution.share(f), detail=f.detail + becomes * (lost is not None and f.op is lost))
+        for f in findings
+    ]
+    explained = any(f.kind not in ("reduced precision", "nondeterminism", "rounding") for f in findings)
+    if not explained and not comparison.not_finite:
+        findings += cause_not_found(comparison, attribution.lost, attribution.total)
+    origins = [comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op]
 
-    def order(finding: Finding) -> tuple[object, ...]:
-        return (
-            _tier(judgement, finding, parted, lost),
-            -of_line[finding.kind, finding.place],
-            0.0 if math.isnan(finding.share) else -finding.share,
-            KINDS.index(finding.kind),
-            -finding.ratio if finding.ratio > 1 else 0.0,
-        )
+    def order(finding: Finding) -> tuple[int, float, int]:
+        if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < min(origins, default=0):
+            return -2, 0.0, 0
+        first = lost is not None and finding.op is lost
+        share = 0.0 if math.isnan(finding.share) else finding.share
+        return 1 if first else _tier(comparison, finding), -share, KINDS.index(finding.kind)
 
     return sorted(findings, key=order)
 
 
-def _tier(judgement: Judgement, finding: Finding, parted: bool, lost: Operation | None) -> int:
+def _tier(comparison: Comparison, finding: Finding) -> int:
     """Where a finding stands before shares are compared; the smallest number comes first.
 
     First comes what was wrong before another operation made NaN or infinity of it, and then these. Then wrong memory,
-    which may explain everything. Then what made a NaN of one setting alone possible (`lost` precision), what has no
+    which may explain everything. Then what made a NaN of one setting alone possible, what has no
     bound, and a mismatch that explains most of the difference. Among reduced precision a cast, and a product of factors
     that were rounded before, come after what they are parts of.
     What does not repeat itself, and makes next to nothing of the difference, comes after the rounding that makes it;
-    so does another valid answer, unless some result has `parted` by more than roundings lead.
+    so does another valid answer, unless some result is further apart than roundings lead.
     """
-    position, op = judgement.comparison.position, finding.op
-    origins = [position[other.op] for other in judgement.findings if other.kind == "not finite" and other.op]
-    if finding.kind == "mismatch" and op in judgement.wrong_alone and position[op] < min(origins, default=0):
-        return -2
-    if finding.kind == "not finite":
-        return -1
-    if finding.kind == "overwritten":
-        return 0
-    if (
-        not finding.bounded
-        or (lost is not None and op is lost)
-        or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED)
-    ):
+    if finding.kind in ("not finite", "overwritten"):
+        return -1 if finding.kind == "not finite" else 0
+    if not finding.bounded or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED):
         return 1
-    if finding.kind == "reduced precision" and op and (op.name == "_to_copy" or op.rounded_before):
-        return 3 if op.name == "_to_copy" else 4
-    if finding.kind == "rounding":
-        return 5
-    negligible = finding.kind == "nondeterminism" and finding.share < tol.LITTLE
-    return 6 if negligible or (finding.kind == "another valid answer" and not parted) else 2
+    if finding.kind == "reduced precision" and finding.op:
+        return 3 if finding.op.name == "_to_copy" else 2 + 2 * finding.op.rounded_before
+    if finding.kind == "nondeterminism":
+        return 6 if finding.share < tol.LITTLE else 2
+    if finding.kind == "another valid answer":
+        gaps = (gap for a, b in comparison.results for gap in comparison.gaps(a.outputs, b.outputs))
+        return 2 if any(gap > tol.UNEXPLAINED for gap in gaps) else 6
+    return 5 if finding.kind == "rounding" else 2
 
 
-def _lost_before_nan(judgement: Judgement) -> tuple[Operation | None, str]:
+def _lost_before_nan(comparison: Comparison) -> tuple[Operation | None, str]:
     """The nearest operation before a NaN of one setting alone that lost precision, and what is said of that."""
-    if len(judgement.not_finite) != 1:
+    if len(comparison.not_finite) != 1:
         return None, ""
-    ((side, origin),) = judgement.not_finite.items()
+    ((side, origin),) = comparison.not_finite.items()
     front = [origin.op]
     for op in front:  # which grows
         if op.format or op.dtype in tol.SHORT:
             name, phase, line = origin.op.name, origin.op.phase, origin.op.line
             return op, DETAILS["becomes NaN"].format(name=name, phase=phase, line=line)
-        makers = [judgement.comparison.maker(side, value) for value in op.inputs]
+        makers = [comparison.maker(side, value) for value in op.inputs]
         front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
     return None, ""
-
-
-def operations_of(finding: Finding, comparison: Comparison) -> tuple[Operation, ...]:
-    """The operations that a finding is about: one, or the same one under both settings."""
-    if finding.op is None:
-        return ()
-    return comparison.partners.get(finding.op, (finding.op,)) if finding.under_both else (finding.op,)

@@ -16,7 +16,7 @@ from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, check_same_step
 from gpulab.audits.count_sketch import WITH_FLOAT64
 from gpulab.audits.findings import Finding
-from gpulab.audits.judgement import Judgement, judge
+from gpulab.audits.judgement import judge
 from gpulab.audits.recording import record
 from gpulab.audits.steps import check_step
 from gpulab.audits.traces import Trace
@@ -47,10 +47,9 @@ class Audit(Answer):
         ('reduced precision', False)
     """
 
-    def __init__(self, judgement: Judgement, findings: list[Finding]) -> None:
-        self.judgement, self.findings = judgement, findings
-        self.comparison = judgement.comparison
-        self.a, self.b, self.pairs = self.comparison.a, self.comparison.b, self.comparison.pairs
+    def __init__(self, comparison: Comparison, findings: list[Finding]) -> None:
+        self.comparison, self.findings = comparison, findings
+        self.a, self.b, self.pairs = comparison.a, comparison.b, comparison.pairs
         self.titles, self.passports = (self.a.title, self.b.title), (self.a.passport, self.b.passport)
 
     @property
@@ -58,7 +57,7 @@ class Audit(Answer):
         """The two settings, what was found between them, what was looked at, and what was not."""
         from gpulab.audits.summaries import headline
 
-        return headline(self.judgement, self.findings)
+        return headline(self.comparison, self.findings)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -75,42 +74,21 @@ class Audit(Answer):
 
         return operations_table(self.comparison, self.findings)
 
-    def __str__(self) -> str:
-        from gpulab.audits.summaries import ran_alone
-
-        return "\n  ".join([super().__str__(), *ran_alone(self.comparison)])
-
     def words(self) -> Markup:
         """The findings and all operations."""
-        return self._page(Markup())
+        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
+        operations = report.table(self.table[shown], na_rep="")
+        return super().words() + report.render("audit.html", count=len(self.pairs), operations=operations)
 
     def picture(self) -> report.Picture:
         """Each operation's error, under the one setting and the other."""
         return self.plot()
 
-    def html(self) -> Markup:
-        """The picture between the headline and the findings, and all operations."""
-        return self._page(self.plot().html())
-
-    def _page(self, picture: str) -> Markup:
-        from gpulab.audits.summaries import MOST_FINDINGS, findings_table
-
-        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
-        return report.render(
-            "audit.html",
-            headline=self.headline,
-            picture=picture,
-            findings=report.table(findings_table(self.findings)),
-            more=len(self.findings) - MOST_FINDINGS,
-            count=len(self.pairs),
-            operations=report.table(self.table[shown], na_rep=""),
-        )
-
 
 def compare(a: Trace, b: Trace) -> Audit:
     """The audit of two traces of one step: paired, judged, and what was found in the order of what it explains."""
-    judgement = judge(Comparison(a, b))
-    return Audit(judgement, ranked(judgement))
+    comparison = Comparison(a, b)
+    return Audit(comparison, ranked(comparison, judge(comparison)))
 
 
 def audit(
@@ -132,8 +110,8 @@ def audit(
     `different random numbers`, drawn on the device; `another valid answer`, of a factorisation
     that has several, as to signs, or of equal numbers; `overwritten`, memory that the backward pass needed
     had changed; `mismatch`, nothing known explains it, or the step calls an operation with other arguments:
-    a bug; `cause not found`, the loss, a gradient or what was updated is further apart than roundings lead
-    (by Monte Carlo arithmetic), and no operation says why.
+    a bug; `cause not found`, the loss, a gradient or what was updated is further apart than that, and most of the
+    difference goes back to no operation.
 
     What explains most of the difference in loss, gradients and what was updated comes first: the difference is passed
     back along the values, and each operation keeps the share that its own error makes (`Finding.share`). A cast,

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import distance
+from gpulab.audits.not_finite import NotFinite, find_not_finite
 from gpulab.audits.operations import RESULT, TENSOR, Operation
 from gpulab.audits.traces import Trace, aligned, call_of
 from gpulab.errors import DataError
@@ -24,8 +23,9 @@ _HOW = """
     memory_format non_blocking output_mask pin_memory return_debug_mask
 """
 HOW = frozenset(_HOW.split())
-NOTHING = type("Nothing", (), {"__repr__": lambda _: "nothing"})()  # which an argument is that was not given
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
+
+Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,15 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """What ran under one setting alone and led to two values: `alone`, the operations of each, the nearest first.
+class Origin:
+    """Where two values that should be one come from.
 
-    `before` are the operations of both settings that these began with: the pair, and which output of it was used.
+    `alone` are the operations of each that ran under its setting only, the nearest first. `before` are the pairs of
+    operations that these began with, by the one of the first setting, with their values.
     """
 
     alone: tuple[list[Operation], list[Operation]]
-    before: list[tuple[Operation, Operation, int]]
+    before: list[tuple[Operation, Values]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,17 +75,18 @@ class Comparison:
             for op, twin in aligned(trace.operations, self.a.reference)
             if op and twin and op.shape == twin.shape
         }
-        pairs = []
-        for a, b in aligned(self.a.operations, self.b.operations):
-            apart = a and b and self.in_doubt(a) and (a.shape != b.shape or self._rearrange_other_values(a, b))
-            halves = [(a, None), (None, b)] if apart else [(a, b)]
-            pairs += [Pair(x, y, exact.get(x or y) or exact.get(y or x)) for x, y in halves]  # type: ignore[arg-type]
-        return pairs
+        pairs = aligned(self.a.operations, self.b.operations)
+        return [Pair(a, b, exact.get(a or b) or exact.get(b or a)) for a, b in pairs]  # type: ignore[arg-type]
 
     @cached_property
     def matched(self) -> list[tuple[Operation, Operation]]:
         """The operations that ran under both settings, in order."""
         return [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
+
+    @cached_property
+    def results(self) -> list[tuple[Operation, Operation]]:
+        """What the step is for, under both settings."""
+        return [(a, b) for a, b in self.matched if a.phase == RESULT]
 
     @cached_property
     def partners(self) -> dict[Operation, tuple[Operation, Operation]]:
@@ -108,18 +110,23 @@ class Comparison:
         return sources
 
     @cached_property
-    def values_may_differ(self) -> bool:
-        """Whether other values say nothing: the step makes others each time, or computed with wrong memory."""
-        unsteady = (_makes_other_values(op) for trace in (self.a, self.b) for op in trace.operations)
-        return bool(self.a.overwritten or self.b.overwritten) or any(unsteady)
+    def not_finite(self) -> dict[int, NotFinite]:
+        """By the number of the trace, where the NaN or infinity in its results comes from."""
+        origins = {number: find_not_finite(trace) for number, trace in enumerate((self.a, self.b))}
+        return {number: origin for number, origin in origins.items() if origin}
+
+    @cached_property
+    def short_setting(self) -> bool:
+        """Whether one of the settings asks for a short number format."""
+        return any(Setting.parse(trace.setting).precision in tol.SHORT for trace in (self.a, self.b))
 
     @cached_property
     def _calls(self) -> list[Counter[tuple[str, str, str]]]:
         return [Counter(map(call_of, trace.operations)) for trace in (self.a, self.b)]
 
-    @cached_property
-    def _short_setting(self) -> bool:
-        return any(Setting.parse(trace.setting).precision in tol.SHORT for trace in (self.a, self.b))
+    def in_doubt(self, op: Operation) -> bool:
+        """Whether its module called it more often under one setting: which call stands for which is a guess."""
+        return self._calls[0][call_of(op)] != self._calls[1][call_of(op)]
 
     def trace_of(self, op: Operation) -> Trace:
         """The trace that an operation belongs to."""
@@ -130,28 +137,22 @@ class Comparison:
         """The trace that an operation is not of."""
         return self.b if self.trace_of(op) is self.a else self.a
 
-    def in_doubt(self, op: Operation) -> bool:
-        """Whether its module called it more often under one setting: which call stands for which is a guess."""
-        return self._calls[0][call_of(op)] != self._calls[1][call_of(op)]
-
-    def _rearrange_other_values(self, a: Operation, b: Operation) -> bool:
-        """Whether two operations compute nothing, as views, and were given what no rounding makes of each other."""
-        if a.bound is not None or b.bound is not None or a.random or b.random:
-            return False
-        return any(not gap <= tol.UNEXPLAINED for gap in self.gaps(a.inputs, b.inputs))
-
     # --- how far values are apart ---------------------------------------------------------------------------
 
-    def gap(self, value_a: str, value_b: str) -> float:
-        """How far two values are apart, relative to the first; to the second where the first is nothing."""
-        if value_a == value_b:
+    def gap(self, values: Values) -> float:
+        """How far two values are apart, relative to the first, or to the second where the first is nothing.
+
+        Infinitely where they have no distance.
+        """
+        if values[0] == values[1]:
             return 0.0
-        x, y = self.a.sketches[value_a], self.b.sketches[value_b]
-        return distance(y, x) if x.any() else distance(x, y)
+        x, y = self.a.sketches[values[0]], self.b.sketches[values[1]]
+        gap = distance(y, x) if x.any() else distance(x, y)
+        return math.inf if math.isnan(gap) else gap
 
     def gaps(self, values_a: Iterable[str], values_b: Iterable[str]) -> list[float]:
         """How far values are apart, one by one."""
-        return [self.gap(x, y) for x, y in zip(values_a, values_b, strict=False)]
+        return list(map(self.gap, zip(values_a, values_b, strict=False)))
 
     def result_gaps(self, a: Operation, b: Operation) -> list[float]:
         """How far apart two made what they compute; twins do not share what they keep for the backward pass."""
@@ -162,25 +163,26 @@ class Comparison:
         """Whether two made the same; large tensors of two devices are known by their sketches."""
         return all(gap < tol.SAME_BITS for gap in self.gaps(a.outputs, b.outputs))
 
-    def tolerance(self, a: Operation, b: Operation, number: int = 0) -> float:
-        """How far two right values, the outputs of this number, may be apart, relative to the first."""
-        least, unknown = (
-            (tol.SHORT_SIZE, tol.SHORT_SIZE) if self.is_short(a, b) else (8 * tol.ROUNDOFF, tol.UNEXPLAINED)
-        )
-        if a.carried is None or b.carried is None or number >= min(len(a.carried), len(b.carried)):
-            return max(unknown, tol.INHERITED * largest([0.0, *self.gaps(a.inputs, b.inputs)]))
-        values = self.a.sketches[a.outputs[number]], self.b.sketches[b.outputs[number]]
-        size = next((size for size in map(float, map(np.linalg.norm, values)) if size), math.inf)  # as `gap` has it
-        return max(least, tol.CARRIED * (a.carried[number] + b.carried[number]) / size)
+    def tolerance(self, a: Operation, b: Operation) -> float:
+        """How far two right results may be apart, relative to the first, that were made of nearly the same.
 
-    def part(self, a: Operation, b: Operation) -> bool:
-        """Whether two made values that are further apart than the roundings of the step lead."""
-        gaps = enumerate(self.result_gaps(a, b))
-        return a.nans != b.nans or any(gap > self.tolerance(a, b, number) for number, gap in gaps)
+        Each may be off by what rounding explains, and move as much again for every rounding that the inputs differ by.
+        """
+        if self.is_short(a, b):
+            return tol.SHORT_SIZE
+        of_inputs = max(self.gaps(a.inputs, b.inputs), default=0.0)
+        bounds = sum(op.loosest or op.bound or 0.0 for op in (a, b))
+        return max(tol.UNEXPLAINED, tol.ROOM * bounds * max(1.0, of_inputs / tol.ROUNDOFF))
 
     def is_short(self, a: Operation, b: Operation) -> bool:
         """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
-        return self._short_setting or (a.dtype != b.dtype and (a.dtype in tol.SHORT or b.dtype in tol.SHORT))
+        return self.short_setting or (a.dtype != b.dtype and (a.dtype in tol.SHORT or b.dtype in tol.SHORT))
+
+    def inputs(self, a: Operation, b: Operation) -> list[Values]:
+        """What two were given in each other's place; kernels of two names take it in another order."""
+        if a.name == b.name:
+            return list(zip(a.inputs, b.inputs, strict=False))
+        return [(x, y) for x in a.inputs for y in b.inputs if self.common(x, y, a)]
 
     # --- where values come from -----------------------------------------------------------------------------
 
@@ -194,63 +196,37 @@ class Comparison:
         pairs = (self.partners.get(op) for op in self.sources[0].get(x, ()) if self.position[op] < self.position[user])
         return next((pair for pair in pairs if pair and pair[1] in from_b), None)
 
-    def stretch(self, x: str, y: str) -> Stretch:
-        """What ran under one setting alone and led to two values that should be one."""
-        stretch = Stretch(([], []), [])
-        for side, (first, alone) in enumerate(zip((x, y), stretch.alone, strict=True)):
+    def origin(self, x: str, y: str, user: Operation) -> Origin:
+        """What led to two values that should be one: a pair of operations, or what ran under one setting alone."""
+        origin = Origin(([], []), [])
+        if common := self.common(x, y, user):
+            origin.before.append((common[0], (x, y)))
+            return origin
+        for side, (first, alone) in enumerate(zip((x, y), origin.alone, strict=True)):
             front = [first]
             for value in front:  # which grows
                 op = self.maker(side, value)
                 if op in self.partners:
-                    outputs = self.partners[op][side].outputs
-                    stretch.before.append((*self.partners[op], outputs.index(value) if value in outputs else 0))
+                    a, b = self.partners[op]
+                    number = op.outputs.index(value) if value in op.outputs else 0
+                    number = number if number < min(len(a.outputs), len(b.outputs)) else 0
+                    origin.before.append((a, (a.outputs[number], b.outputs[number])))
                 elif op is not None and op not in alone:
                     alone.append(op)
                     front += op.inputs
-        return stretch
-
-    def gap_before(self, before: tuple[Operation, Operation, int]) -> float:
-        """How far apart the values are that a stretch began with."""
-        a, b, number = before
-        gaps = self.gaps(a.outputs, b.outputs)
-        return gaps[number if number < len(gaps) else 0]
-
-
-def _makes_other_values(op: Operation) -> bool:
-    """Whether an operation does not repeat itself, by more than rounding explains."""
-    if op.repeats is not False:
-        return False
-    return op.anew or op.spread is None or op.spread > (op.bound or tol.SAME_VALUE)
-
-
-def or_infinite(gap: float) -> float:
-    """A distance, or infinity where there is none."""
-    return math.inf if math.isnan(gap) else gap
-
-
-def largest(gaps: list[float]) -> float:
-    """The largest of some distances; NaN only where there is no other."""
-    return max(gaps, key=lambda gap: -1.0 if math.isnan(gap) else gap)
+        return origin
 
 
 def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     """The arguments that two calls disagree on: name, and both values.
 
-    Tensors are not compared, nor arguments that say how to compute something and not what, such as a memory format or
-    the gradients that are asked for, nor numbers that differ by a rounding. Two kernels of different names are compared
-    in the arguments that they share; of those of one name, which versions of torch may give more arguments, a default
-    is not held against nothing.
+    Of those that both have: other kernels, and other versions of torch, may have more. Tensors are not compared, nor
+    arguments that say how to compute something and not what, such as a memory format or the gradients that are asked
+    for, nor numbers that differ by a rounding.
     """
-
-    def named(values: dict[str, Any]) -> dict[str, Any]:
-        return {SYNONYMS.get(name, name): value for name, value in values.items()}
-
-    all_a, all_b = named(a.defaults | a.arguments), named(b.defaults | b.arguments)
-    names = all_a.keys() & all_b.keys()
+    of_a, of_b = ({SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b))
+    common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - HOW)}
     kernels = a.name != b.name  # each of which may fill in what it was not given
-    if names and not kernels:
-        names |= a.arguments.keys() | b.arguments.keys()
-    common = {name: (all_a.get(name, NOTHING), all_b.get(name, NOTHING)) for name in sorted(names - HOW)}
     return {name: values for name, values in common.items() if not _agree(*values, kernels)}
 
 
@@ -276,22 +252,11 @@ def check_same_step(a: Trace, b: Trace) -> None:
             return  # another version of torch may draw other numbers from one seed
         if first.phase != "forward" or first.random:
             continue
-        name, where = first.name, first.module or first.line or "the step"
-        if first.shape != second.shape:
+        values = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False)
+        apart = max((distance(b.sketches[y], a.sketches[x]) for x, y in values), default=0.0)
+        if apart > tol.SAME_STEP or first.shape != second.shape:
             raise DataError(
-                f"the traces are of different data: {name} in {where} makes {first.shape} in one and {second.shape} in "
-                f"the other"
-            )
-        for argument, (value_a, value_b) in differing(first, second).items():
-            if distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > tol.SAME_STEP:
-                raise DataError(
-                    f"the traces are of different steps: even in float64, {name} in {where} is called with "
-                    f"{argument}={value_a!r} in one and {argument}={value_b!r} in the other"
-                )
-        gaps = [distance(b.sketches[y], a.sketches[x]) for x, y in zip(first.inputs, second.inputs, strict=False)]
-        apart = next((gap for gap in gaps if gap > tol.SAME_STEP), None)
-        if apart is not None:
-            raise DataError(
-                f"the traces are of different data or weights: {name} in {where} begins with values {apart:.1e} apart "
-                f"in float64; use the same seeds and files on both machines"
+                f"the traces are of different data or weights, or of different steps: {first.name} in "
+                f"{first.module or first.line or 'the step'} has values {apart:.1e} apart in float64, of the shapes "
+                f"{first.shape} and {second.shape}; use the same code, seeds and files on both machines"
             )

@@ -116,10 +116,7 @@ class CompiledAudit(Answer):
 
     def words(self) -> Markup:
         """The findings, and all results of the step."""
-        from gpulab.audits.summaries import findings_table
-
-        tables = (report.table(table) for table in (findings_table(self.findings), self.table))
-        return report.paragraphs([self.headline]) + Markup().join(tables)
+        return super().words() + report.table(self.table)
 
 
 def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool = True) -> CompiledAudit:

@@ -37,8 +37,6 @@ def _opened(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor, or plain ones that hold the same numbers where it hides its parts."""
     if tensor.is_quantized:
         return [tensor.dequantize()]
-    if tensor.is_mkldnn:
-        return [tensor.to_dense()]
     return tensor.unbind() if tensor.is_nested and tensor.layout == torch.strided else [tensor]
 
 
@@ -104,18 +102,12 @@ def sketch(tensor: Tensor) -> np.ndarray:
 def _sums(numbers: Tensor, block_index: int) -> np.ndarray:
     """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
     count = numbers.numel()
-    width = SKETCH * SKETCH * math.ceil(count / SKETCH**2)
+    if numbers.dtype not in (torch.float32, torch.float64):  # of which torch cannot multiply all
+        numbers = numbers.double()
+    signed = numbers.new_zeros(SKETCH * SKETCH * math.ceil(count / SKETCH**2), dtype=torch.float64)
+    torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
+    folded = signed.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
-        if numbers.device.type == "cpu":
-            signed = np.zeros(width) if width > count else np.empty(width)
-            if numbers.is_floating_point() and numbers.dtype not in (torch.float32, torch.float64):
-                numbers = numbers.float()  # NumPy lacks bfloat16, and those of 8 bits
-            np.multiply(numbers.numpy(), _signs("cpu").numpy()[:count], out=signed[:count])
-            folded = signed.reshape(SKETCH, -1, SKETCH).sum(1)
-        else:
-            signed_tensor = numbers.new_zeros(width, dtype=torch.float64)
-            torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed_tensor[:count])
-            folded = signed_tensor.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
         shifted = folded.ravel()[_shifts(block_index % SKETCH)].sum(0)
     return -shifted if block_index % 2 else shifted
 
@@ -126,18 +118,14 @@ def _shifts(by: int) -> np.ndarray:
     return rows * SKETCH + (np.arange(SKETCH) - rows - by) % SKETCH
 
 
-def _hashes() -> np.ndarray:
-    """A number of 64 bits for each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
+@functools.cache
+def _signs(device: str) -> Tensor:
+    """A sign for each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = (np.arange(BLOCK, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-@functools.cache
-def _signs(device: str) -> Tensor:
-    return torch.from_numpy(np.where(_hashes() >> np.uint64(63), -1.0, 1.0)).to(device)
+    return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(device)
 
 
 @functools.cache
@@ -145,39 +133,24 @@ def _factors(device: str, by: float) -> Tensor:
     return 1 + by * _signs(device)
 
 
-@functools.cache
-def _moves(device: str) -> Tensor:
-    size = (_hashes() & np.uint64(0xFFFFFFFF)) / 2.0**32
-    return _signs(device) * torch.from_numpy(0.5 + size).to(device)
-
-
-def moves(like: Tensor, draw: int) -> Tensor:
-    """Numbers between 1/2 and 3/2 with signs, which look random, for each of a tensor: float64.
-
-    No two of the same size, so that the moves of a few numbers do not cancel in their sum.
-    """
-    return _stretch(_moves(str(like.device)), like, draw)
-
-
 def factors(like: Tensor, draw: int, by: float) -> Tensor:
     """1 plus or minus `by`, at random by the looks, for each number of a tensor, others for each `draw`: float64."""
-    return _stretch(_factors(str(like.device), by), like, draw)
-
-
-def _stretch(table: Tensor, like: Tensor, draw: int) -> Tensor:
     count = like.numel()
     start = draw * 7919 % (BLOCK - min(count, BLOCK) + 1)
-    stretch = table[start : start + count]
+    stretch = _factors(str(like.device), by)[start : start + count]
     if count > BLOCK:
         stretch = stretch.repeat(math.ceil(count / BLOCK))[:count]
     return stretch.view(like.shape)
 
 
 def distance(x: np.ndarray, reference: np.ndarray) -> float:
-    """The distance of two sketched values relative to the second; NaN for other sizes, and where one is NaN."""
+    """The distance of two sketched values relative to the second, without what is NaN or infinite in both.
+
+    NaN for other sizes, and where one alone is NaN.
+    """
     if x.shape != reference.shape:
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
-        size = float(np.linalg.norm(reference))
-        apart = float(np.linalg.norm(np.where(x == reference, 0.0, x - reference)))  # infinity may be on both sides
+        same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
+        size, apart = (float(np.linalg.norm(values[~same])) for values in (reference, x - reference))
     return apart / size if size else (math.inf if apart else 0.0)

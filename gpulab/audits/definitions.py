@@ -8,35 +8,20 @@ cannot follow.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpulab.audits.twins import distance, named_arguments, norm
+from gpulab.audits.count_sketch import leaves
+from gpulab.audits.twins import distance, norm
 
 Answer = tuple[float | None, float | None]
 UNKNOWN: Answer = None, None
+WRONG: Answer = math.inf, 1.0
 NO_PLACE_TWICE = {"sort", "topk"}
-
-
-def against_definition(
-    operation: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> Answer | None:
-    """The error of an operation's answer by its definition in `DEFINITIONS`, and the roundings that explain it.
-
-    Args:
-        operation: an overload of `torch.ops.aten`.
-        name: its bare name, one of `DEFINITIONS`.
-        args: positional arguments of the call, in float64.
-        kwargs: named arguments of the call, in float64.
-        out: what it returned, in float64.
-    """
-    results = list(out) if isinstance(out, list | tuple) else [out]
-    return DEFINITIONS[name](operation, name, named_arguments(operation, args, kwargs), results)
 
 
 def _relative(result: Tensor, exact: Tensor) -> float:
@@ -52,14 +37,11 @@ def _relative(result: Tensor, exact: Tensor) -> float:
 
 
 def _selection(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:
-    """The numbers at the places named are those at the places that float64 names, and no place is named twice.
-
-    Of a `mode` the numbers themselves may be others, which occur as often.
-    """
+    """The numbers at the places named are those at the places that float64 names, and no place is named twice."""
     x, dim = arguments["self"], arguments.get("dim")
     *values, indices = results
     of_all = not values and not name.startswith("arg")  # the largest number of all, which comes without its place
-    if of_all or arguments.get("indices") is not None:
+    if of_all or arguments.get("indices") is not None or arguments.get("stable"):
         return None
     twin = operation(**{key: value for key, value in arguments.items() if key not in ("values", "indices")})
     exact_indices = twin[-1] if isinstance(twin, tuple) else twin
@@ -68,89 +50,44 @@ def _selection(operation: Any, name: str, arguments: dict[str, Any], results: li
         x, indices, exact_indices = (t.flatten(-sides) for t in (x, indices, exact_indices))
         values, dim = [t.flatten(-sides) for t in values], -1
     elif dim is None:
-        x, dim = x.flatten(), 0
-        indices, exact_indices = indices.flatten(), exact_indices.flatten()
+        x, indices, exact_indices, dim = x.flatten(), indices.flatten(), exact_indices.flatten(), 0
     elif indices.dim() < x.dim():
         indices, exact_indices, *values = (t.unsqueeze(dim) for t in (indices, exact_indices, *values))
     length = x.shape[dim] if x.dim() else 1
     if indices.shape != exact_indices.shape or bool(((indices < 0) | (indices >= length)).any()):
-        return math.inf, 1.0
+        return WRONG
     if name in NO_PLACE_TWICE and x.dim() and bool((indices.sort(dim).values.diff(dim=dim) == 0).any()):
-        return math.inf, 1.0
-    if arguments.get("stable") and not torch.equal(indices, exact_indices):
-        return math.inf, 1.0
+        return WRONG
     selected, exact = (x.gather(dim, where) if x.dim() else x for where in (indices, exact_indices))
     error = max((_relative(value, selected) for value in values), default=0.0)
-    if name == "mode":
-        selected, exact = ((x == t).sum(dim) for t in (selected, exact))
-    elif name == "topk" and not arguments["sorted"]:
+    if name == "topk" and not arguments["sorted"]:
         selected, exact = (t.sort(dim).values for t in (selected, exact))
     return max(error, _relative(selected, exact)), 1.0
-
-
-def _distinct(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
-    """Each number once, in any order unless `sorted`, with the places and the counts that belong to it."""
-    values, inverse, counts = results
-    exact_values, _, exact_counts = operation(**arguments)
-    if values.shape != exact_values.shape:
-        return math.inf, 1.0
-    order, exact_order = values.argsort(), exact_values.argsort()
-    errors = [_relative(values[order], exact_values[exact_order])]
-    if arguments["sorted"]:
-        errors.append(_relative(values, exact_values))
-    if arguments["return_inverse"]:
-        errors.append(_relative(values[inverse], arguments["self"]))
-    if arguments["return_counts"]:
-        errors.append(_relative(counts[order], exact_counts[exact_order]))
-    return max(errors), 1.0
 
 
 # --- several numbers written to one place ---------------------------------------------------------------------
 
 
 def _written(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
-    """Every place holds one of the numbers that were written to it, or what it held where none was."""
+    """Where a place is named twice, either number may stay; of sums, and one number for all places, nobody can tell."""
     if arguments.get("reduce") is not None or arguments.get("accumulate") or "value" in arguments:
-        return None  # sums, and one number for all places
-    before, (after,) = arguments["self"], results
-    aten: Any = torch.ops.aten
-    nothing = torch.zeros_like(after)
-    where: tuple[Any, ...]
-    if name == "scatter":
-        where = arguments["dim"], arguments["index"]
-        read, source = after.gather(*where), arguments["src"][tuple(map(slice, where[1].shape))]
-        write, add = aten.scatter, aten.scatter_add
-    elif name == "index_copy":
-        where = arguments["dim"], arguments["index"]
-        read, source = after.index_select(*where), arguments["source"]
-        write, add = aten.index_copy, aten.index_add
-    else:
-        where = (arguments["indices"],)
-        read = aten.index(after, *where)
-        source = arguments["values"].expand_as(read)
-        write, add = aten.index_put, functools.partial(aten.index_put, accumulate=True)
-    hits = (read == source) | (read.isnan() & source.isnan())
-    is_written, holds_one = (add(nothing, *where, t.to(after.dtype)) != 0 for t in (torch.ones_like(hits), hits))
-    exact = torch.where(is_written & holds_one, after, torch.where(is_written, write(before, *where, source), before))
-    return _relative(after, exact), 1.0
+        return None
+    return UNKNOWN if repeats(arguments) > 1 else None
+
+
+def repeats(arguments: dict[str, Any]) -> int:
+    """How often a place is named that is named most often; a mask names none twice."""
+    indices = leaves(arguments.get("indices", arguments.get("index")))
+    return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
 
 
 # --- matrices --------------------------------------------------------------------------------------------------
 
 
 def _least_squares(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
-    """No other solution leaves a smaller residual, which is orthogonal to the columns: Aᵀ(B − A X) = 0.
-
-    Without full rank there are many. Solvers are backward stable (Higham 2002, Accuracy and Stability, ch. 20).
-    """
-    matrix, right, solution = arguments["self"], arguments["b"], results[0]
-    if matrix.is_complex() or not bool(solution.isfinite().all()):
-        return UNKNOWN
-    if right.dim() == matrix.dim() - 1:
-        right, solution = right.unsqueeze(-1), solution.unsqueeze(-1)
-    gradient = matrix.mT @ (right - matrix @ solution)
-    size = norm(matrix) * (norm(matrix) * norm(solution) + norm(right))
-    return norm(gradient) / (size or 1.0), float(max(matrix.shape[-2:]))
+    """Without full rank there are many solutions."""
+    matrix = arguments["self"]
+    return None if int(torch.linalg.matrix_rank(matrix).min()) == matrix.shape[-1] else UNKNOWN
 
 
 def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
@@ -159,8 +96,7 @@ def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results
     Of an n × n matrix roundings lead to about n units in the last place of its size (Higham 2002, Accuracy and
     Stability of Numerical Algorithms, ch. 19): these algorithms are backward stable.
     """
-    matrix: Tensor = arguments["self" if "self" in arguments else "A"]
-    factors = results
+    matrix, factors = arguments["A"], results
     if matrix.is_complex() or not all(t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)):
         return UNKNOWN
     bases = factors[:1]
@@ -170,13 +106,10 @@ def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results
         rank = factors[1].shape[-1]
         product = factors[0][..., :rank] * factors[1].unsqueeze(-2) @ factors[2][..., :rank, :]
         bases = [factors[0], factors[2].mT]
-    else:
-        values, vectors = (t.to(torch.complex128) if t.is_complex() else t for t in factors)
-        if name == "_linalg_eigh":  # which reads one triangle
-            upper = arguments["UPLO"] == "U"
-            matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
-        matrix, product = matrix.to(vectors.dtype) @ vectors, vectors * values.unsqueeze(-2)
-        bases = [vectors] if name == "_linalg_eigh" else []
+    else:  # the eigenvectors of a symmetric matrix, of which one triangle is read
+        upper = arguments["UPLO"] == "U"
+        matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
+        matrix, product, bases = matrix @ factors[1], factors[1] * factors[0].unsqueeze(-2), factors[1:]
     errors = [norm(matrix - product) / (norm(matrix) or 1.0)]
     for basis in bases:
         unity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
@@ -186,11 +119,12 @@ def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results
 
 _SELECTIONS = """
     adaptive_max_pool2d adaptive_max_pool3d argmax argmin cummax cummin kthvalue max max_pool2d_with_indices
-    max_pool3d_with_indices median min mode nanmedian sort topk
+    max_pool3d_with_indices median min nanmedian sort topk
 """
 DEFINITIONS: dict[str, Callable[[Any, str, dict[str, Any], list[Tensor]], Answer | None]] = (
     dict.fromkeys(_SELECTIONS.split(), _selection)
     | dict.fromkeys(("scatter", "index_copy", "index_put", "_index_put_impl"), _written)
-    | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_qr"), _factorisation)
-    | {"_unique2": _distinct, "linalg_lstsq": _least_squares}
+    | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_qr"), _factorisation)
+    | {"linalg_lstsq": _least_squares}
+    | dict.fromkeys(("_unique2", "linalg_eig", "mode"), lambda *_: UNKNOWN)
 )

@@ -45,7 +45,7 @@ ADVICE = {
     ),
     "rounding": "nothing",
     "cause not found": (
-        "look at the lines between these two: what they do outside of torch's operations (NumPy, hooks, other "
+        "look at this line and those before it: what they do outside of torch's operations (NumPy, hooks, other "
         "libraries, control flow) is not seen"
     ),
     # of findings that know more than their kind
@@ -57,7 +57,6 @@ ADVICE = {
     "other arguments": "see why {place} calls it with other arguments under {setting}: " + ANOTHER_FUNCTION,
     "other function": "see what {place} does under {setting}: " + ANOTHER_FUNCTION,
     "other kernel": "compare the kernels registered for both settings: " + ANOTHER_FUNCTION,
-    "other wiring": "see why {place} uses another value under {setting}: " + ANOTHER_FUNCTION,
     "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
 }
 DETAILS = {
@@ -74,16 +73,13 @@ DETAILS = {
     "rounded by kernel": "its factors are rounded to {format} by the kernel; error {error:.1e}",
     "flushed": "took numbers below 1.2e-38 for zero; error {error:.1e}",
     "as by TF32": "what it makes is {gap:.1e} (relative) from what there is under {there}, as by TF32",
-    "results as by TF32": "from the same inputs, its results are {gap:.1e} apart, as TF32 makes them",
-    "other results": "from the same inputs, its results are {gap:.1e} apart",
     "wrong": "its error against float64 is {error:.1e}, {times}",
     "other draw": "drew other numbers than under {there}",
     "other arguments": "called with {arguments}; under {there} with {others}{line}",
-    "other data": "was given other data or weights than under {there}: {gap:.1e} apart",
-    "other wiring": ("is given what {maker} makes; under {there} what {other_maker} makes, {gap:.1e} (relative) apart"),
+    "other wiring": "is given {maker}; under {there} {other}, {gap:.1e} (relative) apart",
     "other function": (
-        "what it makes is {gap:.1e} (relative) from what {other_maker} makes in its place under {there}, though each "
-        "computes rightly what it is asked to; first used by {user}"
+        "what it makes is {gap:.1e} (relative) from {other}, which is in its place under {there}, though each computes "
+        "rightly what it is asked to; first used by {user}"
     ),
     "other kernel": (
         "of the same inputs it makes what is {gap:.1e} (relative) from its result under {there}; roundings lead to "
@@ -92,8 +88,8 @@ DETAILS = {
     "not unique": "each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer",
     "missing": "under {there} there is none",
     "no cause": (
-        "{result}{more} is {gap:.1e} (relative) from what it is under {there}; roundings lead to {tolerance:.1e}; it "
-        "begins between {begin}"
+        "the results are up to {gap:.1e} (relative) from what they are under {there}, and most of that comes from what "
+        "this was given, which no operation made so"
     ),
     "rounding": "{count} operations within what rounding explains; this one comes nearest, {ratio:.2f} of it",
     "no twin": "no operation has a twin in float64",
@@ -198,13 +194,6 @@ def place_of(op: Operation) -> str:
 
 def advice_on_precision(op: Operation, trace: Trace) -> str:
     """Which switch lets an operation keep all digits, by what had rounded them."""
-    advice = _switch(op, trace)
-    if op.name == "_euclidean_dist":
-        advice += '; compute_mode="donot_use_mm_for_euclid_dist" in torch.cdist needs no product, which cancels'
-    return advice
-
-
-def _switch(op: Operation, trace: Trace) -> str:
     setting = Setting.parse(trace.setting)
     convolution = op.name.startswith("convolution")
     if op.format == FLUSHED:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
@@ -21,16 +19,15 @@ class Operation:
     `name` is torch's, without device or overload; `module` the path of the module that called it
     (for the backward pass: that called what is differentiated); `line` the line of the user's code;
     `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
-    are those of the call by the names of torch's schema, as JSON has them (a tensor is "Tensor"), and
-    `defaults` stand for the others. `error` is its own error against float64 from the same inputs,
+    are those of the call by the names of torch's schema, defaults included, as JSON has them (a tensor
+    is "Tensor"). `error` is its own error against float64 from the same inputs,
     `bound` what rounding explains, both relative to the exact result; `format` the short number format
     that a product was computed in. `steady` says whether the operation gave the same bits when it was
     called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
     says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
     relative to the first, where they were not the same. `anew` says that it was given values that no operation
-    made and that were others when the step was done again. `carried` holds for each output how far all roundings
-    of the step up to there lead: the norm of the change when every operation of the step in float64 was moved at
-    random by as much.
+    made and that were others when the step was done again. `bound` is that of the output that is worst beside it, and
+    `loosest` the largest of any output.
 
     In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
     """
@@ -44,7 +41,6 @@ class Operation:
     shape: list[int]
     dtype: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     random: bool = False
     repeats: bool | None = None
@@ -56,7 +52,7 @@ class Operation:
     nans: bool = False
     anew: bool = False
     spread: float | None = None
-    carried: list[float] | None = None
+    loosest: float | None = None
 
     @property
     def values(self) -> list[str]:
@@ -71,15 +67,6 @@ class Operation:
         return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
 
 
-class Call(NamedTuple):
-    """A call of an operation, and its place in the step."""
-
-    position: int
-    name: str
-    operation: Any
-    results: list[Tensor]
-
-
 def as_json(argument: Any) -> Any:
     """An operation's argument as JSON: `TENSOR` for a tensor, None for what a setting may change or JSON lacks."""
     if isinstance(argument, Tensor):
@@ -89,13 +76,3 @@ def as_json(argument: Any) -> Any:
     if isinstance(argument, complex):
         return str(argument)
     return argument if isinstance(argument, bool | int | float | str) else None
-
-
-def by_name(
-    schema: torch.FunctionSchema, placed: Iterable[Any], named: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a call by the names of the operation's schema, as JSON; and defaults for the others."""
-    names = [argument.name for argument in schema.arguments]
-    arguments = {name: as_json(value) for name, value in (*zip(names, placed, strict=False), *named.items())}
-    omitted = [a for a in schema.arguments if a.has_default_value() and a.name not in arguments]
-    return arguments, {a.name: as_json(a.default_value) for a in omitted}

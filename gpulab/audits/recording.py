@@ -1,21 +1,18 @@
-"""A training step recorded: done several times, to see what it computes and repeats, and how far roundings lead."""
+"""A training step recorded: done several times, to see what it computes, and what of that it repeats."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.operations import RESULT, Call, Operation
-from gpulab.audits.rounding import FACTORS, SAFETY
+from gpulab.audits.operations import RESULT
 from gpulab.audits.steps import PreparedStep, check_step, ready, refused, seeded
 from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import Trace, aligned
@@ -25,10 +22,6 @@ from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
 
 SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
-DRAWS = 2  # how often the roundings are drawn: one lucky draw may cancel
-ROUNDOFF = 2.0**-24
-UNKNOWN = 2.0**-17  # the error that is granted to a float32 kernel without a twin in float64
-IN_TF32 = 2.0**-10  # and to one that may multiply in TF32
 
 
 def record(
@@ -43,10 +36,8 @@ def record(
 ) -> Trace:
     """Do a step under a setting and note what every operation computed.
 
-    The step is done five times from the same random numbers (torch's, NumPy's and Python's are seeded): twice under
-    the setting, to see whether it repeats itself, once in float64, and twice in float64 with every operation's
-    result moved at random by what rounding may do to it under the setting, to see how far that leads (Monte Carlo
-    arithmetic).
+    The step is done three times from the same random numbers (torch's, NumPy's and Python's are seeded): twice under
+    the setting, to see whether it repeats itself, and once in float64.
 
     Args:
         step: a `Step`, or a function that does one training step, backward pass included. It is called
@@ -65,9 +56,6 @@ def record(
     Raises:
         UsageError: for a step that is none, or does nothing on floating-point numbers.
         GpulabError: for a setting that cannot run here.
-
-    References:
-        D. S. Parker 1997, Monte Carlo arithmetic: exploiting randomness in floating-point arithmetic, UCLA CSD-970002.
 
     Examples:
         >>> import torch
@@ -88,34 +76,13 @@ def record(
     sketches = dict(reference.sketches) if reference else {}
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         watched = functools.partial(Tracer, sketches, bar.update)
-        first = perform(step, parsed, watched(results_only=True, unwritten=1))
+        first = perform(step, parsed, watched())
+        bar.total = len(first.operations) * (2 if reference else 3)
         trace = perform(step, parsed, watched(measured=True))
-        bar.total = len(trace.operations) * (1 if reference else 2 + DRAWS)
-        if not _results(trace) or _results(trace) != _results(first):
-            # Every operation, to see which does not repeat itself; with what the first time was other in new memory
-            # where that alone made the results differ.
-            first = perform(step, parsed, watched())
-            if _results(trace) and _results(trace) == _results(first):
-                first = perform(step, parsed, watched(unwritten=1))
-        exact = reference.reference if reference else perform(step, exact_setting, watched()).operations
-        amounts = _roundings(trace, exact)
-        trace.reference = exact
-        if reference is None or not _alike(amounts, _roundings(reference, exact)):
-            bar.total = bar.n + DRAWS * len(exact)
-            shaken = [
-                perform(step, exact_setting, watched(change=_shaken(amounts, draw))).operations for draw in range(DRAWS)
-            ]
-            carried = _carried(exact, shaken, sketches)
-        else:
-            carried = {
-                id(twin): op.carried for op, twin in aligned(reference.operations, exact) if op and twin and op.carried
-            }
-    for op, twin in aligned(trace.operations, exact):
-        if op is not None and twin is not None:
-            op.carried = carried.get(id(twin))
+        trace.reference = reference.reference if reference else perform(step, exact_setting, watched()).operations
     _compare_executions(first, trace)
     trace.label, trace.passport = label, dict(passport())
-    trace.sketches = {value: sketches[value] for op in (*trace.operations, *exact) for value in op.values}
+    trace.sketches = {value: sketches[value] for op in (*trace.operations, *trace.reference) for value in op.values}
     if file is not None:
         trace.save(file)
     return trace
@@ -182,16 +149,8 @@ def _autocast(setting: Setting) -> Iterator[list[str]]:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
-def _results(trace: Trace) -> list[list[str]]:
-    return [op.outputs for op in trace.operations if op.phase == RESULT]
-
-
 def _compare_executions(first: Trace, trace: Trace) -> None:
     """Note which operations did not do again what they had done, of the same inputs, and which had other inputs."""
-    if all(op.phase == RESULT for op in first.operations):  # which are the same
-        for one in trace.operations:
-            one.repeats = None if one.random or one.phase == RESULT else one.steady
-        return
     values_made_before, values_made = _values_made(first), _values_made(trace)
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
@@ -211,87 +170,3 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
 def _values_made(trace: Trace) -> set[str]:
     """The values that operations of an execution made; not those that one passed on, as a copy does."""
     return {value for op in trace.operations for value in (*op.outputs, *op.changed) if value not in op.inputs}
-
-
-def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
-    """How far rounding may have led each operation of the trace, by the place of its twin in float64."""
-    may_use_tf32 = Setting.parse(trace.setting).kind == "cuda" and "tf32" in trace.arithmetic.values()
-    unknown = IN_TF32 if may_use_tf32 else UNKNOWN
-    of_twin = {id(twin): op for op, twin in aligned(trace.operations, exact) if op and twin}
-    amounts = []
-    for twin in exact:
-        op = of_twin.get(id(twin))
-        if op is None or op.bound is None:
-            amount = unknown
-            if op is not None and hasattr(torch, op.dtype) and (dtype := getattr(torch, op.dtype)).is_floating_point:
-                amount = max(amount, 64 * torch.finfo(dtype).eps) if dtype != torch.float64 else 0.0
-        elif op.format and not op.rounded_before:
-            amount = max(op.bound, SAFETY * (op.error or 0.0))
-        else:
-            amount = op.bound if op.error else 0.0  # what computes exactly has nothing to round
-            amount = max(amount, _cancelled(op, trace.sketches))
-        amounts.append(min(amount, 1.0) if np.isfinite(amount) else 0.0)
-    return amounts
-
-
-def _cancelled(op: Operation, sketches: dict[str, np.ndarray]) -> float:
-    """What a normalisation loses by subtracting a mean of many deviations: so many units in the last place.
-
-    Its error and bound may be those of another of its results, the mean or the reciprocal of the deviation.
-    """
-    if "norm" not in op.name or "backward" in op.name or len(op.outputs) != 3:
-        return 0.0
-    if normalized := op.arguments.get("normalized_shape"):
-        groups = math.prod(op.shape) / math.prod(normalized)
-    else:
-        groups = op.arguments["N"] * op.arguments["group"] if "group" in op.arguments else op.shape[1]
-    mean, reciprocal = (float(np.linalg.norm(sketches[value])) for value in op.outputs[1:])
-    return ROUNDOFF * mean * reciprocal / groups
-
-
-def _apart(x: np.ndarray, y: np.ndarray) -> float:
-    """The norm of a difference, without what is not a finite number in either."""
-    if x.shape != y.shape:
-        return math.inf
-    finite = np.isfinite(x) & np.isfinite(y)
-    return float(np.linalg.norm(x[finite] - y[finite]))
-
-
-def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
-    """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all."""
-
-    def shake(call: Call) -> None:
-        amount = amounts[call.position] if call.position < len(amounts) else 0.0
-        if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
-            return
-        for t in filter(sk.rounds, call.results):  # by .data, which autograd does not count
-            if t.element_size() == 1:
-                continue  # float8 is computed with by casts alone
-            moves = sk.moves(t, 131 * call.position + draw)
-            size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if call.name in FACTORS else math.nan
-            if math.isfinite(size):
-                t.data.add_(moves, alpha=amount * size)
-            else:
-                t.data.mul_(1 + amount * moves)
-
-    return shake
-
-
-def _alike(amounts: list[float], other_amounts: list[float]) -> bool:
-    """Whether roundings of some sizes lead about as far as, or less far than, those of others."""
-    pairs = list(zip(amounts, other_amounts, strict=True))
-    return math.hypot(*amounts) <= 2 * math.hypot(*other_amounts) and all(x <= 8 * max(y, UNKNOWN) for x, y in pairs)
-
-
-def _carried(
-    exact: list[Operation], shaken: list[list[Operation]], sketches: dict[str, np.ndarray]
-) -> dict[int, list[float]]:
-    """How far each output of the step in float64 was moved when all its operations were shaken."""
-    carried: dict[int, list[float]] = {}
-    for operations in shaken:
-        for op, moved in aligned(exact, operations):
-            if op is None or moved is None or len(op.outputs) != len(moved.outputs):
-                continue
-            apart = [_apart(sketches[x], sketches[y]) for x, y in zip(op.outputs, moved.outputs, strict=True)]
-            carried[id(op)] = list(map(max, carried.get(id(op), apart), apart))
-    return carried

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.audits.count_sketch import factors, leaves, mapped, rounds
-from gpulab.audits.definitions import DEFINITIONS, against_definition
+from gpulab.audits.count_sketch import factors, mapped, rounds
+from gpulab.audits.definitions import DEFINITIONS, repeats
 from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
@@ -60,11 +60,12 @@ ROUNDINGS = (
 
 @dataclass(frozen=True)
 class ForwardError:
-    """One operation's error against float64, relative to the norm of the exact result.
+    """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
 
-    `bound` is the error that rounding explains, in the same unit. `format` is the short number format
-    that a product was computed in: by the error, when its kernel rounded the factors, or by the factors,
-    when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal numbers were taken for zero.
+    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
+    off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
+    factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
+    numbers were taken for zero.
     None where there is nothing to say: no twin in float64, no product.
     """
 
@@ -72,6 +73,7 @@ class ForwardError:
     bound: float | None = None
     format: str | None = None
     rounded_before: bool = False
+    loosest: float | None = None
 
 
 def forward_error(
@@ -94,14 +96,15 @@ def forward_error(
     results = rounded_results(out)
     if name in ATTENTION:
         operation, results = _attention(operation), results[:1]
-    if name == "_ctc_loss":  # whose second result is memory that is written in part only
-        results = results[:1]
     if name == "_euclidean_dist":
         operation, args = _distances, _lengthened(*args)
     twin = Twin(operation, args, kwargs, len(results))
     try:
         if name in DEFINITIONS:
-            answer = against_definition(operation, name, twin.args, twin.kwargs, mapped(in_float64, out))
+            made = mapped(in_float64, out)
+            answer = DEFINITIONS[name](
+                operation, name, twin.named, list(made) if isinstance(made, list | tuple) else [made]
+            )
             if answer is not None:
                 error, roundings = answer
                 unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
@@ -153,8 +156,9 @@ def forward_error(
             worst_error = math.inf if math.isnan(error) else error
             by_kernel = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
         before = next(filter(None, map(rounded_format, factors)), None)
-    size = norm(exact[worst]) or 1.0
-    return ForwardError(error / size, bound / size, by_kernel or before, by_kernel is None and before is not None)
+    size, rounded_before = norm(exact[worst]) or 1.0, by_kernel is None and before is not None
+    loosest = max(bound / (norm(e) or 1.0) for e, bound in zip(exact, bounds, strict=True))
+    return ForwardError(error / size, bound / size, by_kernel or before, rounded_before, loosest)
 
 
 def _ratio(error: float, bound: float) -> float:
@@ -193,7 +197,7 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
         longest *= max((t.shape[dim] for t in numbers if -t.dim() <= dim < t.dim()), default=1)
     if name in SUMS_BY_INDEX:
-        longest = min(longest, _repeats(arguments)) if "dim" in arguments else _repeats(arguments)
+        longest = min(longest, repeats(arguments)) if "dim" in arguments else repeats(arguments)
     elif "norm" in name:  # whose means, one for each group, are among the arguments or the results
         longest = most / min(t.numel() for t in (*numbers, *exact) if t.numel())
     elif "ctc_loss" in name:
@@ -204,12 +208,6 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
         longest = max(size for t in (*numbers, *exact) for size in t.shape[2:]) ** 2
         return [longest * max(1.0, most / e.numel()) for e in exact]
     return [max(1.0, longest, most / e.numel()) for e in exact]
-
-
-def _repeats(arguments: dict[str, Any]) -> int:
-    """How often a place is named that is named most often; a mask names none twice."""
-    indices = leaves(arguments.get("indices", arguments.get("index")))
-    return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
 
 
 def _bounds_of_products(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], unit: float) -> list[float]:
@@ -257,12 +255,7 @@ def _one_pass(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], 
     American Statistician 37(3)). In units of the roundings of a sum.
     """
     lost = [0.0] * len(exact)
-    if name in ("var", "var_mean", "std", "std_mean"):
-        x, arguments = twin.args[0], twin.named
-        squares = x.abs().square().mean(arguments["dim"] or list(range(x.dim())), keepdim=arguments["keepdim"])
-        by = reaches[0] * unit * squares
-        lost[0] = norm(by) if name.startswith("var") else _move_of_root(exact[0], by)
-    elif "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
+    if "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
         # These are the result, the means and the reciprocal deviations.
         x, result, _, reciprocal = twin.args[0], *exact[:3]
         if "batch" in name:

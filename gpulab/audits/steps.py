@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import random
@@ -382,13 +381,11 @@ def _module_of(file: Path) -> types.ModuleType:
     name = (
         file.stem if loaded_module is None or getattr(loaded_module, "__file__", None) == str(file) else f"_{file.stem}"
     )
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    code = compile(file.read_bytes(), file, "exec")
+    module = types.ModuleType(name)
+    module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses and the processes of a DataLoader look for it there
     try:
-        exec(code, module.__dict__)
+        exec(compile(file.read_bytes(), file, "exec"), module.__dict__)
     except BaseException:
         del sys.modules[name]  # half a module would be taken for the whole by the next import
         raise

@@ -13,22 +13,18 @@ import pandas as pd
 from gpulab.audits.comparison import Comparison
 from gpulab.audits.count_sketch import distance
 from gpulab.audits.findings import KINDS, Finding, described, in_module, named
-from gpulab.audits.judgement import Judgement
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.traces import Trace
 
-MOST_FINDINGS, MOST_LINES, MOST_PLACES = 20, 12, 6  # that are shown
+MOST_LINES = 12  # of findings that are shown
 
 
-def headline(judgement: Judgement, findings: Sequence[Finding]) -> str:
+def headline(comparison: Comparison, findings: Sequence[Finding]) -> str:
     """The two settings, what was found between them, what was looked at, and what was not."""
-    a, b = judgement.comparison.a, judgement.comparison.b
-    sentences = [
-        f"{a.title} against {b.title}: {_kinds(judgement.comparison, findings)}.",
-        *_extent(judgement.comparison),
-    ]
-    if len(judgement.not_finite) == 1:
-        ((side, origin),) = judgement.not_finite.items()
+    a, b = comparison.a, comparison.b
+    sentences = [f"{a.title} against {b.title}: {_kinds(comparison, findings)}.", *_extent(comparison)]
+    if len(comparison.not_finite) == 1:
+        ((side, origin),) = comparison.not_finite.items()
         where = f"{described(origin.results[0])}, first in {named(origin.op)}"
         sentences.append(f"Under {(a, b)[side].title} alone {origin.what} reaches {where}.")
     return " ".join(sentences)
@@ -48,7 +44,7 @@ def _kinds(comparison: Comparison, findings: Sequence[Finding]) -> str:
 
 def _extent(comparison: Comparison) -> list[str]:
     """What was compared and checked, of which loss, and what the step leaves that could not be."""
-    results = [a for a, _ in comparison.matched if a.phase == RESULT]
+    results = comparison.results
     alone = len(comparison.pairs) - len(comparison.matched)
     unpaired = f" ({alone} more ran under one setting only)" if alone else ""
     checked = sum(op.ratio is not None for pair in comparison.pairs for op in pair.operations)
@@ -73,47 +69,11 @@ def by_line(findings: Sequence[Finding]) -> list[str]:
     texts = []
     for first, *alike in lines.values():
         operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
-        listed = _counted(operations.most_common(3)) + (", …" if len(operations) > 3 else "")
+        counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
+        listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
         texts.append(f"{first}\n      and so in this line: {listed}" if alike else str(first))
-    return _at_most(MOST_LINES, texts, "more lines")
-
-
-def ran_alone(comparison: Comparison) -> list[str]:
-    """What ran under one setting only, by module: another kernel, or another function."""
-    counts: dict[str, Counter[str]] = {}
-    for pair in comparison.pairs:
-        if not (pair.a and pair.b):
-            title = comparison.trace_of(pair.one).title
-            where = f"under {title} only, {pair.one.phase}{in_module(pair.one.module)}"
-            counts.setdefault(where, Counter())[pair.one.name] += 1
-    texts = [f"{where}: {_counted(names.items())}" for where, names in counts.items()]
-    return _at_most(MOST_PLACES, texts, "more places")
-
-
-def _counted(names: Any) -> str:
-    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names)
-
-
-def _at_most(count: int, texts: list[str], rest: str) -> list[str]:
-    return texts[:count] + ([f"… and {len(texts) - count} {rest}"] if len(texts) > count else [])
-
-
-def findings_table(findings: Sequence[Finding]) -> pd.DataFrame:
-    """A row for each of the first findings, without columns that would be empty."""
-    table = pd.DataFrame(
-        {
-            "finding": f.kind,
-            "operation": f"{f.operation} ({f.phase})",
-            "what to do": f.advice,
-            "what was seen": f.detail,
-            "at": f.line,
-            "of the difference": f"{f.share:.0%}" if f.share == f.share else "",
-            "module": f.module,
-            "under": f.setting,
-        }
-        for f in findings[:MOST_FINDINGS]
-    )
-    return table.loc[:, (table != "").any()]
+    more = [f"… and {len(texts) - MOST_LINES} more lines"] if len(texts) > MOST_LINES else []
+    return texts[:MOST_LINES] + more
 
 
 def operations_table(comparison: Comparison, findings: Sequence[Finding]) -> pd.DataFrame:

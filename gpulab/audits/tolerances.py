@@ -11,7 +11,7 @@ SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
 OF_DATA = 2.0**-12  # arguments as near as this may have been computed from the data, and rounded otherwise
 SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
 TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 lies between
-CARRIED = 4.0  # how many times the change that random roundings carried there two right values may be apart
+ROOM = 4.0  # how many times as far as their bounds say two right results may be apart
 # How much a few operations may make of the difference that they begin with, as a mean does by cancelling.
 INHERITED = 16.0
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them

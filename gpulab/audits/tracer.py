@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -16,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.operations import Call, Operation, by_name
+from gpulab.audits.operations import Operation, as_json
 from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
 from gpulab.audits.step_results import StepResults
-from gpulab.audits.twins import outcome, writes
+from gpulab.audits.twins import named_arguments, outcome, writes
 from gpulab.guards.own_work import at_work
 from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode, is_composite
 
@@ -30,11 +28,9 @@ EMPTY = ("empty", "new_empty")
 # What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
 # which nobody has set where nothing is dropped, or memory that nobody has written.
 NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+NOTES |= {"logsumexp", "log_sumexp", "log_alpha"}  # which are written in part
 # Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
-# Operations that leave a part of what they return unwritten; what is found to do so is added.
-PARTLY_WRITTEN = {"_ctc_loss"}
-CALLS_FOR_A_MARK = 10  # each into memory of its own, until what stands for unwritten memory counts as computed
 
 
 class Tracer(UncompiledDispatchMode):
@@ -44,10 +40,6 @@ class Tracer(UncompiledDispatchMode):
         sketches: of all values, by name; what is new is added.
         tell: is called after each operation.
         measured: whether each operation's error and steadiness are measured.
-        results_only: whether nothing but the step's results is noted.
-        change: is called with each `Call` before its results are noted, and may write to them; then inputs are
-            not noted, and every value has a name of its own.
-        unwritten: what new memory holds until it is written. A step that reads it gives other results with another.
     """
 
     def __init__(
@@ -55,18 +47,12 @@ class Tracer(UncompiledDispatchMode):
         sketches: dict[str, np.ndarray],
         tell: Callable[[], Any] = lambda: None,
         measured: bool = False,
-        results_only: bool = False,
-        change: Callable[[Call], None] | None = None,
-        unwritten: int = 0,
     ) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
-        self.results_only, self.change = results_only, change
-        self.fill = unwritten
         self.results = StepResults(self._value)
         self.operations: list[Operation] = []
         self.callers = Callers()
-        self.unwritten: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # memory, and the version that it had
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -78,32 +64,20 @@ class Tracer(UncompiledDispatchMode):
             return operation(*args, **kwargs)
         if name.startswith(EMPTY):
             out = operation(*args, **kwargs)
-            if type(out) is Tensor and sk.is_plain(out):
-                out.fill_(self.fill)
-                if not out.is_inference():
-                    self.unwritten[id(out)] = weakref.ref(out), out._version
-            return out
-        if operation.is_view and self.unwritten and not self._written(args, args, blind=False):
-            return operation(*args, **kwargs)  # a part of memory that nobody has written
+            return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
-        if self.results_only:
-            self.results.find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
-            return operation(*args, **kwargs)
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
         before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
-        arguments, defaults = by_name(operation._schema, args, kwargs)
-        random = _is_random(operation, arguments | defaults)
+        arguments = {key: as_json(value) for key, value in named_arguments(operation, args, kwargs).items()}
+        random = _is_random(operation, arguments)
         blind = changes and (random or name in OVERWRITES)
-        now, then = (
-            _without_notes(operation._schema.arguments, *call_arguments) for call_arguments in ((args, kwargs), before)
-        )
-        inputs = [] if self.change else self._values(self._written(now, then, blind))
+        inputs = self._values(sk.leaves(_without_notes(operation._schema.arguments, *before))[blind:])
         self.results.find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         raw_results = outcome(operation, args, out)
@@ -117,11 +91,6 @@ class Tracer(UncompiledDispatchMode):
             again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
         steady = again is None or _same(again, results)
-        if not steady or name in PARTLY_WRITTEN:
-            self._clear_unwritten(operation, name, before, results, again or results)
-            steady = again is None or _same(again, results)
-        if self.change:
-            self.change(Call(len(self.operations), name, operation, results))
         phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
         op = Operation(
             name=name,
@@ -133,15 +102,14 @@ class Tracer(UncompiledDispatchMode):
             shape=list(results[0].shape),
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=arguments,
-            defaults=defaults,
-            changed=self._changed(before, (args, kwargs), blind) if changes and not self.change else [],
+            changed=self._changed(before, (args, kwargs), blind) if changes else [],
             random=random,
             nans=self.measured and any(map(_has_nan, rounded)),
         )
         if again is not None:
             plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
             error = forward_error(operation, name, before[0], before[1], raw_results) if plain else ForwardError()
-            op.error, op.bound, op.format, op.rounded_before = astuple(error)
+            op.error, op.bound, op.format, op.rounded_before, op.loosest = astuple(error)
             op.steady = steady
             op.spread = None if steady else _spread(again, results)
         self.operations.append(op)
@@ -162,59 +130,12 @@ class Tracer(UncompiledDispatchMode):
                     return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
 
-    def _clear_unwritten(
-        self, operation: Any, name: str, before: Any, results: list[Tensor], again: list[Tensor]
-    ) -> None:
-        """Write zeros where an operation left its results unwritten, and those of another call of it.
-
-        Torch marks memory that nobody has written, where it is asked to compute deterministically. A mark that the
-        operation may have computed itself, such as a NaN, is taken for computed if calls into other memory give it
-        each time. All these calls leave zeros behind, so that no later operation finds a mark in its new memory.
-        """
-
-        def call() -> list[Tensor]:
-            args, kwargs = sk.mapped(_copy, before)
-            return _results(operation, outcome(operation, args, operation(*args, **kwargs)))
-
-        flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                calls = [call()]
-        finally:
-            torch._C._set_deterministic_algorithms(flags[0], warn_only=flags[1])
-        if any(x.shape != y.shape or x.shape != z.shape for x, y, z in zip(calls[0], results, again, strict=False)):
-            return
-        marks = [_is_mark(tensor) for tensor in calls[0]]
-        computed = [mark & _is_mark(x) & _is_mark(y) for mark, x, y in zip(marks, results, again, strict=False)]
-        while len(calls) < CALLS_FOR_A_MARK and any(bool(mask.any()) for mask in computed):
-            calls.append(call())
-            computed = [mask & _is_mark(x) for mask, x in zip(computed, calls[-1], strict=False)]
-        for tensor in sk.tensors(calls):
-            tensor.data.zero_()
-        for mark, mask, result, other in zip(marks, computed, results, again, strict=False):
-            unwritten = mark & ~mask
-            if bool(unwritten.any()):
-                PARTLY_WRITTEN.add(name)
-                result.data.masked_fill_(unwritten, 0)
-                other.data.masked_fill_(unwritten, 0)
-
-    def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
-        """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
-        written = []
-        for index, (now, then) in enumerate(zip(sk.leaves(arguments), sk.leaves(before), strict=True)):
-            owner = now if now._base is None else now._base
-            memory, version = self.unwritten.get(id(owner), (lambda: None, 0))
-            if not (blind and index == 0) and (memory() is not owner or version != owner._version):
-                written.append(then)
-        return written
-
     def _values(self, values: Any) -> list[str]:
         return [self._value(t) for t in _numeric_tensors(values)]
 
     def _value(self, tensor: Tensor) -> str:
         """The name of a tensor's content; its sketch is kept."""
-        name = f"changed {len(self.sketches)}" if self.change else sk.name(tensor)
+        name = sk.name(tensor)
         if name not in self.sketches:
             self.sketches[name] = sk.sketch(tensor)
         return name
@@ -266,13 +187,6 @@ def _spread(again: list[Tensor], results: list[Tensor]) -> float:
 def _has_nan(tensor: Tensor) -> bool:
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
-
-
-def _is_mark(tensor: Tensor) -> Tensor:
-    """Where a tensor holds what torch writes to memory that nobody has written."""
-    if sk.rounds(tensor):
-        return tensor.isnan()
-    return tensor == (1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def _same(again: list[Tensor], results: list[Tensor]) -> bool:

@@ -1,22 +1,33 @@
 """One training step, operation by operation: what each computed, how exactly, and for whom.
 
-A trace is a file of its own: two laboratories record the same step, each on its card, and compare.
+A trace is a file of its own: two laboratories record the same step, each on its card, and compare. The file is Parquet,
+one row an operation, with what concerns the whole step as JSON in its metadata. A row has the fields of an `Operation`
+as JSON, says whether it belongs to the step in float64, and holds the sketches of those of its values (inputs, outputs,
+changed) that no row before it names.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import io
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter
 
-from gpulab.audits import trace_files
+from gpulab import files
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import ATTENTION
 from gpulab.errors import DataError, UsageError
 from gpulab.settings import Setting
+
+FORMAT = 6
+KEY = "gpulab trace"
+LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
 
 # Kernels of different devices that compute the same thing.
 TWINS = {"_unsafe_view": "view"}
@@ -34,7 +45,7 @@ class Trace:
         operations: The operations, in the order in which they ran.
         reference: Those of the same step in float64.
         sketches: The values of both, by name, each as a float64 array of at most 64 numbers.
-        overwritten: What the guard found.
+        overwritten: What the guard found: the `operation`, its `line`, `why` and the `remedy` of each.
         passport: The machine.
         arithmetic: The flags in force, such as TF32.
         label: What reports call the trace, instead of its setting.
@@ -48,6 +59,8 @@ class Trace:
         >>> "addmm" in [operation.name for operation in trace.operations], trace.overwritten
         (True, [])
     """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     setting: str
     operations: list[Operation]
@@ -71,9 +84,25 @@ class Trace:
 
     def save(self, file: str | Path) -> Path:
         """Write the trace to one file (Parquet, compressed), whole or not at all."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        seen: set[str] = set()
+        rows = []
+        for reference, ops in enumerate((self.operations, self.reference)):
+            for op in ops:
+                new = [self.sketches[value] for value in dict.fromkeys(op.values) if value not in seen]
+                seen.update(op.values)
+                rows.append({"operation": json.dumps(vars(op) | {"reference": bool(reference)}), "sketches": new})
         names = ("setting", "label", "overwritten", "passport", "arithmetic", "notes")
         notes = {name: getattr(self, name) for name in names}
-        trace_files.write(file, notes, (self.operations, self.reference), self.sketches)
+        buffer, text = io.BytesIO(), json.dumps({"format": FORMAT, **notes, "seal": files.UNSEALED})
+        sketch_type = pa.list_(pa.list_(pa.float64()))
+        schema = pa.schema({"operation": pa.string(), "sketches": sketch_type}, {KEY: text})
+        pq.write_table(
+            pa.Table.from_pylist(rows, schema), buffer, use_dictionary=False, compression="zstd", compression_level=19
+        )
+        files.write(file, files.seal(buffer.getvalue()))
         return Path(file)
 
     @classmethod
@@ -88,12 +117,42 @@ class Trace:
         Raises:
             DataError: naming the file, for one that is missing, cut short, damaged or foreign.
         """
-        notes, (operations, reference), sketches = trace_files.read(file, content, most)
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        content = files.read(file) if content is None else content
+        if not content.startswith(b"PAR1"):
+            raise DataError(f"{file}: not a trace; `gpulab record` writes one")
+        with files.reading(file, "a damaged trace"), pq.ParquetFile(pa.BufferReader(content)) as opened:
+            text = (opened.schema_arrow.metadata or {}).get(KEY.encode())
+            if text is None:
+                raise DataError(f"{file}: a Parquet file, but no trace; `gpulab record` writes one")
+            notes = files.read_json(file, text)
+            if notes.pop("format") != FORMAT:
+                raise DataError(f"{file}: a trace of another format than {FORMAT}: record the step again")
+            files.check_seal(file, content)
+            del notes["seal"]
+            files.check_table_size(file, opened.metadata, most or LARGEST)
+            table = opened.read()
+            rows = files.read_json(file, f"[{','.join(table['operation'].to_pylist())}]".encode())
+            halves: tuple[list[Any], list[Any]] = [], []
+            for row in rows:
+                halves[row.pop("reference")].append(row)
+            trace = _check().validate_python({**notes, "operations": halves[0], "reference": halves[1], "sketches": {}})
+            arrays = table["sketches"].combine_chunks().flatten()
+            starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
+            names = dict.fromkeys(value for op in (*trace.operations, *trace.reference) for value in op.values)
+            trace.sketches = dict(zip(names, np.split(arrays.flatten().to_numpy(), starts), strict=True))
         try:
-            Setting.parse(notes["setting"])
+            Setting.parse(trace.setting)
         except UsageError as error:
             raise DataError(f"{file}: a damaged trace: {error}") from None
-        return cls(operations=operations, reference=reference, sketches=sketches, **notes)
+        return trace
+
+
+@functools.cache
+def _check() -> TypeAdapter[Trace]:
+    return TypeAdapter(Trace)
 
 
 def call_of(op: Operation) -> tuple[str, str, str]:

@@ -301,7 +301,7 @@ ALONE = "This asks one question. Where several are asked at once, as in the note
 EXAMPLE = ("whitener-cuda-tf32-off.trace", "whitener-cuda-tf32-on.trace")
 EXAMPLE_WORDS = (
     "One step of a small network, recorded on one GPU twice: in float32, and with TF32, which rounds the factors of a "
-    "matrix product. In the table each row is an operation that rounded more than it should; the first leads to NaN."
+    "matrix product. Each paragraph is an operation that rounded more than it should; the first leads to NaN."
 )
 
 

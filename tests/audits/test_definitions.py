@@ -1,7 +1,5 @@
 """Any right answer of an operation that has several is right, and a wrong one is wrong."""
 
-import math
-
 import pytest
 import torch
 from small_steps import compared, drawn
@@ -41,8 +39,6 @@ SELECTIONS = {
     "median": (aten.median.dim, (1,), [places(1, 5), places(3, 7)], [places(4, 5)]),
     "nanmedian": (aten.nanmedian.dim, (1,), [places(1, 5), places(3, 6)], [places(1, 1)]),
     "kthvalue": (aten.kthvalue.default, (2, 1), [places(4, 0), places(5, 0)], [places(4, 3)]),
-    # Of five and two, each there three times, torch's CPU gives the smaller one.
-    "mode": (aten.mode.default, (1,), [places(0, 1), places(6, 7), places(2, 4)], [places(1, 5), places(0, 3)]),
     "sort": (
         aten.sort.default,
         (1,),
@@ -74,15 +70,6 @@ def test_of_equal_numbers_any_may_be_named_and_no_other(name):
     assert not is_right(operation, (TIES, *more), (values + 1e-3, index)), "a value that is none of them"
 
 
-def test_a_stable_sort_has_one_answer():
-    values, index = aten.sort.stable(TIES, stable=True, dim=1)
-    assert is_right(aten.sort.stable, (TIES,), (values, index), stable=True, dim=1)
-    other = index.clone()
-    other[0, :2] = index[0, [1, 0]]
-    assert not is_right(aten.sort.stable, (TIES,), (values, other), stable=True, dim=1)
-    assert is_right(aten.sort.stable, (TIES,), (values, other), stable=False, dim=1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
 def test_the_place_of_the_largest_number_of_all_or_along_a_dimension(dtype):
     x = TIES.to(dtype)
@@ -103,84 +90,35 @@ def test_a_pool_may_pass_on_any_of_its_largest_numbers():
         assert is_right(pool, args, (torch.tensor([[[[5.0, largest]]]]), places([[where]]))) is right
 
 
-def test_distinct_numbers_may_come_in_any_order_with_what_belongs_to_them():
-    x = torch.tensor([2.0, 7, 2, 5])
-    values, inverse, counts = torch.tensor([7.0, 2, 5]), torch.tensor([1, 0, 1, 2]), torch.tensor([1, 2, 1])
-    free, sorted_ = (x, False, True, True), (x, True, True, True)
-    unique = aten._unique2.default
-    assert is_right(unique, free, (values, inverse, counts))
-    assert is_right(unique, sorted_, unique(*sorted_))
-    assert not is_right(unique, sorted_, (values, inverse, counts))
-    for wrong in [
-        (values, inverse.flip(0), counts),
-        (values, inverse, counts.flip(0) + 1),
-        (values[:2], inverse.clamp(max=1), counts[:2]),
-    ]:
-        assert not is_right(unique, free, wrong)
-
-
 # --- several numbers in one place --------------------------------------------------------------------------------
 
 
-def test_of_several_numbers_written_to_one_place_any_may_stay():
-    before, index, source = drawn(6), torch.tensor([0, 1, 1, 1, 2]), drawn(5, seed=1)
-    calls = [
-        (aten.scatter.src, (before, 0, index, source)),
-        (aten.index_copy.default, (before, 0, index, source)),
-        (aten.index_put.default, (before, [index], source)),
-    ]
-    for operation, args in calls:
-        for stays in (1, 2, 3):
-            made = before.clone()
-            made[:3] = source[[0, stays, 4]]
-            assert is_right(operation, args, made)
-        for place, number in ((1, source[1:4].mean()), (1, before[1]), (1, source[0]), (4, source[0])):
-            wrong = made.clone()
-            wrong[place] = number
-            assert not is_right(operation, args, wrong)
-    sums = aten.index_put.default(before, [index], source, True)
-    assert is_right(aten.index_put.default, (before, [index], source, True), sums)
-    assert not is_right(aten.index_put.default, (before, [index], source, True), made)
-
-
-def test_rows_and_masks_are_written_as_well():
-    before, rows, source = drawn(4, 3), torch.tensor([2, 2]), drawn(2, 3, seed=1)
-    for operation, args in (
-        (aten.index_put.default, (before, [rows], source)),
-        (aten.index_put.default, (before, [None, torch.tensor([0, 2])], drawn(4, 2))),
-        (aten.index_put.default, (before, [before > 0], torch.tensor(9.0))),
-        (aten.scatter.src, (before, 1, torch.tensor([[0, 0], [2, 1]]), source)),
-        (aten.index_copy.default, (before, 0, rows, source)),
-    ):
+def test_of_several_numbers_written_to_one_place_nobody_knows_which_stays():
+    before, once, twice, source = drawn(6), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]), drawn(3, seed=1)
+    for operation, args in [
+        (aten.scatter.src, (before, 0, once, source)),
+        (aten.index_copy.default, (before, 0, once, source)),
+        (aten.index_put.default, (before, [once], source)),
+    ]:
         made = operation(*args)
         assert is_right(operation, args, made)
-        made[0, 0] += 0.5
-        assert not is_right(operation, args, made)
+        assert not is_right(operation, args, made + 0.5)
+    made = aten.scatter.src(before, 0, twice, source)
+    assert compared(aten.scatter.src, (before, 0, twice, source), made) == ForwardError()
+    sums = aten.index_put.default(before, [twice], source, True)
+    assert is_right(aten.index_put.default, (before, [twice], source, True), sums)
 
 
 # --- matrices ----------------------------------------------------------------------------------------------------
 
 
-def test_a_solution_of_least_squares_is_right_where_no_other_leaves_less():
-    flat = torch.arange(1.0, 10).view(3, 3)  # of rank two
-    tall, right = drawn(9, 3), drawn(9, 2, seed=1)
+def test_a_solution_of_least_squares_is_known_where_there_is_one_alone():
+    flat, tall, right = torch.arange(1.0, 10).view(3, 3), drawn(9, 3), drawn(9, 2, seed=1)  # flat is of rank two
     solve = aten.linalg_lstsq.default
-
-    def answer(solution):
-        return solution, torch.empty(0), torch.empty(0, dtype=torch.int64), torch.empty(0)
-
-    for rank in ("gelsy", "gelsd"):
-        solution = solve(flat, flat, driver=rank)[0]
-        for move, right_still in [([[0.0], [0], [0]], True), ([[1.0], [-2], [1]], True), ([[1.0], [-2], [1.1]], False)]:
-            moved = answer(solution + torch.tensor(move))
-            assert is_right(solve, (flat, flat), moved, driver=rank) is right_still
-    solution = solve(tall, right)[0]
-    assert is_right(solve, (tall, right), answer(solution))
-    wrong = solution.clone()
-    wrong[1, 1] *= 1.001
-    assert not is_right(solve, (tall, right), answer(wrong))
-    lost = compared(solve, (tall, right), answer(torch.full_like(solution, math.nan)))
-    assert lost == ForwardError(), "and of what is no number nothing is said"
+    assert compared(solve, (flat, flat), solve(flat, flat, driver="gelsy"), driver="gelsy") == ForwardError()
+    made = solve(tall, right)
+    assert is_right(solve, (tall, right), made)
+    assert not is_right(solve, (tall, right), (1.001 * made[0], *made[1:]))
 
 
 def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
@@ -202,5 +140,5 @@ def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values.flip(0), vectors))
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors + 0.01))
     batch = drawn(3, 6, 6)
-    for operation in (aten.linalg_qr.default, aten._linalg_svd.default, aten.linalg_eig.default):
+    for operation in (aten.linalg_qr.default, aten._linalg_svd.default):
         assert is_right(operation, (batch,), operation(batch))

@@ -13,10 +13,10 @@ from small_steps import drawn, seeded
 from torch import nn
 
 import gpulab as gl
-from gpulab.audits import trace_files
+from gpulab.audits import traces
 from gpulab.files import UNSEALED, seal
 
-KEY = trace_files.KEY
+KEY = traces.KEY
 
 
 def recorded(file, inputs):
@@ -72,7 +72,7 @@ def test_what_is_no_trace_or_too_large_to_be_read_is_named(file, tmp_path, monke
     refused(tmp_path / "a.parquet", "no trace", "gpulab record")
     refused(tmp_path / "missing.trace", "No such file")
     refused(tmp_path)
-    monkeypatch.setattr(trace_files, "LARGEST", 100)
+    monkeypatch.setattr(traces, "LARGEST", 100)
     refused(file, "too large")
 
 
@@ -106,7 +106,7 @@ def other(**fields):
     return lambda values: [json.dumps(json.loads(values[0]) | fields), *values[1:]]
 
 
-NOTES = [{"format": 2}, {"setting": "gpu"}, {"more": 1}, {"arithmetic": 3}, {"overwritten": [{"operation": "x"}]}]
+NOTES = [{"format": 2}, {"setting": "gpu"}, {"arithmetic": 3}, {"overwritten": [{"operation": 3}]}]
 NOTES += [json.dumps({"setting": "cpu"}), "[1, 2]", "{", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"]
 DAMAGED = {
     **{f"notes {str(notes)[:24]}": {"notes": notes} for notes in NOTES},

@@ -12,7 +12,7 @@ import companion
 import gpulab as gl
 from companion import explorers
 from companion.widgets import bits_figure, format_bits
-from gpulab.audits import trace_files
+from gpulab.audits.traces import Trace
 from gpulab.store.recorded import recorded_folder
 
 LOSS = torch.nn.functional.mse_loss
@@ -190,10 +190,9 @@ class Malicious:
 
 
 def test_a_hostile_upload_is_answered_in_a_sentence(audit, tmp_path):
-    notes, operations, sketches = trace_files.read("resnet18", resnet())
-    sketches[operations[0][0].outputs[0]] = np.zeros(10_000_000)
-    trace_files.write(tmp_path / "bomb.trace", notes, operations, sketches)  # which unpacks into too much
-    bomb, flipped = (tmp_path / "bomb.trace").read_bytes(), bytearray(resnet())
+    large = Trace.load("resnet18", resnet())
+    large.sketches[large.operations[0].outputs[0]] = np.zeros(10_000_000)  # which unpacks into too much
+    bomb, flipped = large.save(tmp_path / "bomb.trace").read_bytes(), bytearray(resnet())
     flipped[9000] ^= 1
     assert len(bomb) < explorers.MOST_UPLOADED
     for content, said in (
