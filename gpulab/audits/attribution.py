@@ -149,7 +149,8 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
         if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < min(origins, default=0):
             return -2, 0.0, 0
         first = lost is not None and finding.op is lost
-        share = 0.0 if math.isnan(finding.share) else finding.share
+        # Of shares that are shown as the same, the first operation's comes first, and what follows from it later.
+        share = 0.0 if math.isnan(finding.share) else round(finding.share, 2)
         return 1 if first else _tier(comparison, finding), -share, KINDS.index(finding.kind)
 
     return sorted(findings, key=order)

@@ -55,9 +55,8 @@ class Fastest:
 
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
-        if not self.followed or _watched():
-            return False
-        return self.loader.name == "window" or Windows.follows(self.training.model)
+        unseen = self.followed and not _watched()
+        return unseen and (self.loader.name == "window" or Windows.follows(self.training.model))
 
 
 def _watched() -> bool:

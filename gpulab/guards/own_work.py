@@ -38,8 +38,7 @@ def uncompiled(function: Function) -> Function:
     `torch.compiler.disable` does the same, and imports the compiler, which takes seconds and 150 MB. An older torch
     (2.6) has nothing else, and compiles the function where a compiled one calls `backward`.
     """
-    if hasattr(eval_frame, "_FrameAction"):
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    if action := getattr(eval_frame, "_FrameAction", None):
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
