@@ -103,8 +103,10 @@ class Attribution:
         for op, fraction in zip(alone, fractions, strict=False):
             self.kept[op] += inherited * fraction
         for (a, pair), fraction in zip(origin.before, fractions[len(alone) :], strict=True):
-            if fraction:
+            if fraction and comparison.position[a] < comparison.position[user]:
                 self.arrived[a][pair] += inherited * fraction
+            else:  # a value that is made again later, as by transposing twice, goes back to nothing that was before
+                self.lost[user] += inherited * fraction
 
 
 def _own(op: Operation) -> float:

@@ -409,7 +409,7 @@ class FactorTable(Report):
     """
 
     table: pd.DataFrame
-    verdicts: dict[tuple[str, str], Verdict]  # behind it, by source and base
+    verdicts: dict[tuple[str, str, str], Verdict]  # behind it, by source, machine and base
 
     plots = "companion.floating_point"
 
@@ -499,8 +499,8 @@ def _judged_factors(
     source: str,
     profile: str,
     machine: Mapping[str, Any],
-) -> tuple[pd.DataFrame, dict[tuple[str, str], Verdict]]:
-    """Rows of one step, each with the verdict on the final loss; and the verdicts by source and base.
+) -> tuple[pd.DataFrame, dict[tuple[str, str, str], Verdict]]:
+    """Rows of one step, each with the verdict on the final loss; and the verdicts by source, machine and base.
 
     A verdict for each base is on all that is compared with it, so that Holm's correction sees all.
     """
@@ -508,13 +508,14 @@ def _judged_factors(
     for base, options in {level(factor.base): factor.base for factor in chosen}.items():
         levels = [options, *(factor.change for factor in chosen if factor.base == options)]
         compared = pd.concat([_level_runs(runs, level_options) for level_options in levels], ignore_index=True)
-        verdicts[source, base] = judged = gl.verdict(compared, factor="change", reference=base)
+        device = machine_of(machine, base.partition(":")[0])
+        verdicts[source, device, base] = judged = gl.verdict(compared, factor="change", reference=base)
         effect = judged.table[["change", "seeds", "same_bits", "decision"]].assign(base=base)
         in_sd = judged.table[[*IN_SD.values()]].div(judged.between_seeds or math.nan).to_numpy()
         effects.append(effect.assign(**dict(zip(IN_SD, in_sd.T, strict=True))))
     rows = pd.DataFrame(steps).merge(pd.concat(effects), on=["base", "change"])
-    device = [machine_of(machine, base.partition(":")[0]) for base in rows.base]
-    return rows.assign(source=source, profile=profile, machine=device), verdicts
+    devices = [machine_of(machine, base.partition(":")[0]) for base in rows.base]
+    return rows.assign(source=source, profile=profile, machine=devices), verdicts
 
 
 def recorded_measurements(name: str) -> pd.DataFrame:
@@ -546,7 +547,7 @@ def factor_effects(report: FactorTable) -> Picture:
             look: Look = {"marker": "^" if row.emulated else "o", "hollow": row.recorded}
             style.points(step_axes, max(row.step_moved, SAME_STEP), height, row.tint, s=26, **look)
             loss_axes.annotate(f" {row.decision}", (1.0, height), fontsize=7, color=row.tint, **BESIDE)
-            judged = report.verdicts[row.source, row.base]
+            judged = report.verdicts[row.source, row.machine, row.base]
             seed_effects = judged.pairs.difference[judged.pairs.change == row.change].dropna().abs()
             in_sd = np.maximum(seed_effects / (judged.between_seeds or math.nan), SAME_LOSS)
             style.points(loss_axes, in_sd, np.full(len(seed_effects), height), row.tint, s=14, linewidths=0.9, **look)
