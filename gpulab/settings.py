@@ -381,7 +381,8 @@ class Setting:
             from torch._dynamo import config
 
             # More variants than usual are compiled, and what would no longer be compiled is an error.
-            stack.enter_context(config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True))
+            limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # until torch 2.6
+            stack.enter_context(config.patch({limit: 256, f"fail_on_{limit.replace('_size', '')}_hit": True}))
         if self.kind == "cuda":
             stack.enter_context(torch.cuda.device(self.device))
 

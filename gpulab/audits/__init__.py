@@ -1,8 +1,9 @@
 """The audit: one training step under two settings, compared operation by operation, and explained."""
 
 from gpulab.audits.audits import Audit, audit
+from gpulab.audits.compiled import CompiledAudit
 from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
 from gpulab.audits.traces import Trace
 
-__all__ = ["Audit", "Step", "Trace", "audit", "record"]
+__all__ = ["Audit", "CompiledAudit", "Step", "Trace", "audit", "record"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.errors import DataError, printable
+from gpulab.errors import DataError, in_one_line, printable
 from gpulab.files import read
 
 GATES = "ifco"
@@ -32,7 +32,7 @@ def read_chainer(file: str | Path, network: type) -> Any:
             net = outline(channels, (height, width))
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         held = ", ".join(sorted(arrays)[:4]) or "nothing"
-        raise DataError(f"{file}: not a PredNet of the authors, it holds {held}, …: {error!r:.200}") from None
+        raise DataError(f"{file}: not a PredNet of the authors, it holds {held}, …: {in_one_line(error)}") from None
     expected = {name: tuple(view.shape) for name, view in chainer_views(net, lambda parameter: parameter).items()}
     shapes = {name: array.shape for name, array in arrays.items()}
     wrong = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
@@ -89,5 +89,5 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"{name} holds numbers that are not finite in float32")
     except Exception as error:  # zipfile and NumPy raise almost anything at a broken file
-        raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {error!r:.200}") from None
+        raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {in_one_line(error)}") from None
     return arrays
