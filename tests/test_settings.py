@@ -199,7 +199,7 @@ def test_autocast_sees_weights_that_an_optimizer_has_changed():
     assert (after < before - 4).all(), "a cast that was kept would give the same again"
 
 
-def test_compiled_gives_what_the_backend_made_and_without_one_the_function_itself():
+def test_setting_compiled_uses_its_backend_or_leaves_the_function():
     compiled_graphs = []
 
     def backend(graph, inputs):
@@ -214,7 +214,7 @@ def test_compiled_gives_what_the_backend_made_and_without_one_the_function_itsel
     assert len(compiled_graphs) == 1
 
 
-def test_more_variants_than_are_compiled_are_an_error_and_do_not_run_uncompiled():
+def test_recompile_limit_is_an_error():
     with gl.setting("cpu:compile=eager") as setting, torch._dynamo.config.patch(recompile_limit=2):
         compiled = setting.compiled(lambda x: x + 1)
         with pytest.raises(Exception, match="recompile_limit"):

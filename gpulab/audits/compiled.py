@@ -173,7 +173,8 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     for name in sorted(written.keys() | found.keys()):
         x, y, z, *moved = (results.get(name, missing) for results in (exact, written, found, *nudged))
         rows.append({"result": name, **_apart(x, y, z, moved)})
-    return Compared(pd.DataFrame(rows), graphs, breaks, all(torch.equal(found[n], again[n]) for n in found))
+    repeats = all(torch.allclose(found[name], again[name], rtol=0, atol=0, equal_nan=True) for name in found)
+    return Compared(pd.DataFrame(rows), graphs, breaks, repeats)
 
 
 def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor]) -> dict[str, Any]:
@@ -190,7 +191,8 @@ def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor]) 
     moves = [apart(tensor, written) for tensor in nudged]
     # Twice, since where one number crosses an edge, the compiler's difference may be that very crossing.
     tolerance = 2 * max(LEEWAY * tol.ROUNDOFF, LEEWAY * row["plain_error"], *moves)
-    wrong = not (row["difference"] <= tolerance or row["error"] <= row["plain_error"])
+    nearer = row["error"] <= row["plain_error"] or (math.isnan(row["plain_error"]) and math.isfinite(row["error"]))
+    wrong = not (row["difference"] <= tolerance or nearer)
     return row | {"tolerance": tolerance, "wrong": wrong, "finite": finite}
 
 
@@ -207,10 +209,10 @@ def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
 def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
     """What the whole step shows: results that are no numbers, do not repeat themselves, or were drawn otherwise."""
     if not whole.table.finite.all():
+        names = _listed(list(whole.table.result[~whole.table.finite]))
         detail = (
-            f"{_listed(list(whole.table.result[~whole.table.finite]))}: without the compiler as well, and an audit of "
+            f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
-        detail += f"{plain} against another device, or another number of threads, says where that begins"
         yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
     if not whole.repeats:
         yield _finding("nondeterminism", str(compiled), step.model, "gave other bits when it was done again")
@@ -253,7 +255,7 @@ def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Settin
             where = {"phase": phase, "name": call.name, "line": line, "size": alone.worst.difference}
             yield _finding("mismatch", str(compiled), call.module, "; ".join(details), KEEP_OUT, **where)
     if not wrong:
-        detail = f"{_how_far(whole.worst)}; each module is right when it is compiled alone"
+        detail = f"{_how_far(whole.worst)}; of each kind of module the first is right when it is compiled alone"
         detail += f", except {len(untried)} that could not be tried: {_listed(untried)}" if untried else ""
         yield _finding("cause not found", str(compiled), step.model, detail, KEEP_OUT, size=whole.worst.difference)
 

@@ -104,7 +104,8 @@ class PreparedStep:
         def moved_value(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
                 return {name: tree_map(moved_value, item) for name, item in value.items()}
-            return converted(value) if isinstance(value, Tensor) else value
+            moved = converted(value) if isinstance(value, Tensor) else value
+            return value.clone() if isinstance(moved, Tensor) and moved is value else moved  # the user's stays as it is
 
         self.batch = tree_map(moved_value, step.batch)
         before = State([self.model])

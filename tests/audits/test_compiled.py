@@ -87,7 +87,8 @@ def test_model_that_is_compiled_already_and_shared_modules():
 def test_loss_that_is_not_finite_is_told_first():
     step = step_of(nn.Linear(8, 8), nn.Softmax(-1))
     step = gl.Step(step.model, step.batch, lambda output, _: (output - output).log().mean())
-    assert gl.audit(step, "cpu", "cpu:compile=aot_eager", progress=False).kind == "not finite"
+    answer = gl.audit(step, "cpu", "cpu:compile=aot_eager", progress=False)
+    assert [finding.kind for finding in answer.findings] == ["not finite"], "NaN that is NaN again repeats itself"
 
 
 def test_compiled_audits_that_cannot_be_are_refused():
@@ -119,3 +120,21 @@ def test_networks_of_gpulab_are_compiled_and_give_the_same():
     assert compiled.final_loss == pytest.approx(plain.final_loss, rel=1e-5)
     assert "step" not in vars(compiled.model)
     assert compiled.predict()[1].shape == plain.predict()[1].shape
+
+
+@pytest.mark.parametrize("other", ["cpu:threads=1", "cpu:compile=aot_eager"])
+def test_batch_that_the_model_changes_in_place_stays_as_it_was(other):
+    class Doubling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x.mul_(2))
+
+    step = step_of(Doubling())
+    before = step.batch[0].clone()
+    assert (
+        gl.audit(step, "cpu:threads=1" if "compile" not in other else "cpu", other, progress=False).kind == "rounding"
+    )
+    assert torch.equal(step.batch[0], before)
