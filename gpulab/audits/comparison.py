@@ -182,7 +182,8 @@ class Comparison:
         """What two were given in each other's place; kernels of two names take it in another order."""
         if a.name == b.name:
             return list(zip(a.inputs, b.inputs, strict=False))
-        return [(x, y) for x in a.inputs for y in b.inputs if self.common(x, y, a)]
+        pairs = [(x, y, self.common(x, y, a)) for x in a.inputs for y in b.inputs]
+        return [(x, y) for x, y, pair in pairs if pair and _place(pair[0], x) == _place(pair[1], y)]
 
     # --- where values come from -----------------------------------------------------------------------------
 
@@ -215,6 +216,11 @@ class Comparison:
                     alone.append(op)
                     front += op.inputs
         return origin
+
+
+def _place(op: Operation, value: str) -> int:
+    """Which of the results of an operation a value is."""
+    return [*op.outputs, *op.changed].index(value)
 
 
 def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:

@@ -22,7 +22,7 @@ from gpulab import report
 from gpulab.audits import tolerances as tol
 from gpulab.audits.answers import Answer
 from gpulab.audits.findings import ADVICE, Finding
-from gpulab.audits.modules_alone import LEEWAY, ModuleCall, module_calls, results_of
+from gpulab.audits.modules_alone import LEEWAY, ModuleCall, Results, module_calls, results_of
 from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
 from gpulab.errors import GpulabError, UsageError, in_one_line
@@ -163,18 +163,27 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     from torch._dynamo.utils import counters
 
     exact, written = (results_of(step, setting) for setting in (Setting(plain.device, precision="float64"), plain))
-    nudged = [results_of(step, plain, draw) for draw in range(1, 1 + NUDGES)]
+    slowest = replace(plain, tf32=False) if plain.kind == "cuda" else plain
+    uses_tf32 = slowest != plain and not _same_bits(results_of(step, slowest), written)  # which a GPU may, and not must
+    nudged = [results_of(step, plain if uses_tf32 else slowest, draw) for draw in range(1, 1 + NUDGES)]
     counters.clear()
     with _random_numbers_as_uncompiled():
         found, again = (results_of(step, compiled) for _ in range(2))
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    missing = torch.full((), math.nan)
+    missing = torch.full((), math.nan, device=plain.device)
     rows = []
     for name in sorted(written.keys() | found.keys()):
         x, y, z, *moved = (results.get(name, missing) for results in (exact, written, found, *nudged))
         rows.append({"result": name, **_apart(x, y, z, moved)})
-    repeats = all(torch.allclose(found[name], again[name], rtol=0, atol=0, equal_nan=True) for name in found)
-    return Compared(pd.DataFrame(rows), graphs, breaks, repeats)
+    # With the columns, for a module that makes no numbers, such as a mask.
+    table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
+    return Compared(table, graphs, breaks, _same_bits(found, again))
+
+
+def _same_bits(results: Results, others: Results) -> bool:
+    """Whether two executions gave the same, NaN included."""
+    pairs = ((result, others[name]) for name, result in results.items())
+    return all(torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in pairs)
 
 
 def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor]) -> dict[str, Any]:

@@ -262,6 +262,10 @@ def cause_not_found(comparison: Comparison, lost: dict[Operation, float], total:
     most = tol.SHORT_SIZE if comparison.short_setting else tol.UNEXPLAINED
     share = sum(lost.values()) / total if total else 0.0
     if share >= tol.EXPLAINED and max(gaps, default=0.0) > most:
-        op = comparison.partners[max(lost, key=lambda op: lost[op])][1]
-        finding = finding_between(comparison, "cause not found", op, max(gaps), "no cause")
+        a, b = comparison.partners[max(lost, key=lambda op: lost[op])]
+        of_data = max((gap for gap in comparison.gaps(a.inputs, b.inputs)), default=0.0)
+        if comparison.short_setting and 0 < of_data <= tol.SHORT_SIZE:
+            finding = finding_between(comparison, "reduced precision", b, of_data, "data", "data")
+        else:
+            finding = finding_between(comparison, "cause not found", b, max(gaps), "no cause")
         yield replace(finding, share=share)

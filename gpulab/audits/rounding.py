@@ -116,7 +116,8 @@ def forward_error(
         if not all(map(math.isfinite, sizes)):
             return unknown
         unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
-        if not any(map(distance, results, exact)):  # such as copies: the rest would say nothing
+        copies = [t.numel() for t in twin.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
+        if copies and not any(map(distance, results, exact)):  # the rest would say nothing
             return ForwardError(0.0, unit)
         terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
         reaches = [SAFETY * math.sqrt(n) for n in terms]

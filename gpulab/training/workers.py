@@ -60,9 +60,11 @@ class Workers(contextlib.AbstractContextManager):
         """The setting of a run that is to share a GPU with others in threads, or nothing.
 
         gpulab's own networks may: weights and orders are drawn from generators that each training has for itself, and a
-        stream keeps its kernels in their order. A function of the user's draws from torch's global generators.
+        stream keeps its kernels in their order. A function of the user's draws from torch's global generators, and
+        torch's compiler, which traces in one thread, refuses to run what it has compiled in another meanwhile.
         """
-        may_share = isinstance(job["net"], str) and Setting.parse(job["setting"]).kind == "cuda"
+        setting = Setting.parse(job["setting"])
+        may_share = isinstance(job["net"], str) and setting.kind == "cuda" and not setting.compile
         return job["setting"] if may_share and self.count > 1 else ""
 
     def do(self, job: dict[str, Any]) -> str:

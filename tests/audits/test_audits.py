@@ -176,6 +176,12 @@ def new_memory(setting):
     x.sum().backward()
 
 
+def difference_of_roundings(setting):
+    """A row alone and in a batch: what a subtraction leaves of them is exact, and nothing but their roundings."""
+    x, w = (drawn(*shape).to(setting.device, setting.dtype) for shape in ((32, 256), (256, 64)))
+    return ((x @ w)[:1] - x[:1] @ w).abs().max()
+
+
 def normalised(normalisation):
     """Its mean makes a common offset of the roundings of a convolution's factors."""
     layers = [nn.Conv2d(1, 16, 3, padding=1), normalisation, nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10)]
@@ -200,6 +206,7 @@ EXPLAINED = {
     "a number format's epsilon": (with_a_function(lambda h: h.clamp(min=torch.finfo(h.dtype).eps)), SHORT),
     "new memory": (new_memory, B),
     "another order of sums": (CONVOLUTION, "cpu:emulate=pascal,order=pairwise"),
+    "a difference of roundings": (difference_of_roundings, "cpu:emulate=pascal,order=pairwise"),
     **{
         f"{name} under {b}": (step, b)
         for b in (B, TF32, SHORT)
@@ -210,6 +217,27 @@ EXPLAINED = {
         }.items()
     },
 }
+
+
+class Rotary(nn.Module):
+    """Angles from a table that bfloat16 holds in three digits, times places up to 500."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("frequencies", 10000 ** (-torch.arange(32) / 32))
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[1])[:, None].float() * self.frequencies.float()
+        return (self.layer(x).float() * torch.cat([angles.cos(), angles.sin()], -1)).square()
+
+
+def test_buffer_that_the_setting_rounded_is_reduced_precision():
+    report = audited(gl.Step(seeded(Rotary), drawn(2, 500, 64)), A, SHORT)
+    first = report.findings[0]
+    assert (first.kind, first.module) == ("reduced precision", "Rotary")
+    assert "was given data or weights that are" in first.detail
+    assert first.share > 0.9
 
 
 @pytest.mark.parametrize("name", EXPLAINED)

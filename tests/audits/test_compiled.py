@@ -57,6 +57,27 @@ def test_two_modules_that_are_wrong_only_together_are_named():
     assert "2.act" in answer.findings[0].detail
 
 
+class Masked(nn.Module):
+    """Holds a module whose result is no number."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask, self.inner = Above(), CASES["product_in_bfloat16"].step().model
+
+    def forward(self, x):
+        return torch.where(self.mask(x), self.inner(x), x)
+
+
+class Above(nn.Module):
+    def forward(self, x):
+        return x > 0
+
+
+def test_module_that_makes_no_numbers_is_passed_over():
+    answer = gl.audit(step_of(Masked(), width=16), "cpu", "cpu:compile=rounds", progress=False)
+    assert (answer.kind, answer.findings[0].operation) == ("mismatch", "Linear")
+
+
 def test_functionalisation_is_told_from_generated_code():
     answer = gl.audit(CASES["view_with_gaps"].step(), "cpu", "cpu:compile=drops_a_view", progress=False)
     assert answer.kind == "rounding", "this backend leaves a view with gaps alone"
