@@ -58,6 +58,9 @@ ADVICE = {
     "other function": "see what {place} does under {setting}: " + ANOTHER_FUNCTION,
     "other kernel": "compare the kernels registered for both settings: " + ANOTHER_FUNCTION,
     "data": "keep what {place} is given in float32 if it was meant to be: it is a parameter or buffer, or in the batch",
+    "counted": (
+        "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
+    ),
     "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
 }
 DETAILS = {

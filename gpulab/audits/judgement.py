@@ -165,6 +165,11 @@ def _side_by_side(
             gap = max(comparison.result_gaps(a, b))
             yield finding_between(comparison, "different random numbers", b, gap, "other draw")
         return
+    short = next((op for op in (b, a) if op.dtype in tol.SHORT), None)
+    if short and not (a.inputs or b.inputs) and a.dtype != b.dtype and not comparison.same_bits(a, b):
+        gap = max(comparison.result_gaps(a, b))  # such as places, counted by `arange`
+        yield finding_between(comparison, "reduced precision", short, gap, "short type", "counted", dtype=short.dtype)
+        return
     gaps = comparison.gaps(a.inputs, b.inputs)
     if a.name == b.name:  # kernels of other names take what they are given in another order
         same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE

@@ -222,22 +222,29 @@ EXPLAINED = {
 class Rotary(nn.Module):
     """Angles from a table that bfloat16 holds in three digits, times places up to 500."""
 
-    def __init__(self):
+    def __init__(self, places=torch.float32):
         super().__init__()
-        self.layer = nn.Linear(64, 64)
+        self.places, self.layer = places, nn.Linear(64, 64)
         self.register_buffer("frequencies", 10000 ** (-torch.arange(32) / 32))
 
     def forward(self, x):
-        angles = torch.arange(500.0)[:, None] * self.frequencies.float()
+        angles = torch.arange(500.0, dtype=self.places)[:, None] * self.frequencies.float()
         return (self.layer(x).float() * torch.cat([angles.cos(), angles.sin()], -1)).square()
 
 
 def test_buffer_that_the_setting_rounded_is_reduced_precision():
     report = audited(gl.Step(seeded(Rotary), drawn(2, 500, 64)), A, SHORT)
     first = report.findings[0]
-    assert (first.kind, first.module) == ("reduced precision", "Rotary")
+    assert (first.kind, first.operation, first.module) == ("reduced precision", "mul", "Rotary")
     assert "was given data or weights that are" in first.detail
     assert first.share > 0.9
+
+
+def test_places_that_are_counted_in_bfloat16_are_reduced_precision():
+    first = audited(gl.Step(seeded(lambda: Rotary(places=None)), drawn(2, 500, 64)), A, SHORT).findings[0]
+    assert (first.kind, first.operation, first.detail) == ("reduced precision", "arange", "computed in bfloat16")
+    assert first.share > 0.9
+    assert "whole numbers up to 256" in first.advice
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
