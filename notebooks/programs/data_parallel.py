@@ -5,8 +5,12 @@ same step. The program trains a PredNet on one device, then on all of them, with
 with as large a batch for each (weak scaling). It asserts that the weights end the same in every process, and where one
 process alone ends, up to rounding.
 
+With `--graph` it does so twice more, on GPUs. There Python launches some thousand kernels for an update, one by one,
+and takes as long over a small share as over a large one. Two CUDA graphs launch them at once, before and after one sum
+of all gradients, which lie in one buffer; first with autograd's gradient, then with gpulab's formulas for PredNet's.
+
     python notebooks/programs/data_parallel.py
-    python notebooks/programs/data_parallel.py --processes 4 --size paper --batch 16 --setting cuda:tf32=off
+    python notebooks/programs/data_parallel.py --processes 4 --size kitti --batch 16 --setting cuda:tf32=on --graph
 
 These start their processes themselves: they meet through a file, and nothing listens beyond 127.0.0.1. On several
 machines torchrun starts them, whose meeting point can be reached from outside:
@@ -17,11 +21,12 @@ Source: Li et al. 2020, *PyTorch distributed: experiences on accelerating data p
 """
 
 import argparse
-import contextlib
+import itertools
 import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -32,14 +37,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import gpulab as gl
+from gpulab.engines.graphs import Graph
+from gpulab.engines.prednet_windows import Windows
 from gpulab.store import recorded
+from gpulab.training.adam import Adam
 
 SIZES = {  # of PredNet: the channels of its layers, height and width of its frames
     "small": ((3, 8, 16), (24, 32)),
     "quick": ((3, 16, 32), (48, 64)),
     "paper": ((3, 48, 96, 192), (120, 160)),
+    "kitti": ((3, 48, 96, 192), (128, 160)),
 }
-WARM_UP = 2  # updates before those that are timed
+WARM_UP, LEARNING_RATE = 2, 1e-3  # updates before those that are timed; Adam's
 
 
 class Loss(torch.nn.Module):
@@ -54,47 +63,101 @@ class Loss(torch.nn.Module):
         return self.net.training_loss(films, None)[0]
 
 
-def train(loss, batches, updates, communicate=True):
-    """Seconds of an update. Without communication each process goes on by itself, to see what computing alone takes."""
-    optimizer, clock = torch.optim.Adam(loss.parameters(), 1e-3), []
-    with contextlib.nullcontext() if communicate else loss.no_sync():
-        for update in range(WARM_UP + updates):
-            optimizer.zero_grad()
-            value = loss(batches[update % len(batches)])
-            value.backward()
-            optimizer.step()
-            if update in (WARM_UP - 1, WARM_UP + updates - 1):
-                next(loss.parameters()).sum().item()  # waits for the device
-                clock.append(time.perf_counter())
-    return (clock[1] - clock[0]) / updates
+class KernelByKernel:
+    """An update as everybody writes it; DistributedDataParallel averages the gradients of `size` processes."""
+
+    def __init__(self, net, films, size):  # noqa: ARG002
+        self.loss = DistributedDataParallel(Loss(net)) if size > 1 else Loss(net)
+        self.optimizer = torch.optim.Adam(net.parameters(), LEARNING_RATE)
+
+    def __call__(self, films):
+        """Do it with a share of a batch."""
+        self.optimizer.zero_grad()
+        self.loss(films).backward()
+        self.optimizer.step()
 
 
-def compare(args, device, dtype):
+class InGraphs:
+    """An update as two CUDA graphs, before and after one average of all gradients, which lie in one buffer."""
+
+    def __init__(self, net, films, size, written_out=False):
+        self.weights, self.size, self.loss = [*net.parameters()], size, Loss(net)
+        self.optimizer = Adam(self.weights, LEARNING_RATE)
+        self.windows = Windows(net, films) if written_out else None
+        self.gradients = torch.zeros_like(parameters_to_vector(self.weights))
+        self.before = Graph(self.find_gradients, [films], [self.gradients])
+        self.after = Graph(self.step, [], [*self.weights, *itertools.chain(*self.optimizer.state.values())])
+
+    def find_gradients(self, films):
+        """Compute the gradients, and lay them side by side in one buffer."""
+        self.optimizer.zero_grad()
+        self.windows(films, None) if self.windows else self.loss(films).backward()
+        torch.cat([weight.grad.reshape(-1) for weight in self.weights], out=self.gradients)
+
+    def step(self):
+        """Let Adam make its step with the gradients in the buffer."""
+        parts = self.gradients.split([weight.numel() for weight in self.weights])
+        for weight, part in zip(self.weights, parts, strict=True):
+            weight.grad = part.view_as(weight)
+        self.optimizer.step()
+
+    def __call__(self, films):
+        """Do it with a share of a batch."""
+        self.before(films)
+        if self.size > 1:
+            dist.all_reduce(self.gradients, dist.ReduceOp.AVG)
+        self.after()
+
+
+UPDATES = {  # by what they are called in the record
+    "kernel by kernel": KernelByKernel,
+    "in graphs": InGraphs,
+    "in graphs, written out": partial(InGraphs, written_out=True),
+}
+
+
+def seconds_of(do, inputs, times):
+    """Seconds of one time, each with the next of the inputs."""
+    for number in range(WARM_UP + times):
+        if number == WARM_UP:
+            wait(inputs[0].device)
+            start = time.perf_counter()
+        do(inputs[number % len(inputs)])
+    wait(inputs[0].device)
+    return (time.perf_counter() - start) / times
+
+
+def wait(device):
+    """Until a GPU has done what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compare(args, films, make_update):
     """Train alone and together: a row for each kind of scaling, and how far the weights differ in the end."""
-    rank, size, (channels, frame) = dist.get_rank(), dist.get_world_size(), SIZES[args.size]
-    windows = gl.load("walk", size=frame).windows(args.frames)
-    films = [torch.from_numpy(next(windows).frames[-args.frames :]) for _ in range(2 * size * args.batch)]
-    films = torch.stack(films, 1).to(device, dtype) / 255
-    whole = films[:, : 2 * args.batch].split(args.batch, 1)
+    rank, size, timed = dist.get_rank(), dist.get_world_size(), films.dtype == torch.float32
+    whole, larger = films[:, : 2 * args.batch].split(args.batch, 1), films.split(size * args.batch, 1)
 
-    def together(batches, communicate=True):
-        loss = DistributedDataParallel(Loss(gl.models.PredNet(channels, frame)).to(device, dtype))
-        shares = [batch.chunk(size, 1)[rank].contiguous() for batch in batches]
-        return train(loss, shares, args.updates, communicate), parameters_to_vector(loss.parameters())
+    def trained(batches, size):
+        """The seconds of an update in so many processes, and the weights in the end."""
+        net = gl.models.PredNet(*SIZES[args.size]).to(films)
+        shares = [batch.chunk(size, 1)[rank % size].contiguous() for batch in batches]
+        seconds = seconds_of(make_update(net, shares[0], size), shares, args.updates if timed else 1)
+        return seconds, parameters_to_vector(net.parameters()).detach()
 
-    alone = Loss(gl.models.PredNet(channels, frame)).to(device, dtype)
-    seconds = train(alone, whole, args.updates) if rank == 0 else 0.0  # the others wait where they train together
-    rows = [(scaling, 1, args.batch, seconds, seconds) for scaling in ("strong", "weak")]
-    strong, weights = together(whole)
+    seconds, alone = trained(whole, 1) if rank == 0 else (0.0, 0.0)  # the others wait where they train together
+    strong, weights = trained(whole, size)
     everywhere = [torch.empty_like(weights) for _ in range(size)]
-    dist.all_gather(everywhere, weights.detach())
+    dist.all_gather(everywhere, weights)
     assert all(torch.equal(each, weights) for each in everywhere), "the weights differ between the processes"
-    difference = (weights - parameters_to_vector(alone.parameters())).abs().max().item()
-    if dtype == torch.float64:  # which is not timed
-        return rows, difference
-    rows.append(("strong", size, args.batch, strong, together(whole, communicate=False)[0]))
-    larger = films.split(size * args.batch, 1)
-    rows.append(("weak", size, size * args.batch, together(larger)[0], together(larger, communicate=False)[0]))
+    difference = (weights - alone).abs().max().item()
+    if not timed:
+        return [], difference
+    rows = [(scaling, 1, args.batch, seconds, seconds, 0.0) for scaling in ("strong", "weak")]
+    communication = seconds_of(dist.all_reduce, [torch.empty_like(weights)], args.updates)
+    for scaling, batches, together in (("strong", whole, strong), ("weak", larger, trained(larger, size)[0])):
+        compute, _ = trained([batch.chunk(size, 1)[rank] for batch in batches], 1)
+        rows.append((scaling, size, batches[0].shape[1], together, compute, communication))
     return rows, difference
 
 
@@ -110,27 +173,36 @@ def work(rank, size, args, meeting):
         torch.cuda.set_device(device)
     with gl.setting(args.setting):
         dist.init_process_group("nccl" if on_gpu else "gloo", meeting, rank=rank, world_size=size)
-        rows, float32 = compare(args, device, torch.float32)
-        _, float64 = compare(args, device, torch.float64)
+        windows = gl.load("walk", size=SIZES[args.size][1]).windows(args.frames)
+        films = [torch.from_numpy(next(windows).frames[-args.frames :]) for _ in range(2 * size * args.batch)]
+        films, rows, ends = torch.stack(films, 1).to(device) / 255, [], []
+        for update in UPDATES if args.graph else ["kernel by kernel"]:
+            for precision in ("float32", "float64"):
+                found, difference = compare(args, films.to(getattr(torch, precision)), UPDATES[update])
+                rows += [(update, *row) for row in found]
+                ends.append((update, precision, difference))
         dist.destroy_process_group()
     if rank == 0:
-        report(args, size, rows, {"float32": float32, "float64": float64})
+        report(args, size, rows, ends)
 
 
-def report(args, size, rows, differences):
+def report(args, size, rows, ends):
     """Print the table and what was asserted, and write the record."""
-    scaling = pd.DataFrame(rows, columns=["scaling", "devices", "batch", "seconds", "compute"])
+    columns = ["update", "scaling", "devices", "batch", "seconds", "compute", "communication"]
+    scaling = pd.DataFrame(rows, columns=columns)
     scaling["frames_per_second"] = scaling.batch * args.frames / scaling.seconds
-    scaling["speedup"] = scaling.frames_per_second / scaling.frames_per_second[0]
+    scaling["speedup"] = scaling.frames_per_second / scaling.groupby("update").frames_per_second.transform("first")
     print(f"PredNet ({args.size}), films of {args.frames} frames, {size} processes under {args.setting}")
-    print(scaling.round({"seconds": 4, "compute": 4, "frames_per_second": 0, "speedup": 2}).to_string(index=False))
-    assert differences["float64"] < 1e-9, f"other weights than one process: {differences}"
-    words = " and ".join(f"{largest:.1e} in {precision}" for precision, largest in differences.items())
+    print(scaling.round({"seconds": 4, "compute": 4, "communication": 4, "speedup": 2}).to_string(index=False))
+    ends = pd.DataFrame(ends, columns=["update", "precision", "weights"])
+    most = ends.groupby("precision").weights.max()
+    assert most["float64"] < 1e-9, f"other weights than one process: {most['float64']}"
+    words = " and ".join(f"{largest:.1e} in {precision}" for precision, largest in most.items())
     print(f"All {size} processes end with the same weights, which differ from those of one process by {words} at most.")
     if args.record:
         common = {"network": "prednet", "size": args.size, "setting": args.setting}
-        ends = pd.DataFrame(differences.items(), columns=["precision", "weights"]).assign(devices=size, **common)
-        tables = {"scaling": scaling.assign(**common).to_dict("records"), "ends": ends.to_dict("records")}
+        tables = {"scaling": scaling.assign(**common), "ends": ends.assign(devices=size, **common)}
+        tables = {name: table.to_dict("records") for name, table in tables.items()}
         recorded.write_json(args.record, recorded.measured(args.setting.partition(":")[0], **tables))
 
 
@@ -144,6 +216,7 @@ def main():
     parser.add_argument("--batch", type=int, default=8, help="films, in all")
     parser.add_argument("--frames", type=int, default=5, help="of a film")
     parser.add_argument("--updates", type=int, default=5, help="that are timed")
+    parser.add_argument("--graph", action="store_true", help="also as CUDA graphs")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     size = int(os.environ.get("WORLD_SIZE", args.processes))
@@ -151,6 +224,8 @@ def main():
         parser.error(f"{size} processes cannot have equal shares of a batch of {args.batch}: --batch, --processes")
     if not args.setting.startswith("cpu") and int(os.environ.get("LOCAL_WORLD_SIZE", size)) > gpus:
         parser.error(f"{size} processes need a GPU each, and there are {gpus}: --processes, --setting cpu:threads=1")
+    if args.graph and args.setting.startswith("cpu"):
+        parser.error(f"--graph is for GPUs, and the setting is {args.setting}: --setting cuda:tf32=off")
     if "RANK" in os.environ:
         work(int(os.environ["RANK"]), size, args, "env://")
     else:
