@@ -53,7 +53,7 @@ def bias_and_loss(
 def gradient(spec: RunSpec, training: Training, window: Window, loader: str) -> Tensor:
     """Of a window at the weights and the state that there are, flat."""
     (batch,) = Loader(loader, spec.setting).batches(training.model, window.frames)
-    training.optimizer.zero_grad()
+    training.model.zero_grad()
     state = None if window.restart else training.state
     training.model.training_loss(batch, state)[0].backward()  # type: ignore[arg-type]
     return torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None])

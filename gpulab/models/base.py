@@ -48,11 +48,11 @@ class Trainable(nn.Module):
         """
         raise NotImplementedError
 
-    def training_loss(self, batch: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+    def training_loss(self, batch: Any, state: Any) -> tuple[Tensor, Tensor, Any]:
         """Compute the loss of one piece, on which the loop calls `backward`.
 
         Args:
-            batch: A piece of a window.
+            batch: A piece of a window, a tensor; or what gives its frames one after the other.
             state: What this method returned as state for the piece before; None at the beginning of a sequence.
 
         Returns:

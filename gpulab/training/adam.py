@@ -26,11 +26,6 @@ class Adam:
             "exp_avg_sq": [torch.zeros_like(p) for p in parameters],
         }
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""

@@ -1,12 +1,13 @@
 """The training loop: window after window of frames, the loss, its gradient, Adam's step, and the loss noted.
 
-`train` goes through the windows. How one is computed is an *engine*: an object with a method `train_window`. `Plain` is
-the published way and the reference for all others, which give the same up to rounding, only faster; `engines` chooses
-among them. Checkpoints, progress and interruptions go around the loop, in `run`.
+How a window is computed is an *engine*: an object with a method `train_window`. `Plain` is the published way and the
+reference for all others, which give the same up to rounding, only faster. Checkpoints, progress and interruptions go
+around the loop, in `run`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -46,6 +47,7 @@ class Training:
         diverged_at: The update whose loss was not finite, if there was one.
         ways: How gradients were computed, by the names of the engines.
         inside_window: Whether a window has begun that is not noted yet.
+        look_every: Seconds between two looks at the losses. A look waits for the device, and then that for a window.
     """
 
     model: Trainable
@@ -56,20 +58,21 @@ class Training:
     diverged_at: int | None = None
     ways: set[str] = field(default_factory=set)
     inside_window: bool = False
+    look_every: float = 0.0
 
     def __post_init__(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = Adam(trained, self.learning_rate)
 
     def note(self, losses: list[float], seconds: float) -> None:
-        """Note the losses of a window's updates: their mean, or the first that is not finite."""
+        """Note the losses of a window's updates, their mean or the first that is not finite; and the window's time."""
         wrong = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         if wrong:
             self.diverged_at = self.step + wrong[0] + 1
         loss = losses[wrong[0]] if wrong else math.fsum(losses) / len(losses)
         self.step += len(losses)
+        seconds += self.history[-1].seconds if self.history else 0.0
         self.history.append(WindowNote(len(self.history), self.step, loss, seconds))
-        self.inside_window = False
 
 
 class Engine(Protocol):
@@ -92,21 +95,24 @@ def train(
         training: What is trained; it is at the end of the last window whenever `after_window` is called.
         windows: What is left to train on.
         engine: Computes the updates of a window.
-        after_window: Called after each window, when its losses are noted.
+        after_window: Called after a window, when its losses and those of all windows before it are noted.
     """
     training.model.train()
-    seconds_before = training.history[-1].seconds if training.history else 0.0
-    began = time.perf_counter() - seconds_before
-    for window in windows:
-        training.inside_window = True
-        state = None if window.restart else training.state
-        losses, training.state = engine.train_window(window.frames, state)
-        # One look at the device a window, since every look waits for it. The stream is waited for first: a copy that
-        # waits for it itself would keep other threads from launching meanwhile.
-        if losses.is_cuda:
-            torch.cuda.current_stream(losses.device).synchronize()
-        training.note(losses.tolist(), time.perf_counter() - began)
-        after_window()
+    unseen, looked = list[Tensor](), time.perf_counter()
+    for window in itertools.chain(windows, [None]):
+        if window is not None:
+            training.inside_window = True
+            state = None if window.restart else training.state
+            losses, training.state = engine.train_window(window.frames, state)
+            unseen.append(losses.clone())  # the next window may write there
+        if unseen and (window is None or time.perf_counter() - looked >= training.look_every):
+            if losses.is_cuda:  # a copy that waits for it would keep other threads from launching meanwhile
+                torch.cuda.current_stream(losses.device).synchronize()
+            before, looked, count = looked, time.perf_counter(), len(unseen)
+            while unseen and training.diverged_at is None:
+                training.note(unseen.pop(0).tolist(), (looked - before) / count)
+            training.inside_window = False
+            after_window()
         if training.diverged_at is not None:
             return
 
@@ -139,9 +145,8 @@ class Plain:
 
         The state comes back cut off from the graph: backpropagation through time goes no further back than a window.
         """
-        self.optimizer.zero_grad()
-        model: Any = self.model
-        loss, per_frame, state = model.training_loss(batch, state)
+        self.model.zero_grad()
+        loss, per_frame, state = self.model.training_loss(batch, state)
         with torch.autocast(loss.device.type, enabled=False):  # as torch advises: what was cast is followed back
             loss.backward()
         return per_frame, state

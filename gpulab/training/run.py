@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
+LOOK_SECONDS = 0.1  # between two looks at the losses that a GPU computes, where nobody watches every window
 HISTORY = np.dtype([("window", "int64"), ("step", "int64"), ("loss", "float64"), ("seconds", "float32")])  # of notes
 Watch = Callable[[Trainable, int], None]  # called with the model and the number of updates
 
@@ -298,6 +299,7 @@ def train_network(
     """
     training, saved = set_up(spec), time.monotonic()
     end = {"resumed_at": len(training.history)} if resume_checkpoint(training, checkpoint) else {}
+    training.look_every = LOOK_SECONDS if watch is None and spec.setting.kind != "cpu" else 0.0
     watch = watch or (lambda *_: None)
     total = spec.frames // spec.window * spec.window
     with Progress(total=total, unit="frame", leave=False, disable=not progress) as bar:
@@ -428,16 +430,12 @@ class Evaluation(loop.Plain):
     Its gradients are never asked for, so that an engine that computes those otherwise changes nothing here.
     """
 
-    def __init__(self, training: loop.Training, loader: Loader) -> None:
-        super().__init__(replace(training, ways=set()), loader)  # a run's record says how it was trained
-
     @torch.no_grad()
     def update(self, batches: Iterable[Tensor | Feed], state: Any) -> tuple[Tensor, Any]:
         """The loss of each frame of all batches, and the state after the last."""
-        model: Any = self.model
         losses = []
         for batch in batches:
-            _, per_frame, state = model.training_loss(batch, state)
+            _, per_frame, state = self.model.training_loss(batch, state)
             losses.append(per_frame)
         return torch.cat(losses), state
 
@@ -445,7 +443,8 @@ class Evaluation(loop.Plain):
 def heldout_loss(spec: RunSpec, training: loop.Training) -> float:
     """The mean squared error per held-out frame."""
     training.model.eval()
-    engine = _fastest(spec, Evaluation(training, Loader("window", spec.setting)))
+    # With `ways` of its own: a run's record says how it was trained.
+    engine = _fastest(spec, Evaluation(replace(training, ways=set()), Loader("window", spec.setting)))
     state, errors = None, []
     for window in ahead(spec.data.heldout(spec.window), spec.setting, spec.data):
         state = None if window.restart else state

@@ -236,7 +236,7 @@ def test_buffer_that_the_setting_rounded_is_reduced_precision():
     report = audited(gl.Step(seeded(Rotary), drawn(2, 500, 64)), A, SHORT)
     first = report.findings[0]
     assert (first.kind, first.operation, first.module) == ("reduced precision", "mul", "Rotary")
-    assert "was given data or weights that are" in first.detail
+    assert "was given data or weights" in first.detail
     assert first.share > 0.9
 
 

