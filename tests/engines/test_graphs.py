@@ -1,5 +1,7 @@
 """A window in a CUDA graph against kernel by kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,7 +58,7 @@ def test_heldout_windows_by_the_fastest_engine_have_the_same_bits(model, setting
         spec.draw_weights()
         training, states = set_up(spec), [None, None]
         weights = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
-        plain = Evaluation(training, Loader("window", spec.setting))
+        plain = Evaluation(replace(training, ways=set()), Loader("window", spec.setting))
         engine = fastest(plain)
         losses = []
         for window in spec.data.heldout(spec.window):
