@@ -190,6 +190,8 @@ class Surface(Report):
         A saddle at loss 2.222: 1 of 6 directions lead down
     """
 
+    plots = "gpulab.plots.saddles"
+
     along: Float[np.ndarray, " k"]
     across: Float[np.ndarray, " k"]
     losses: Float[np.ndarray, "k k"]

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 import gpulab.stats.tests as inference
 from companion.meta import ALPHA, MetaAnalysis, meta_analysis
 from gpulab.errors import UsageError
-from gpulab.plots.style import BESIDE, FAINT, INK, Look, canvas, colour, finished, key
+from gpulab.plots.style import BESIDE, FAINT, INK, Look, canvas, colour, finished, key, themed
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import pair
@@ -208,11 +208,12 @@ def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> st
     return f"{text}."
 
 
+@themed
 def _forest(verdict: AtlasVerdict) -> Picture:
     pooled = {tuple(row[name] for name in EFFECT): row for row in verdict.pooled.to_dict("records")}
     groups = [*verdict.machines.groupby(EFFECT)]
     lines = sum(len(rows) + 1.4 + (group in pooled) for group, rows in groups)
-    figure, (axes,) = canvas(1, height=1.4 + 0.21 * lines)
+    figure, (axes,) = canvas(height=1.4 + 0.21 * lines)
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
     y, ticks, names = 0.0, [], []
     for group, rows in groups:
@@ -250,8 +251,7 @@ def _forest(verdict: AtlasVerdict) -> Picture:
     axes.set_xlim(-reach, reach)
     axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.3g} %" if value else "0")
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlabel("change of the final loss against the reference, same seeds", fontsize=8)
+    axes.set_xlabel("change of the final loss against the reference, same seeds")
     count = verdict.machines.machine.nunique()
     shown = int((verdict.pooled.p_holm <= ALPHA).sum())
     headline = f"{len(groups)} comparisons on {count} machine{'s' * (count > 1)}: "

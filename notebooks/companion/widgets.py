@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.plots import style
-from gpulab.plots.curvature import landscape_slice
+from gpulab.plots.saddles import landscape_slice
 from gpulab.plots.style import FAINT
 from gpulab.report import PAGE_DPI, Picture, image
 from gpulab.saddles.landscapes import Landscape
@@ -61,12 +61,13 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
     return pattern[0], pattern[1:-fraction], pattern[-fraction:]
 
 
+@style.themed
 def bits_figure(x: float) -> Picture:
     """A number's bits in float32, and after it was rounded to other formats, as each stores them; filled boxes are 1.
 
     The fractions begin in one column, so that what a format drops is missing on the right.
     """
-    figure, (axes,) = style.canvas(1, height=0.7 + 0.4 * len(SHOWN))
+    figure, (axes,) = style.canvas(height=0.7 + 0.4 * len(SHOWN))
     axes.set_axis_off()
     for row, name in enumerate(SHOWN):
         sign, exponent, fraction = format_bits(x, name)
