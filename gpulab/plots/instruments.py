@@ -10,7 +10,7 @@ from gpulab.device.placements import Placement
 from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
 from gpulab.plots import style
 from gpulab.plots.names import setting_words
-from gpulab.plots.style import FAINT, INK, ON_GPU, Look
+from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture, draw
 
 ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
@@ -26,29 +26,24 @@ def audit(report: Audit) -> Picture:
     table = report.table.reset_index(drop=True)
     errors = table[["so_far_a", "so_far_b"]]
     drawn = errors.replace(0, np.nan)
-    first, second = style.colour(report.a.setting), style.colour(report.b.setting)
+    first, second = (style.colour(trace.setting) for trace in (report.a, report.b))
     figure, (axes,) = style.canvas(height=3.8)
-    for side, trace, tint in (("a", report.a, first), ("b", report.b, INK if second == first else second)):
-        axes.scatter(
-            table.index, table[f"bound_{side}"].replace(0, np.nan), s=5, color=FAINT, label="rounding explains"
-        )
-        look: Look = {"marker": "o" if side == "a" else "D", "s": 14, "color": tint, "linewidths": 0, "zorder": 3}
-        words = f"{setting_words(trace.setting)}: error so far"
-        axes.scatter(table.index, drawn[f"so_far_{side}"], label=words, **look)
+    bounds_of = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
+    axes.plot(table.index, bounds_of, ".", color=FAINT, ms=3, label="rounding explains")
+    for side, trace, look in (("a", report.a, {"color": first}), ("b", report.b, {"color": INK, "mfc": second})):
+        axes.plot(table.index, drawn[f"so_far_{side}"], "o", ms=4, mew=0, label=setting_words(trace.setting), **look)
     heights = errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what ran on one side has no height
-    cross: Look = {"marker": "x", "s": 34, "color": INK, "zorder": 4}
-    axes.scatter(heights.index, heights, label="finding" if len(heights) else None, **cross)
-    backward = table.index[table.phase == "backward"]
-    if len(backward):
-        axes.axvline(backward[0] - 0.5, color=FAINT, lw=0.8)
-        axes.annotate(" backward", (backward[0], 0.98), xycoords=("data", "axes fraction"), va="top")
+    axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
+    for place in table.index[table.phase == "backward"][:1]:
+        axes.axvline(place - 0.5, color=FAINT, lw=0.8)
+        axes.annotate(" backward", (place, 0.98), xycoords=("data", "axes fraction"), va="top")
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
         axes.set(yscale="log", ylim=(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30)))
         axes.yaxis.set_major_formatter(style.power_of_ten)
     axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
     headline = f"First finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
     alt = f"Relative error against float64 along a step's operations, under {report.a.title} and {report.b.title}."
-    return style.finished(figure, headline, alt)
+    return style.finished(figure, headline, alt, columns=4)
 
 
 @style.themed
@@ -81,24 +76,21 @@ def roofline(frame: pd.DataFrame) -> Picture:
     frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
         label = f"{setting_words(setting)}, {f'{machine} (recorded)' if machine else 'this machine'}"
-        tint, rates = style.colour(setting), device[device.flop > 0]
+        tint = style.colour(setting)
         _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
-        for kind, (marker, _) in ROOFED.items():
-            of_kind = rates[rates.kind == kind]
-            style.points(axes, of_kind.intensity, of_kind.gflops, tint, bool(machine), marker=marker)
-    layers = bounds(frame.assign(setting=frame.machine + frame.setting))
-    below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right"}
-    named = layers.drop_duplicates("operation").sort_values("intensity")
-    for index, row in enumerate(named.itertuples()):
-        axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
-        axes.annotate(f"{row.operation} ", (row.intensity, 0.02 + 0.06 * index), **below)
+        for kind, rows in device[device.flop > 0].groupby("kind"):
+            style.points(axes, rows.intensity, rows.gflops, tint, bool(machine), marker=ROOFED[kind][0])
+    layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
+    for row, layer in enumerate(layers.drop_duplicates("operation").sort_values("intensity").itertuples()):
+        axes.axvline(layer.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
+        below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right"}
+        axes.annotate(f"{layer.operation} ", (layer.intensity, 0.02 + 0.06 * row), **below)
     axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
-    for axis in (axes.xaxis, axes.yaxis):
-        style.log_scale(axis)
-    least = layers.sort_values("reached").iloc[0]
-    alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
-    keys = [style.key(name, ls="", marker=marker, ms=5, color=FAINT) for marker, name in ROOFED.values()]
+    style.log_scales(axes)
+    least = layers.iloc[0]
     title = f"{least.operation}: of the networks' layers it reaches least of its ceiling, {least.reached:.1%}"
+    alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
+    keys = [style.key(name, ls="", marker=marker, color=FAINT) for marker, name in ROOFED.values()]
     return style.finished(figure, title, alt, keys)
 
 
@@ -122,11 +114,10 @@ def placement(step: Placement) -> Picture:
         above = max(peak, 1.5 * above)  # where labels would lie on each other
         left.annotate(precision, (last, above), ha="right", va="bottom", fontsize=7, color=look["color"])
     if step.flop:
-        style.points(left, [step.intensity], [step.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
+        style.points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
         left.plot([step.intensity] * 2, [step.gflops, step.gflops / step.reached], color=INK, lw=0.8, ls=":")
     left.set(xlabel="flop per byte moved (star: the step)", ylabel="rate (Gflop/s)")
-    for axis in (left.xaxis, left.yaxis):
-        style.log_scale(axis)
+    style.log_scales(left)
     milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
     bars = right.barh(["measured", *step.at_least], milliseconds, color=[INK, *[tint] * 3], height=0.6)
     right.bar_label(bars, [f" {value:.3g}" for value in milliseconds])

@@ -43,8 +43,7 @@ def setting_words(setting: str | Setting) -> str:
         words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
     if parsed.isa:
         words.append(ISA.get(parsed.isa, parsed.isa))
-    switched = {name: getattr(parsed, name) for name in SWITCHES}
-    words += [SWITCHES[name][value] for name, value in switched.items() if value is not None]
+    words += [said[value] for name, said in SWITCHES.items() if (value := getattr(parsed, name)) is not None]
     if parsed.precision:
         words.append(parsed.precision)
     if parsed.emulate:
@@ -52,16 +51,6 @@ def setting_words(setting: str | Setting) -> str:
     if parsed.order:
         words.append(f"sums {parsed.order}")
     return ", ".join(words)
-
-
-def memory_words(loader: str, setting: str) -> str:
-    """What memory frames have, by the loader and where it trains: the published line, `reused`, copies on a GPU.
-
-    >>> memory_words("reused", "cpu"), memory_words("reused", "cuda:tf32=off")
-    ('shared memory', 'own memory')
-    """
-    copies = loader == "reused" and not setting.startswith("cpu")
-    return OWN_MEMORY if copies else LOADERS[loader]
 
 
 def optimizer_words(optimizer: str) -> str:
@@ -72,11 +61,6 @@ def optimizer_words(optimizer: str) -> str:
     """
     name, bracket, options = optimizer.partition("(")
     return f"{OPTIMIZERS.get(name, name)} {bracket}{options}".rstrip()
-
-
-def network_words(network: str) -> str:
-    """A network at the beginning of a sentence: `PredNet`, `Autoencoder`."""
-    return "PredNet" if network == "prednet" else network[:1].upper() + network[1:]
 
 
 def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:

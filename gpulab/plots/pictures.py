@@ -12,6 +12,8 @@ from gpulab.plots import style
 from gpulab.report import Picture
 from gpulab.training.run import Run
 
+NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
+
 
 def predictions(run: Run) -> Picture:
     """Draw what a trained PredNet predicted, at five moments of the held-out film.
@@ -100,9 +102,7 @@ def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str)
     """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand above the first."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
-    figure, panels = style.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows))
-    for axes in panels:
-        axes.set_axis_off()
+    figure, panels = style.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES)
     for row, (name, pictures) in enumerate(rows.items()):
         line = panels[row * count : (row + 1) * count]
         line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,7 +20,7 @@ from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
 from gpulab.training.protocol import LAST_FIFTH
 
-BROKEN = r"^(?=.{19})(.{1,18}[,\s])"  # where a level that is longer goes on in a second line
+SEEDS = "one seed against another"
 BAND: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
 
 
@@ -54,9 +54,10 @@ def losses(frame: pd.DataFrame) -> Picture:
     frame, tints = style.named(frame[frame.rerun == 0].astype({"final_loss": float}))
     figure, (axes,) = style.canvas(height=1.6 + 0.4 * len(tints))
     _seeds(axes, frame, "final_loss", "name", "seed", tints)
-    spans = (frame.groupby(by).final_loss.agg(lambda losses: losses.max() / losses.min()) for by in ("setting", "seed"))
-    seeds, settings = (span.max() for span in spans)
-    headline = f"From seed to seed the loss varies up to {seeds:.1f}-fold, from setting to setting {settings:.4g}-fold"
+    losses_by = [frame.groupby(by).final_loss for by in ("setting", "seed")]
+    seeds, settings = ((losses.max() / losses.min()).max() for losses in losses_by)
+    headline = f"From seed to seed the loss varies up to {seeds:.1f}-fold"
+    headline += f", from setting to setting by at most {100 * (settings - 1):.2g} %"
     alt = f"The final loss of each seed: {'; '.join(tints)}. The same seeds joined by lines."
     return style.finished(figure, headline, alt, style.origin_keys(frame))
 
@@ -90,17 +91,17 @@ def curves(
         Loss against frames seen, one line for each of 60 runs, coloured by setting
     """
     histories, tints = style.named(histories[histories.rerun == 0], factor)
-    smooth = histories.groupby("id").loss.transform(_running_mean)
-    middle = histories.groupby(["name", "frames_seen"], as_index=False).loss.median()
-    middle["loss"] = middle.groupby("name").loss.transform(_running_mean)
+    smooth = histories.groupby("id").loss.transform(
+        lambda losses: losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
+    )
     panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]
     rows = -(-len(panels) // 2)
     figure, drawn = style.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
     for axes, shown in zip(drawn, panels, strict=False):
-        look: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "estimator": None}
+        look: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "errorbar": None, "ax": axes}
         lines = histories.assign(loss=smooth)[histories.name.isin(shown)]
-        sns.lineplot(lines, units="id", lw=0.6, alpha=0.5, legend=False, ax=axes, **look)
-        sns.lineplot(middle[middle.name.isin(shown)], lw=2, ax=axes, **look)
+        sns.lineplot(lines, units="id", estimator=None, lw=0.6, alpha=0.5, legend=False, **look)
+        sns.lineplot(lines, estimator="median", lw=2, **look)
         if baseline is not None:
             axes.axhline(baseline, color=INK, lw=1, ls=":", label=baseline_label)
         style.log_scale(axes.yaxis)
@@ -112,17 +113,12 @@ def curves(
         lambda losses: losses.tail(max(1, len(losses) // LAST_FIFTH)).mean()
     )
     means = final.groupby("name").mean().sort_values()
-    counts = f"{len(tints)} {factor}{'s' * (len(tints) > 1)} × {histories.seed.nunique()} seeds"
-    headline = f"{counts}: the runs end {final.max() / final.min():.1f}-fold apart"
+    headline = f"{histories.seed.nunique()} seeds: the runs end up to {final.max() / final.min():.1f}-fold apart"
     if len(tints) == 2 and means.min() > 0:
         times, (low, high) = means.iloc[1] / means.iloc[0], means.index
         headline = f"The final loss is {times:.3g} times as high, on average, for {high} as for {low}"
     alt = f"Loss against frames seen, one line for each of {len(final)} runs, coloured by {factor}."
     return style.finished(figure, headline, alt, columns=3)
-
-
-def _running_mean(losses: pd.Series) -> pd.Series:
-    return losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
 
 
 @draw.register
@@ -141,10 +137,7 @@ def estimation(verdict: Verdict) -> Picture:
     called, tints = names(levels, factor), style.level_colours(factor, levels)
     figure, (left, right) = style.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
     _seeds(left, verdict.runs, metric, factor, verdict.block, tints)
-    left.set_yticks(range(len(levels)), [re.sub(BROKEN, r"\1\n", words, count=1) for words in called.values()])
-    unit, unit_name = 1.0, left.get_xlabel()
-    if verdict.between_seeds > 0:
-        unit, unit_name = verdict.between_seeds, f"sd between {verdict.block}s"
+    unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
     _differences(right, verdict, verdict.pairs, tints, unit)
     _intervals(right, verdict, unit)
     margin = table.margin.max()
@@ -154,16 +147,10 @@ def estimation(verdict: Verdict) -> Picture:
         reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
         right.set_xlim(-reach, reach)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
-    right.set_xlabel(f"difference ({unit_name})")
-    right.tick_params(axis="y", left=False)
-    right.spines["left"].set_visible(False)
-    on = " on " if "machine" in verdict.runs else ""
-    origins = style.origin_keys(
-        verdict.runs, *(f"a {verdict.block}, {words}{on}" for words in ("made here", "recorded"))
-    )
-    differences = f"the differences from {called[verdict.reference]} with intervals and the margin"
-    alt = f"{metric} of each {verdict.block} under {'; '.join(called.values())}; and {differences}."
-    return style.finished(figure, decided(verdict), alt, origins)
+    right.set_xlabel(f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})")
+    alt = f"{metric} of each {verdict.block} under {'; '.join(called.values())}"
+    alt += f"; the differences from {called[verdict.reference]} with intervals and the margin."
+    return style.finished(figure, decided(verdict), alt, style.origin_keys(verdict.runs))
 
 
 def decided(verdict: Verdict) -> str:
@@ -172,8 +159,7 @@ def decided(verdict: Verdict) -> str:
     reference, *levels = names([verdict.reference, *decisions], verdict.factor).values()
     if len(levels) == 1:
         return f"{levels[0]}, against {reference}: {verdict.decision}"
-    counts = verdict.table.decision.value_counts()
-    said = ", ".join(f"{count} {decision}" for decision, count in counts.items())
+    said = ", ".join(f"{n} {decision}" for decision, n in verdict.table.decision.value_counts().items())
     return f"Against {reference}: {said or 'nothing to compare with'}"
 
 
@@ -203,39 +189,35 @@ def differences(verdict: Verdict) -> Picture:
     """
     factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
     again = verdict.reruns.assign(**{factor: f"{reference}{AGAIN}"})
-    pairs = pd.concat([verdict.pairs, again], ignore_index=True)
-    levels = [*verdict.table[factor], *again[factor].unique()]
-    called = names([reference, *levels], factor)
     base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
-    between = np.abs(base[:, None] - base)[np.triu_indices(len(base), 1)]
-    figure, (axes,) = style.canvas(height=2.1 + 0.4 * len(levels))
-    _differences(axes, verdict, pairs.assign(difference=pairs.difference.abs()), style.level_colours(factor, levels))
-    axes.scatter(between, [len(levels)] * len(between), marker="|", s=40, alpha=0.5, color=INK)
-    axes.annotate(f" standard deviation {verdict.between_seeds:.2g}", (1, len(levels)), **BESIDE)
-    moved = np.array([*pairs.difference.abs(), *between], dtype=float)
-    if (moved > 0).any():
-        axes.set_xscale("symlog", linthresh=10 ** np.floor(np.log10(moved[moved > 0].min())))
+    between = (base[:, None] - base)[np.triu_indices(len(base), 1)]
+    seeds = pd.DataFrame({factor: SEEDS, verdict.block: range(len(between)), "difference": between})
+    moved = pd.concat([verdict.pairs, again, seeds], ignore_index=True)
+    moved["difference"] = moved.difference.abs()
+    levels = [*verdict.table[factor], *again[factor].unique(), SEEDS]
+    called = names([reference, *levels], factor)
+    figure, (axes,) = style.canvas(height=1.7 + 0.4 * len(levels))
+    _differences(axes, verdict, moved, style.level_colours(factor, levels) | {SEEDS: INK})
+    if (smallest := moved.difference[moved.difference > 0].min()) > 0:
+        axes.set_xscale("symlog", linthresh=10 ** np.floor(np.log10(smallest)))
         axes.xaxis.set_major_formatter(style.power_of_ten)
     if (margin := verdict.table.margin.max()) > 0:
         axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **BAND)
-    rows = [*map(called.get, levels), "one seed against another"]
-    axes.set_yticks(range(len(rows)), rows)
+    axes.set_yticks(range(len(levels)), [called[level] for level in levels])
     unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
-    axes.set(ylim=(len(levels) + 0.6, -0.6), xlabel=f"change of the same seed against {called[reference]}: {unit}")
+    axes.set(ylim=(len(levels) - 0.4, -0.6), xlabel=f"change of the same seed against {called[reference]}: {unit}")
     headline = f"The {factor} moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
-    if verdict.ratio == 0:
-        headline = f"The {factor} moves no seed by a digit"
-    elif np.isnan(verdict.ratio):
+    if np.isnan(verdict.ratio):
         headline = "One seed has no spread to compare with"
-    alt = f"Change of {metric} against {called[reference]}: {'; '.join(rows[:-1])}; and between seeds."
+    alt = f"Change of {metric} against {called[reference]}: {'; '.join([*called.values()][1:-1])}; and between seeds."
     return style.finished(figure, headline, alt, style.origin_keys(verdict.runs))
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Any]) -> pd.Series:
-    """Where each seed is drawn: near the row of its level, as far from it in every row."""
-    blocks = sorted(frame[block].unique())
-    offsets = dict(zip(blocks, style.spread(len(blocks), 0.2), strict=True))
-    return frame[factor].map([*levels].index) + frame[block].map(offsets)
+    """Where each seed is drawn: near the row of its level, the first above and the last below it."""
+    seeds = frame.groupby(factor)[block]
+    beside = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
+    return frame[factor].map([*levels].index) + 0.4 * beside
 
 
 def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: Mapping[Any, str]) -> None:
@@ -252,7 +234,7 @@ def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str,
         axes.margins(x=0.12)  # room for the crosses
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(shown[metric]) == {0, 1}))
     style.log_scale(axes.xaxis, least=4)
-    axes.set_yticks(range(len(tints)), [*map(str, tints)])
+    axes.set_yticks(range(len(tints)), [textwrap.fill(words, 22) for words in names(tints, factor).values()])
     axes.set(ylim=(len(tints) - 0.5, -0.5), xlabel=style.metric_label(metric, runs.get("experiment", ())), ylabel="")
 
 
@@ -274,14 +256,14 @@ def _differences(
 
 def _intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     """Below the row of each level the mean difference and its two intervals."""
-    table, wide, heights = verdict.table, None, np.arange(len(verdict.table)) + 1.33
+    table, heights = verdict.table, np.arange(len(verdict.table)) + 1.33
+    wide, mean = None, "mean; so few seeds have no interval"
     if table.equivalent_low.notna().any():
         wide = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
-    axes.hlines(heights, table.equivalent_low / unit, table.equivalent_high / unit, INK, lw=3.2, zorder=4, label=wide)
-    mean = "mean; so few seeds have no interval"
-    if some := table.low.notna().any():
+    if table.low.notna().any():
         mean = f"mean, {100 * table.confidence.iloc[0]:.3g}% interval"
-    reach = [(table.difference - table.low) / unit, (table.high - table.difference) / unit]
+    axes.hlines(heights, table.equivalent_low / unit, table.equivalent_high / unit, INK, lw=3.2, zorder=4, label=wide)
+    reach = np.stack([table.difference - table.low, table.high - table.difference]) / unit
     look: Look = {"fmt": "D", "ms": 4, "color": INK, "mec": "white", "mew": 0.5, "elinewidth": 1, "zorder": 5}
-    axes.errorbar(table.difference / unit, heights, xerr=reach if some else None, label=mean, **look)
+    axes.errorbar(table.difference / unit, heights, xerr=reach, label=mean, **look)
     axes.margins(x=0.08)

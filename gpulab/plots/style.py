@@ -19,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullLocator
 
 from gpulab.plots.names import names
@@ -31,7 +30,6 @@ COLOURS = {
     "cpu:threads=1": "#56B4E9",
     "cpu:isa=avx2": "#009E73",
     "cpu:precision=float64": "#332288",
-    "cpu:precision=bfloat16": "#667788",
     "cpu:threads=1,precision=float64": "#8877DD",
     "cpu:threads=1,emulate=tf32": "#117733",
     "cpu:threads=1,emulate=bfloat16": "#999933",
@@ -41,19 +39,14 @@ COLOURS = {
     "cuda:cudnn=off": "#CC79A7",
     "cuda:deterministic=on": "#882255",
     "cuda:precision=float64": "#AA4499",
-    "cuda:precision=bfloat16": "#DDCC77",
 }
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
-INK, FAINT = "#222222", "#999999"
+INK, FAINT = "#262626", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing
 BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
-THEME: Look = {**sns.axes_style("ticks"), **sns.plotting_context("paper"), "font.size": 8, "figure.titlesize": 10}
-THEME |= dict.fromkeys(("axes.labelsize", "axes.titlesize"), 9)
-THEME |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize", "legend.title_fontsize"), 8)
+THEME: Look = {**sns.axes_style("ticks"), **sns.plotting_context("paper", font_scale=0.9), "figure.titlesize": 10}
 THEME |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False)
-THEME |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-THEME |= {"axes.linewidth": 0.8, "lines.linewidth": 1.3}
 themed = rc_context(THEME)  # decorates whatever draws: all that it draws looks alike, and nothing else changes
 METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
 UNITS = {"prednet": "frame", "autoencoder": "image", "whitener": "image"}  # what a network's loss is the error of
@@ -80,8 +73,6 @@ def finished(figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), 
     labelled |= {str(artist.get_label()): artist for artist in keys}
     if labelled:
         figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns)
-    for text in figure.findobj(Text):  # a `$` in a name is shown as that
-        text.set_parse_math(False)
     return Picture(figure, alt if title in alt else f"{alt} {title}.")
 
 
@@ -104,9 +95,7 @@ def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
     """A colour for each level of a factor: a setting's own, or one after the other."""
     if factor == "setting":
         return {level: colour(str(level)) for level in levels}
-    palette = [*COLOURS.values(), *OTHER_CPU, *OTHER_GPU]
-    palette.insert(1, palette.pop(9))  # the first two stand far apart
-    return {level: palette[index % len(palette)] for index, level in enumerate(levels)}
+    return dict(zip(levels, sns.color_palette("colorblind", len(levels)).as_hex(), strict=True))
 
 
 def named(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, dict[str, str]]:
@@ -116,8 +105,7 @@ def named(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, d
     """
     levels = list(frame[factor].unique())
     if factor == "setting":
-        ranks = {setting: rank for rank, setting in enumerate(COLOURS)}
-        levels.sort(key=lambda setting: (ranks.get(setting, len(ranks)), setting))
+        levels.sort(key=[*COLOURS, *sorted(levels)].index)
     called, tints = names(levels, factor), level_colours(factor, levels)
     return frame.assign(name=frame[factor].map(called)), {called[level]: tints[level] for level in levels}
 
@@ -133,24 +121,18 @@ def points(axes: Axes, x: Any, y: Any, tint: Any, hollow: Any = False, **look: A
     axes.scatter(x, y, **{"s": 26, "facecolors": faces, "edgecolors": edges, "linewidths": 1.1, "zorder": 3, **look})
 
 
-def spread(count: int, reach: float = 0.15) -> np.ndarray:
-    """How far beside its row each of so many points stands; one alone stands in it."""
-    return np.linspace(-reach, reach, count) * (count > 1)
-
-
 def key(label: str, **look: Any) -> Line2D:
     """A line, or with `ls=""` and a `marker` a point, and what it means."""
     return Line2D([], [], label=label, **look)
 
 
-def origin_keys(
-    frame: pd.DataFrame, made_here: str = "made here, on ", elsewhere: str = "recorded on "
-) -> list[Line2D]:
+def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
     """What is filled and what is hollow, with the machines where it was made."""
     recorded, keys = is_recorded(frame), []
     for hollow in sorted(recorded.unique()):
-        machines = sorted(set(map(str, frame.machine[recorded == hollow].dropna()))) if "machine" in frame else []
-        label = (elsewhere if hollow else made_here) + ", ".join(machines)
+        label = "recorded" if hollow else "made here"
+        if "machine" in frame:
+            label += f" on {', '.join(sorted(set(map(str, frame.machine[recorded == hollow].dropna()))))}"
         keys.append(key(label, ls="", marker="o", ms=5, mec=INK, mfc="white" if hollow else FAINT))
     return keys
 
@@ -183,3 +165,9 @@ def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
     axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=9))
     axis.set_major_formatter("{x:,g}" if low > 1e-4 and high < 1e6 else power_of_ten)
     axis.set_minor_locator(NullLocator())
+
+
+def log_scales(axes: Axes) -> None:
+    """Both axes logarithmic, where that helps."""
+    for axis in (axes.xaxis, axes.yaxis):
+        log_scale(axis)

@@ -130,7 +130,7 @@ class Landscape:
 def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Landscape:
     """Find the directions from a network's weights along which its loss curves down most and up most.
 
-    The loss along lines in their plane can then be computed (`slice`) and drawn (`gpulab.plots.landscape_slice`).
+    The loss along lines in their plane can then be computed (`slice`).
 
     Args:
         model: A network with parameters in float32 or float64.

@@ -20,12 +20,12 @@ from matplotlib.ticker import LogLocator
 from numpy.typing import ArrayLike
 
 import gpulab as gl
-from companion.findings import SIZES, CheckedSentences, Part, finding, listed, setting_in_text, span
+from companion.findings import SIZES, CheckedSentences, Part, finding, listed, network_words, setting_in_text, span
 from companion.first_windows import FirstWindow
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected, learning_table
 from gpulab.models.base import Trainable
 from gpulab.plots import style
-from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, network_words, setting_words
+from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, setting_words
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import p_text
@@ -47,7 +47,7 @@ HANDED = {
 }
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
 # In the figure neighbours differ in one thing, so that a line between them says what that does.
-ORDER = ("GPU, own memory", "GPU, shared memory", "CPU, shared memory", "CPU, own memory")
+ORDER = ("GPU, own memory", "GPU, shared memory", "CPU, own memory", "CPU, shared memory")
 METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", 0.25)}  # and the margin: a share, or in sd
 KIND = ["size", "setting", "machine"]  # of an experiment on dose and response
 CELL = [*KIND, "window", "speed"]
@@ -171,8 +171,7 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
                 higher.append((pairs[shared] > pairs[PLAIN]).mean())
         ends = runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25
         axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
-        for axis in (axes.xaxis, axes.yaxis):
-            style.log_scale(axis)
+        style.log_scales(axes)
         axes.set(xlim=ends, ylim=ends, xlabel=f"final loss, {OWN_MEMORY}", ylabel=f"final loss, {SHARED_MEMORY}")
         axes.set_title(f"{KINDS[device]}, {SIZES[profile]}")
     keys = [style.key(f"speed {speed:g}", marker=mark, color=tint, ls="") for speed, (mark, tint) in looks.items()]
@@ -416,8 +415,7 @@ def dose_response(frame: pd.DataFrame) -> Picture:
         for table, look in ((runs, faint), (cells, {"s": 60, "hollow": style.is_recorded(runs).any()})):
             for (window, speed), points in table.groupby(["window", "speed"]):
                 style.points(axes, points.bias, points.ratio, tints[speed], marker=marks[window], **look)
-        for axis in (axes.xaxis, axes.yaxis):
-            style.log_scale(axis)
+        style.log_scales(axes)
         axes.set(title=f"{SIZES[size]}, {setting_words(setting)}", xlabel="bias of the gradient (relative)")
     panels[0].set_ylabel(f"final loss, {SHARED_MEMORY} over {OWN_MEMORY}")
     worse = pd.concat([cells.ratio > 1 for *_, cells in groups])

@@ -222,7 +222,9 @@ def spectrum(frame: pd.DataFrame) -> Picture:
             color=tint,
             label=f"{way}, {setting}",
         )
-        style.points(smallest_axes, position + style.spread(len(smallest_values), 0.2), smallest_values, tint, s=20)
+        style.points(
+            smallest_axes, position + np.linspace(-0.2, 0.2, len(smallest_values)), smallest_values, tint, s=20
+        )
     for axes in (rank_axes, smallest_axes):
         axes.axhline(-EPSILON, color=INK, lw=0.9, ls=":")
         axes.axhline(0, color=FAINT, lw=0.8)

@@ -328,8 +328,7 @@ def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
             axes.axvline(size if np.isfinite(size) else np.nan, color=INK, lw=0.9, ls=dash, zorder=1)
         label = f"{'updates' if column == 'steps' else column} to the target"
         axes.set(xlabel="batch size", ylabel=label)
-        for axis in (axes.xaxis, axes.yaxis):
-            style.log_scale(axis)
+        style.log_scales(axes)
     panels[0].axhline(middle.least_steps, color=FAINT, lw=0.9, ls=":")
     fewest = f"fewest: {middle.least_steps:.0f}"
     panels[0].annotate(fewest, (sizes[0], middle.least_steps), va="bottom", fontsize=8, color=INK)

@@ -13,8 +13,7 @@ from matplotlib.patches import Rectangle
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.plots import style
-from gpulab.plots.saddles import landscape_slice
-from gpulab.plots.style import FAINT
+from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU
 from gpulab.report import PAGE_DPI, Picture, image
 from gpulab.saddles.landscapes import Landscape
 
@@ -183,10 +182,18 @@ class SliceExplorer(Explorer):
             slider.observe(self.draw, "value")
         self.draw()
 
+    @style.themed
     def picture(self) -> Picture:
         """The slice that the sliders ask for."""
-        line = self.landscape.slice(self.angle.value, self.reach.value * self.landscape.extent)
-        return landscape_slice(self.landscape, line, self.angle.value)
-
-
-bit_explorer, slice_explorer = BitExplorer, SliceExplorer
+        landscape, angle = self.landscape, self.angle.value
+        line = landscape.slice(angle, self.reach.value * landscape.extent)
+        curvature, low, high = landscape.curvature(angle), min(line.loss.min(), landscape.loss), line.loss.max()
+        figure, (axes,) = style.canvas()
+        axes.plot(line.distance, line.loss, color=ON_GPU if curvature < 0 else ON_CPU, lw=1.8, label="loss")
+        axes.plot(line.distance, line.quadratic, color=INK, lw=0.9, ls="--", label="slope and curvature alone")
+        axes.plot(0, landscape.loss, "o", ms=7, color="white", mec=INK, label="the network")
+        axes.set_ylim(low - 0.25 * (high - low), high + 0.1 * (high - low))
+        axes.set(xlabel="distance of the weights from the network's", ylabel="loss")
+        gain = 1 - line.loss.min() / landscape.loss
+        headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
+        return style.finished(figure, headline, "The loss along a line through the weights.", columns=3)
