@@ -23,7 +23,7 @@ def test_importing_gpulab_is_light(python):
     print(gpulab.Setting.parse("cpu:threads=1"), "torch" in sys.modules)
     """
     loaded, setting = python(code).stdout.splitlines()
-    heavy = {"torch", "numpy", "pandas", "av", "PIL", "matplotlib", "sklearn", "pyarrow", "typer", "tqdm"}
+    heavy = {"torch", "numpy", "pandas", "av", "PIL", "matplotlib", "seaborn", "sklearn", "pyarrow", "typer", "tqdm"}
     assert heavy & set(loaded.split()) == set()
     assert setting == "cpu:threads=1 False", "the environment of a setting can still be put in force"
 

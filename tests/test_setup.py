@@ -33,6 +33,7 @@ ALL_PAGES = "\n".join([*PAGES.values(), *SEMINAR])
 CONDA_NAMES = {
     "torch": "pytorch",
     "matplotlib": "matplotlib-base",
+    "seaborn": "seaborn-base",
     "xxhash": "python-xxhash",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -10,7 +12,7 @@ from gpulab.device.placements import Placement
 from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
 from gpulab.plots import style
 from gpulab.plots.names import setting_words
-from gpulab.plots.style import FAINT, INK, Look
+from gpulab.plots.style import FAINT, INK
 from gpulab.report import Picture, draw
 
 ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
@@ -30,8 +32,9 @@ def audit(report: Audit) -> Picture:
     figure, (axes,) = style.canvas(height=3.8)
     bounds_of = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
     axes.plot(table.index, bounds_of, ".", color=FAINT, ms=3, label="rounding explains")
-    for side, trace, look in (("a", report.a, {"color": first}), ("b", report.b, {"color": INK, "mfc": second})):
-        axes.plot(table.index, drawn[f"so_far_{side}"], "o", ms=4, mew=0, label=setting_words(trace.setting), **look)
+    for side, trace, tint in (("a", report.a, first), ("b", report.b, second if second != first else INK)):
+        words = trace.title.replace(trace.setting, setting_words(trace.setting))
+        axes.plot(table.index, drawn[f"so_far_{side}"], "o", ms=4, mew=0, color=tint, label=words)
     heights = errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what ran on one side has no height
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
     for place in table.index[table.phase == "backward"][:1]:
@@ -81,10 +84,10 @@ def roofline(frame: pd.DataFrame) -> Picture:
         for kind, rows in device[device.flop > 0].groupby("kind"):
             style.points(axes, rows.intensity, rows.gflops, tint, bool(machine), marker=ROOFED[kind][0])
     layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
+    below = axes.get_xaxis_transform()
     for row, layer in enumerate(layers.drop_duplicates("operation").sort_values("intensity").itertuples()):
         axes.axvline(layer.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
-        below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right"}
-        axes.annotate(f"{layer.operation} ", (layer.intensity, 0.02 + 0.06 * row), **below)
+        axes.text(layer.intensity, 0.02 + 0.06 * row, f"{layer.operation} ", ha="right", transform=below)
     axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
     style.log_scales(axes)
     least = layers.iloc[0]
@@ -94,7 +97,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
     return style.finished(figure, title, alt, keys)
 
 
-def _roof(axes: style.Axes, device: pd.DataFrame, peak: float, last: float, **look: object) -> None:
+def _roof(axes: style.Axes, device: pd.DataFrame, peak: float, last: float, **look: Any) -> None:
     """The ceilings of bandwidth and of one rate, up to the `last` intensity."""
     bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
     axes.plot([0.03, peak / bandwidth, last], [0.03 * bandwidth, peak, peak], **look)
@@ -109,10 +112,10 @@ def placement(step: Placement) -> Picture:
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
     last, above = 30 * max(step.intensity, 30.0), 0.0
     for precision, peak in peaks.items():
-        look: Look = {"color": tint, "lw": 1.6} if precision in step.flop else {"color": FAINT, "lw": 0.8}
-        _roof(left, frame, peak, last, **look)
+        shade = tint if precision in step.flop else FAINT
+        _roof(left, frame, peak, last, color=shade)
         above = max(peak, 1.5 * above)  # where labels would lie on each other
-        left.annotate(precision, (last, above), ha="right", va="bottom", fontsize=7, color=look["color"])
+        left.annotate(precision, (last, above), ha="right", va="bottom", fontsize=7, color=shade)
     if step.flop:
         style.points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
         left.plot([step.intensity] * 2, [step.gflops, step.gflops / step.reached], color=INK, lw=0.8, ls=":")

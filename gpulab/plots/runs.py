@@ -217,7 +217,7 @@ def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Any]
     """Where each seed is drawn: near the row of its level, the first above and the last below it."""
     seeds = frame.groupby(factor)[block]
     beside = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
-    return frame[factor].map([*levels].index) + 0.4 * beside
+    return frame[factor].map([*levels].index).astype(float) + 0.4 * beside
 
 
 def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: Mapping[Any, str]) -> None:
@@ -257,7 +257,7 @@ def _differences(
 def _intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     """Below the row of each level the mean difference and its two intervals."""
     table, heights = verdict.table, np.arange(len(verdict.table)) + 1.33
-    wide, mean = None, "mean; so few seeds have no interval"
+    wide, mean = "", "mean; so few seeds have no interval"
     if table.equivalent_low.notna().any():
         wide = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
     if table.low.notna().any():

@@ -163,8 +163,7 @@ def _histogram(axes: Axes, nodes: pd.DataFrame, zero: float, tints: dict[str, st
     line: Look = {"bins": 70, "element": "step", "fill": False, "legend": len(tints) > 1, "lw": 1.1}
     sns.histplot(nodes.reset_index(), x="eigenvalue", weights="count", hue="name", palette=tints, ax=axes, **line)
     axes.axvspan(-zero, zero, color=FAINT, alpha=0.2, lw=0, label="too close to zero to tell the sign")
-    axes.set(yscale="log", xlabel="eigenvalue", ylabel="eigenvalues in a bin")
-    axes.set_ylim(bottom=0.3)
+    axes.set(yscale="log", ylim=(0.3, None), xlabel="eigenvalue", ylabel="eigenvalues in a bin")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(style.power_of_ten)
 
@@ -284,13 +283,12 @@ def escape_law(table: pd.DataFrame) -> Picture:
             look = {"ms": size + 3, "mfc": "none", "label": f"{kind}, {device}, recorded"}
         axes.plot(rows.x, rows.time, marker, color=DEVICES[device], **look)
     stayed = shown[~shown.left]
-    axes.scatter(stayed.x, stayed.time, 26, stayed.device.map(DEVICES), "x", label="never left, at its expected time")
+    axes.scatter(stayed.x, stayed.time, c=stayed.device.map(DEVICES), marker="x", label="never left: expected time")
     style.log_scale(axes.xaxis)
     axes.set(xlabel="displacement at the start, relative to the radius (δ/r)", ylabel="steps × ln(1 + ηλ)")
     alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
     for name, group in alone.groupby(alone.setting.map(_arithmetic)):  # what rounded it off the saddle
-        above = (group.x.median(), group.time.quantile(0.9))
-        axes.annotate(name, above, xytext=(6, 10), textcoords="offset points")
+        axes.annotate(name, (group.x.median(), group.time.max()), xytext=(6, 10), textcoords="offset points")
     timed = table[table.left & (table.expected > 1)]
     headline = f"{len(stayed)} never left"
     if len(timed):

@@ -423,8 +423,8 @@ def dose_response(frame: pd.DataFrame) -> Picture:
     keys = [style.key(f"speed {speed:g}", color=tint, marker="o", ls="") for speed, tint in tints.items()]
     keys += [style.key(f"windows of {window}", color=INK, marker=mark, ls="") for window, mark in marks.items()]
     headline = (
-        f"With {SHARED_MEMORY} the loss is higher in {worse.sum()} of {len(worse)} cells; "
-        f"with the gradient's bias {listed(trends)}"
+        f"With {SHARED_MEMORY} the loss is higher in {worse.sum()} of {len(worse)} cells, which share seeds; "
+        f"with the bias {listed(trends)}"
     )
     alt = "Final loss with shared over that with own memory, against the bias of the gradient, by window and speed."
     return style.finished(figure, headline, alt, [*keys, *style.origin_keys(frame)], columns=4)

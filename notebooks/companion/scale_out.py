@@ -302,8 +302,8 @@ def descent_losses(curve: pd.DataFrame) -> Picture:
     panels[0].set_ylabel("loss of a batch (mean squared error)")
     style.log_scale(panels[0].yaxis)
     seconds = curve.groupby(["way", "seed"]).seconds.max().groupby("way").mean()
-    first = f"{seconds.idxmin()} is done first, in {seconds.min():.2g} s"
-    headline = f"As many updates: {first}, the last in {seconds.max():.2g} s"
+    times = ", ".join(f"{time:.2g} s {way}" for way, time in seconds.items())
+    headline = f"As many updates take, on average over the seeds, {times}"
     alt = f"Loss per update and per second of {', '.join(tints)} gradient descent."
     return style.finished(figure, headline, alt)
 
