@@ -142,7 +142,9 @@ def picture():
         worse = f"{(losses[SHARED_MEMORY] > losses[OWN_MEMORY]).sum()} of {len(losses)}"
         axes.annotate(worse, (COLUMNS[2], place), **text)
     axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
-    axes.annotate("as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center")
+    axes.annotate(
+        "as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center", fontsize=10
+    )
     heads = "memory", "better\nthan that", "pairs in which\nshared is worse"
     for words, x in zip(heads, COLUMNS, strict=True):
         axes.annotate(words, (x, -0.8), **text)

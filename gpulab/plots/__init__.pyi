@@ -12,4 +12,4 @@ from gpulab.plots.saddles import index_against_loss as index_against_loss
 from gpulab.plots.saddles import saddle_surface as saddle_surface
 from gpulab.plots.saddles import spectra as spectra
 from gpulab.plots.saddles import spectrum as spectrum
-from gpulab.report import Picture as Picture
+from gpulab.plots.style import Picture as Picture

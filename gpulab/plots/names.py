@@ -53,6 +53,16 @@ def setting_words(setting: str | Setting) -> str:
     return ", ".join(words)
 
 
+def memory_words(loader: str, setting: str) -> str:
+    """What memory frames have, by the loader and where it trains: the published line, `reused`, copies on a GPU.
+
+    >>> memory_words("reused", "cpu"), memory_words("reused", "cuda:tf32=off")
+    ('shared memory', 'own memory')
+    """
+    copies = loader == "reused" and not setting.startswith("cpu")
+    return OWN_MEMORY if copies else LOADERS[loader]
+
+
 def optimizer_words(optimizer: str) -> str:
     """An optimiser as people write it.
 
@@ -69,11 +79,7 @@ def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
     >>> names(["copied", "reused"], "loader")
     {'copied': 'own memory', 'reused': 'shared memory'}
     """
-    levels = list(levels)
-    called = {level: str(level) for level in levels}
-    if factor == "setting":
-        called = {level: setting_words(level) for level in levels}
-    elif factor == "loader":
-        called = {level: LOADERS.get(level, str(level)) for level in levels}
+    words = {"setting": setting_words, "loader": lambda loader: LOADERS.get(loader, str(loader))}.get(factor, str)
+    called = {level: words(level) for level in levels}
     times = Counter(called.values())
     return {level: words if times[words] == 1 else str(level) for level, words in called.items()}

@@ -11,7 +11,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
-from gpulab.plots.names import LOADERS, OWN_MEMORY, SHARED_MEMORY, names, setting_words
+from gpulab.plots.names import LOADERS, SHARED_MEMORY, memory_words, names, setting_words
 from gpulab.report import Report, paragraphs
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict
@@ -321,16 +321,6 @@ def listed(words: Iterable[Any]) -> str:
     """Words as in a sentence: a, b and c."""
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def memory_words(loader: str, setting: str) -> str:
-    """What memory frames have, by the loader and where it trains: the published line, `reused`, copies on a GPU.
-
-    >>> memory_words("reused", "cpu"), memory_words("reused", "cuda:tf32=off")
-    ('shared memory', 'own memory')
-    """
-    copies = loader == "reused" and not setting.startswith("cpu")
-    return OWN_MEMORY if copies else LOADERS[loader]
 
 
 def network_words(network: str) -> str:

@@ -197,3 +197,6 @@ class SliceExplorer(Explorer):
         gain = 1 - line.loss.min() / landscape.loss
         headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
         return style.finished(figure, headline, "The loss along a line through the weights.", columns=3)
+
+
+bit_explorer, slice_explorer = BitExplorer, SliceExplorer
