@@ -149,7 +149,7 @@ def estimation(verdict: Verdict) -> Picture:
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
     right.set_xlabel(f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})")
     alt = f"{metric} of each {verdict.block} under {'; '.join(called.values())}"
-    alt += f"; the differences from {called[verdict.reference]} with intervals and the margin."
+    alt += f"; and the differences from {called[verdict.reference]} with intervals and the margin."
     return style.finished(figure, decided(verdict), alt, style.origin_keys(verdict.runs))
 
 
