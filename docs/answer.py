@@ -16,7 +16,7 @@ import companion
 import gpulab as gl
 from companion.findings import listed
 from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY
-from gpulab.plots.style import BESIDE, INK, ON_CPU, ON_GPU, canvas, points
+from gpulab.plots.style import BESIDE, INK, ON_CPU, ON_GPU, canvas, points, themed
 from gpulab.report import Picture
 
 FILE = Path(__file__).with_name("answer.svg")
@@ -118,10 +118,11 @@ def devices():
     ).replace("%", " %")
 
 
+@themed
 def picture():
     """A row for each device, film, size and length; own memory above shared memory, seeds joined."""
     runs = pairs()
-    figure, (axes,) = canvas(1, height=7.6)
+    figure, (axes,) = canvas(height=7.6)
     figure.set_figwidth(6.2)
     text = {"fontsize": 10, **BESIDE}
     names = dict(zip(runs.row, runs.code, strict=True))
@@ -141,7 +142,9 @@ def picture():
         worse = f"{(losses[SHARED_MEMORY] > losses[OWN_MEMORY]).sum()} of {len(losses)}"
         axes.annotate(worse, (COLUMNS[2], place), **text)
     axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
-    axes.annotate("as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center")
+    axes.annotate(
+        "as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center", fontsize=10
+    )
     heads = "memory", "better\nthan that", "pairs in which\nshared is worse"
     for words, x in zip(heads, COLUMNS, strict=True):
         axes.annotate(words, (x, -0.8), **text)

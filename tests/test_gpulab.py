@@ -23,9 +23,33 @@ def test_importing_gpulab_is_light(python):
     print(gpulab.Setting.parse("cpu:threads=1"), "torch" in sys.modules)
     """
     loaded, setting = python(code).stdout.splitlines()
-    heavy = {"torch", "numpy", "pandas", "av", "PIL", "matplotlib", "sklearn", "pyarrow", "typer", "tqdm"}
+    heavy = {"torch", "numpy", "pandas", "av", "PIL", "matplotlib", "seaborn", "sklearn", "pyarrow", "typer", "tqdm"}
     assert heavy & set(loaded.split()) == set()
     assert setting == "cpu:threads=1 False", "the environment of a setting can still be put in force"
+
+
+def test_instruments_and_verdicts_load_what_draws_only_when_they_are_to_draw(python):
+    code = """
+    import sys
+    import pandas as pd
+    import torch
+    import gpulab as gl
+    from gpulab.plots.names import setting_words
+
+    net, batch = torch.nn.Linear(4, 1), torch.ones(5, 4)
+    with gl.guard():
+        net(batch).sum().backward()
+    step = gl.Step(net, (batch, torch.ones(5, 1)), torch.nn.functional.mse_loss)
+    print(bool(str(gl.audit(step, "cpu", "cpu:emulate=bfloat16", progress=False))))
+    runs = pd.DataFrame({"seed": range(6), "final_loss": [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]})
+    both = pd.concat([runs.assign(setting=setting) for setting in ("cpu", "cuda")])
+    verdict = gl.verdict(both)
+    print(bool(verdict.words()), setting_words("cpu"), {"seaborn", "matplotlib"} & set(sys.modules))
+    verdict.plot()
+    print({"seaborn", "matplotlib"} <= set(sys.modules), "gpulab.audits" in sys.modules)
+    """
+    said = python(code).stdout.splitlines()
+    assert said == ["True", "True CPU set()", "True True"]
 
 
 def packages():

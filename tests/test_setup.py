@@ -33,6 +33,7 @@ ALL_PAGES = "\n".join([*PAGES.values(), *SEMINAR])
 CONDA_NAMES = {
     "torch": "pytorch",
     "matplotlib": "matplotlib-base",
+    "seaborn": "seaborn-base",
     "xxhash": "python-xxhash",
 }
 
@@ -341,7 +342,7 @@ def test_a_wheel_needs_neither_a_clone_nor_jupyter_nor_matplotlib(tmp_path):
             with contextlib.suppress(FileExistsError):  # a folder that several distributions share
                 (library / top).symlink_to(distribution.locate_file(top))
     elsewhere.mkdir()
-    absent = ["IPython", "ipywidgets", "jupyterlab", "matplotlib", "PIL", "torchvision", "sklearn", "av"]
+    absent = ["IPython", "ipywidgets", "jupyterlab", "matplotlib", "seaborn", "PIL", "torchvision", "sklearn", "av"]
     python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = OUTSIDE.format(absent=absent, environment=str(environment))
@@ -350,7 +351,7 @@ def test_a_wheel_needs_neither_a_clone_nor_jupyter_nor_matplotlib(tmp_path):
     install = "is not installed: pip install 'gpulab[notebooks]'"
     numbers, *rest = done.stdout.splitlines()
     assert numbers == f"{gl.__version__} {len(gl.recorded_runs())}"
-    assert rest == ["guarded", f"matplotlib {install}", f"PIL {install}"]
+    assert rest == ["guarded", f"seaborn {install}", f"PIL {install}"]
 
 
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):

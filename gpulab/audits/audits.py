@@ -47,6 +47,8 @@ class Audit(Answer):
         ('reduced precision', False)
     """
 
+    plots = "gpulab.plots.instruments"
+
     def __init__(self, comparison: Comparison, findings: list[Finding]) -> None:
         self.comparison, self.findings = comparison, findings
         self.a, self.b, self.pairs = comparison.a, comparison.b, comparison.pairs

@@ -45,6 +45,8 @@ class Placement(Report):
         (10.0, 100.0, 'arithmetic', 0.5)
     """
 
+    plots = "gpulab.plots.instruments"
+
     setting: str  # what it was done under
     operations: int  # calls of torch's operations that compute or move something; one may be several kernels
     # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention, two for

@@ -1,36 +1,13 @@
 """Figures, one visual language for all notebooks: from finished results only.
 
-`style` holds that language, `names` the words for settings; `runs`, `decisions`, `instruments`, `curvature`, `costs`,
-`escapes` and `pictures` draw what their names say.
+`style` holds the theme, `names` the words for settings; the other modules draw what their names say, with seaborn and
+matplotlib. They are imported when a figure is first drawn; `__init__.pyi` lists what they draw.
 """
 
-from gpulab.plots import decisions as decisions
-from gpulab.plots import instruments as instruments
-from gpulab.plots.costs import roofline
-from gpulab.plots.curvature import curvature_over_time, index_against_loss, landscape_slice, saddle_surface, spectra
-from gpulab.plots.escapes import escape_law, escape_paths, escape_phases
-from gpulab.plots.pictures import frames, predictions, reconstructions, sample
-from gpulab.plots.runs import curves, differences, losses
-from gpulab.plots.style import colour
-from gpulab.report import Picture
+from gpulab._lazy import attach, homes_in
 
-__all__ = [
-    "Picture",
-    "colour",
-    "curvature_over_time",
-    "curves",
-    "differences",
-    "escape_law",
-    "escape_paths",
-    "escape_phases",
-    "frames",
-    "index_against_loss",
-    "landscape_slice",
-    "losses",
-    "predictions",
-    "reconstructions",
-    "roofline",
-    "saddle_surface",
-    "sample",
-    "spectra",
-]
+_homes = homes_in(f"{__file__}i", __name__)
+
+__all__ = [*_homes]
+
+__getattr__ = attach(__name__, _homes)

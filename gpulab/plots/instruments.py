@@ -1,42 +1,131 @@
-"""How rounding grows along a step, as an audit found it."""
+"""What the instruments measure: rounding along a step, a device's roofline, and a step's place under it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pandas as pd
 
 from gpulab.audits.audits import Audit
+from gpulab.device.placements import Placement
+from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
 from gpulab.plots import style
-from gpulab.plots.style import FAINT, INK, Look
+from gpulab.plots.names import setting_words
+from gpulab.plots.style import FAINT, INK
 from gpulab.report import Picture, draw
+
+ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
 
 
 @draw.register
+@style.themed
 def audit(report: Audit) -> Picture:
     """The error of each operation's result, all that came before it included, along a training step.
 
-    Dots are what each operation's own rounding may explain; a cross marks a finding.
+    Grey dots are what each operation's own rounding may explain; a cross marks a finding.
     """
     table = report.table.reset_index(drop=True)
     errors = table[["so_far_a", "so_far_b"]]
     drawn = errors.replace(0, np.nan)
-    first, second = style.colour(report.a.setting), style.colour(report.b.setting)
-    dashed: Look = {"color": INK if second == first else second, "lw": 1.0, "ls": "--"}
-    figure, (axes,) = style.canvas(1, height=3.8)
-    for side, trace, line in (("a", report.a, {"color": first, "lw": 1.4}), ("b", report.b, dashed)):
-        bound, explained = table[f"bound_{side}"].replace(0, np.nan), "rounding explains" if side == "a" else None
-        axes.scatter(table.index, bound, s=4, color=FAINT, zorder=1, label=explained)
-        axes.plot(table.index, drawn[f"so_far_{side}"], alpha=0.9, label=f"{trace.title}, so far", **line)
+    first, second = (style.colour(trace.setting) for trace in (report.a, report.b))
+    figure, (axes,) = style.canvas(height=3.8)
+    bounds_of = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
+    axes.plot(table.index, bounds_of, ".", color=FAINT, ms=3, label="rounding explains")
+    for side, trace, tint in (("a", report.a, first), ("b", report.b, second if second != first else INK)):
+        words = trace.title.replace(trace.setting, setting_words(trace.setting))
+        axes.plot(table.index, drawn[f"so_far_{side}"], "o", ms=4, mew=0, color=tint, label=words)
     heights = errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what ran on one side has no height
-    cross: Look = {"marker": "x", "s": 26, "color": INK, "zorder": 4}
-    axes.scatter(heights.index, heights, label="finding" if len(heights) else None, **cross)
-    backward = table.index[table.phase == "backward"]
-    if len(backward):
-        axes.axvline(backward[0] - 0.5, color=FAINT, lw=0.8)
-        axes.annotate(" backward", (backward[0], 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=8)
-    axes.set_yscale("log")
+    axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
+    for place in table.index[table.phase == "backward"][:1]:
+        axes.axvline(place - 0.5, color=FAINT, lw=0.8)
+        axes.annotate(" backward", (place, 0.98), xycoords=("data", "axes fraction"), va="top")
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
-        axes.set_ylim(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30))
+        axes.set(yscale="log", ylim=(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30)))
+        axes.yaxis.set_major_formatter(style.power_of_ten)
     axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
     headline = f"First finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
     alt = f"Relative error against float64 along a step's operations, under {report.a.title} and {report.b.title}."
-    return style.finished(figure, headline, alt, axes.get_legend_handles_labels()[0], columns=4)
+    return style.finished(figure, headline, alt, columns=4)
+
+
+@style.themed
+def roofline(frame: pd.DataFrame) -> Picture:
+    """Draw a device's roofline: measured rates against arithmetic intensity, under the measured ceilings.
+
+    The ceilings are the highest bandwidth and the highest rate that were measured. There is a line for each machine and
+    setting; filled points were measured here, hollow ones recorded. The title names the layer that reaches least.
+
+    Args:
+        frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Drawn are its rows of the kinds `memory`,
+            `matrix` and `network`, by the columns `setting`, `operation`, `intensity` (flop per byte moved), `gflops`,
+            `gigabytes_per_second`, `flop`, and `machine` where there is one.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.roofline(gl.device.recorded_rooflines())
+        >>> print(picture.alt.partition(". ")[0])
+        Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model for multicore
+        architectures* (Communications of the ACM 52:4).
+    """
+    figure, (axes,) = style.canvas(height=4.4)
+    frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
+    frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
+    for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
+        label = f"{setting_words(setting)}, {f'{machine} (recorded)' if machine else 'this machine'}"
+        tint = style.colour(setting)
+        _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
+        for kind, rows in device[device.flop > 0].groupby("kind"):
+            style.points(axes, rows.intensity, rows.gflops, tint, bool(machine), marker=ROOFED[kind][0])
+    layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
+    below = axes.get_xaxis_transform()
+    for row, layer in enumerate(layers.drop_duplicates("operation").sort_values("intensity").itertuples()):
+        axes.axvline(layer.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
+        axes.text(layer.intensity, 0.02 + 0.06 * row, f"{layer.operation} ", ha="right", transform=below)
+    axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
+    style.log_scales(axes)
+    least = layers.iloc[0]
+    title = f"{least.operation}: of the networks' layers it reaches least of its ceiling, {least.reached:.1%}"
+    alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
+    keys = [style.key(name, ls="", marker=marker, color=FAINT) for marker, name in ROOFED.values()]
+    return style.finished(figure, title, alt, keys)
+
+
+def _roof(axes: style.Axes, device: pd.DataFrame, peak: float, last: float, **look: Any) -> None:
+    """The ceilings of bandwidth and of one rate, up to the `last` intensity."""
+    bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
+    axes.plot([0.03, peak / bandwidth, last], [0.03 * bandwidth, peak, peak], **look)
+
+
+@draw.register
+@style.themed
+def placement(step: Placement) -> Picture:
+    """A step under the roofs of its device, and beside it what its bytes, FLOP and launches take at their ceilings."""
+    frame, tint = step.roofline, style.colour(step.setting)
+    figure, (left, right) = style.canvas(2, height=3.4)
+    peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
+    last, above = 30 * max(step.intensity, 30.0), 0.0
+    for precision, peak in peaks.items():
+        shade = tint if precision in step.flop else FAINT
+        _roof(left, frame, peak, last, color=shade)
+        above = max(peak, 1.5 * above)  # where labels would lie on each other
+        left.annotate(precision, (last, above), ha="right", va="bottom", fontsize=7, color=shade)
+    if step.flop:
+        style.points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
+        left.plot([step.intensity] * 2, [step.gflops, step.gflops / step.reached], color=INK, lw=0.8, ls=":")
+    left.set(xlabel="flop per byte moved (star: the step)", ylabel="rate (Gflop/s)")
+    style.log_scales(left)
+    milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
+    bars = right.barh(["measured", *step.at_least], milliseconds, color=[INK, *[tint] * 3], height=0.6)
+    right.bar_label(bars, [f" {value:.3g}" for value in milliseconds])
+    right.invert_yaxis()
+    right.set(xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step; below, at least, each alone")
+    headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
+    alt = f"A step under the roofline of {setting_words(step.setting)}, and the time of its parts at their ceilings."
+    return style.finished(figure, headline, alt)

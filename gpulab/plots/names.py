@@ -43,8 +43,7 @@ def setting_words(setting: str | Setting) -> str:
         words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
     if parsed.isa:
         words.append(ISA.get(parsed.isa, parsed.isa))
-    switched = {name: getattr(parsed, name) for name in SWITCHES}
-    words += [SWITCHES[name][value] for name, value in switched.items() if value is not None]
+    words += [said[value] for name, said in SWITCHES.items() if (value := getattr(parsed, name)) is not None]
     if parsed.precision:
         words.append(parsed.precision)
     if parsed.emulate:
@@ -74,22 +73,13 @@ def optimizer_words(optimizer: str) -> str:
     return f"{OPTIMIZERS.get(name, name)} {bracket}{options}".rstrip()
 
 
-def network_words(network: str) -> str:
-    """A network at the beginning of a sentence: `PredNet`, `Autoencoder`."""
-    return "PredNet" if network == "prednet" else network[:1].upper() + network[1:]
-
-
 def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
     """What each level of a factor is called; levels that would be called alike keep their exact names.
 
     >>> names(["copied", "reused"], "loader")
     {'copied': 'own memory', 'reused': 'shared memory'}
     """
-    levels = list(levels)
-    called = {level: str(level) for level in levels}
-    if factor == "setting":
-        called = {level: setting_words(level) for level in levels}
-    elif factor == "loader":
-        called = {level: LOADERS.get(level, str(level)) for level in levels}
+    words = {"setting": setting_words, "loader": lambda loader: LOADERS.get(loader, str(loader))}.get(factor, str)
+    called = {level: words(level) for level in levels}
     times = Counter(called.values())
     return {level: words if times[words] == 1 else str(level) for level, words in called.items()}

@@ -12,6 +12,8 @@ from gpulab.plots import style
 from gpulab.report import Picture
 from gpulab.training.run import Run
 
+NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
+
 
 def predictions(run: Run) -> Picture:
     """Draw what a trained PredNet predicted, at five moments of the held-out film.
@@ -72,29 +74,6 @@ def reconstructions(run: Run) -> Picture:
     return in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.3g}")
 
 
-def sample(run: Run) -> Picture:
-    """Draw what a run's trained network makes of held-out data: predictions of a film, or reconstructions of images.
-
-    Args:
-        run: A run of one of gpulab's networks from `gpulab.train`.
-
-    Returns:
-        The `gpulab.plots.Picture` of `gpulab.plots.predictions` or `gpulab.plots.reconstructions`.
-
-    Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not know.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
-        >>> picture = gl.plots.sample(run)
-        >>> print(picture.alt.partition(". ")[0])
-        Rows of pictures: image, reconstructed, difference
-    """
-    is_film = run.data is not None and run.data.sequential
-    return predictions(run) if is_film else reconstructions(run)
-
-
 def frames(data: Data, every: int = 30) -> Picture:
     """Draw ten training frames of a data set, in two rows.
 
@@ -118,16 +97,15 @@ def frames(data: Data, every: int = 30) -> Picture:
     return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: one frame in {every}")
 
 
+@style.themed
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
     """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand above the first."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
-    figure, panels = style.canvas(count, height=7.2 / count * height / width * len(rows) + 0.6, rows=len(rows))
-    for axes in panels:
-        axes.set_axis_off()
+    figure, panels = style.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES)
     for row, (name, pictures) in enumerate(rows.items()):
         line = panels[row * count : (row + 1) * count]
-        line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
+        line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center")
         for axes, picture in zip(line, pictures, strict=False):
             pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")  # as they are, and a small file

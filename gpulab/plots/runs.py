@@ -1,26 +1,34 @@
-"""Runs under several settings: their losses, how they came about, and what a setting changed."""
+"""Runs under several settings: their losses, how they came about, and what was decided of them."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
+import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots import style
 from gpulab.plots.names import AGAIN, names
-from gpulab.plots.style import FAINT, INK, Look
-from gpulab.report import Picture
+from gpulab.plots.style import BESIDE, FAINT, INK, Look
+from gpulab.report import Picture, draw
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
+from gpulab.training.protocol import LAST_FIFTH
 
-SMALL = 0.01  # a share below which one counts in parts
+SEEDS = "one seed against another"
+BAND: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
 
 
+@style.themed
 def losses(frame: pd.DataFrame) -> Picture:
     """Draw the final loss of each seed under each setting; thin lines join the same seed.
 
-    Filled points were made here, hollow ones recorded. How many runs of a setting diverged stands above it. Runs that
+    Filled points were made here, hollow ones recorded. Diverged runs are crosses at the right edge. Runs that
     repeat another one (`rerun` above 0) are left out.
 
     Args:
@@ -43,100 +51,26 @@ def losses(frame: pd.DataFrame) -> Picture:
         The final loss of each seed: CPU; CPU, one thread; GPU, no TF32; GPU, TF32; GPU, no cuDNN; GPU, deterministic
     """
     check_one_protocol(frame)
-    frame = frame[frame.rerun == 0].astype({"final_loss": float})
-    order = style.setting_order(frame)
-    called = names(order)
-    frame["place"] = frame.setting.map(order.index)
-    figure, (axes,) = style.canvas(1, height=3.6)
-    for _, seed in frame.drop_duplicates(["setting", "seed"]).sort_values("place").groupby("seed"):
-        axes.plot(seed.place, seed.final_loss, color=FAINT, lw=0.7, zorder=1)
-    for (setting, recorded), runs in frame.groupby(["setting", "recorded"]):
-        position = runs.place.iloc[0] + (0.15 if recorded and not frame.recorded.all() else 0.0)
-        style.points(axes, np.full(len(runs), position), runs.final_loss, style.colour(setting), recorded, alpha=0.9)
-        if diverged := int((runs.status == "diverged").sum()):
-            top = (position, 0.98)
-            axes.annotate(f"{diverged} diverged", top, xycoords=("data", "axes fraction"), ha="center", va="top")
-    style.loss_scale(axes)
-    axes.set_xticks(range(len(order)), [words.replace(", ", "\n") for words in called.values()], fontsize=8)
-    axes.set(xlim=(-0.6, len(order) - 0.4), ylabel=style.metric_label("final_loss", frame.experiment))
-    by_setting = frame.groupby("setting").final_loss
-    headline = f"From seed to seed the loss varies up to {(by_setting.max() / by_setting.min()).max():.1f}-fold"
-    wide = frame.pivot_table(index="seed", columns="setting", values="final_loss")
-    along_lines, between_seeds = (wide.max(axis=axis) - wide.min(axis=axis) for axis in (1, 0))
-    if len(wide) > 1 and along_lines.max() < 0.1 * between_seeds.max():
-        headline += "; along a line it hardly moves"
-    alt = f"The final loss of each seed: {'; '.join(called.values())}. The same seeds joined by lines."
-    return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)
+    frame, tints = style.named(frame[frame.rerun == 0].astype({"final_loss": float}))
+    figure, (axes,) = style.canvas(height=1.6 + 0.4 * len(tints))
+    _seeds(axes, frame, "final_loss", "name", "seed", tints)
+    losses_by = [frame.groupby(by).final_loss for by in ("setting", "seed")]
+    seeds, settings = ((losses.max() / losses.min()).max() for losses in losses_by)
+    headline = f"From seed to seed the loss varies up to {seeds:.1f}-fold"
+    headline += f", from setting to setting by at most {100 * (settings - 1):.2g} %"
+    alt = f"The final loss of each seed: {'; '.join(tints)}. The same seeds joined by lines."
+    return style.finished(figure, headline, alt, style.origin_keys(frame))
 
 
-def differences(verdict: Verdict) -> Picture:
-    """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how far seeds are apart.
-
-    A row for each level has the differences of the same seed from the reference; the largest stands beside the row. The
-    last row has the differences between seeds under the reference. All are on one linear scale, with the margin as a
-    band. Runs of the reference that were repeated have a row of their own.
-
-    Args:
-        verdict: From `gpulab.verdict`.
-
-    Returns:
-        A `gpulab.plots.Picture`.
-
-    Examples:
-        >>> import pandas as pd
-        >>> import gpulab as gl
-        >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]})
-        >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.01)
-        >>> picture = gl.plots.differences(gl.verdict(pd.concat([cpu, cuda])))
-        >>> print(picture.alt.partition(". ")[0])
-        Change of final_loss against CPU: GPU; and between seeds
-    """
-    factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
-    again = verdict.reruns.assign(**{factor: f"{reference}{AGAIN}"})
-    pairs = pd.concat([verdict.pairs, again], ignore_index=True)
-    tints = style.level_colours(factor, [reference, *verdict.table[factor]])
-    called = names([reference, *verdict.table[factor], *again[factor].unique()], factor)
-    hollow = bool(style.is_recorded(verdict.runs).all())
-    rows = []
-    for level in [*verdict.table[factor], *again[factor].unique()]:
-        shown = pairs.difference[pairs[factor] == level].dropna().astype(float)
-        largest = shown.abs().max()
-        note = f"largest {largest:.2g}" if largest > 0 else "exactly the same" if largest == 0 else "no pair"
-        rows.append(style.Row(called[level], shown, tints.get(level, tints[reference]), hollow, note))
-    levels = [row.name for row in rows]
-    reference_name = called[reference]
-    rows.append(style.Row("one seed against another", (), INK, words=f"standard deviation {verdict.between_seeds:.2g}"))
-    unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
-    label = f"change of the same seed against {reference_name}: {unit}"
-    figure, axes = style.rows_of_points(rows, label, reference=0)
-    base = verdict.runs[verdict.runs[factor] == reference][metric].to_numpy(float)
-    between = (base[:, None] - base)[~np.eye(len(base), dtype=bool)]
-    axes.scatter(between, np.full(len(between), len(levels)), color=INK, s=40, alpha=0.5, marker="|", zorder=3)
-    keys: list[Artist] = [*style.origin_keys(verdict.runs)]
-    margin = verdict.table.margin.max()
-    if margin > 0:
-        keys.append(style.margin_band(axes, margin))
-    axes.xaxis.set_major_locator(MaxNLocator(6, symmetric=True))
-    headline = f"The {factor} moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
-    if verdict.ratio == 0:
-        headline = f"The {factor} moves no seed by a digit"
-    elif verdict.ratio < SMALL:
-        headline = (
-            f"The {factor} moves a seed by at most one part in {1 / verdict.ratio:,.0f} of the spread between seeds"
-        )
-    if np.isnan(verdict.ratio):
-        headline = "One seed has no spread to compare with"
-    alt = f"Change of {metric} against {reference_name}: {'; '.join(levels)}; and between seeds."
-    return style.finished(figure, headline, alt, keys)
-
-
+@style.themed
 def curves(
     histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "", factor: str = "setting"
 ) -> Picture:
     """Draw the loss of every run while it learns, a thin line each, and as a thick line the median over the seeds.
 
-    The lines are smoothed: each point is the mean of the last sixtieth of the run's windows up to there. Runs that
-    repeat another one (`rerun` above 0) are left out.
+    The lines are smoothed: each point is the mean of the last sixtieth of the run's windows up to there. Two levels
+    share a panel; of more, each has its own. Runs that repeat another one (`rerun` above 0) are left out. The title
+    compares what `gpulab.train` calls the final loss: the mean of a run's last fifth.
 
     Args:
         histories: From `gpulab.store.history`, of one experiment, with the columns `id`, `experiment`, `seed`, `rerun`,
@@ -156,37 +90,180 @@ def curves(
         >>> print(picture.alt.partition(". ")[0])
         Loss against frames seen, one line for each of 60 runs, coloured by setting
     """
-    histories = histories[histories.rerun == 0]
-    figure, (axes,) = style.canvas(1, height=3.6)
-    levels = style.setting_order(histories) if factor == "setting" else list(histories[factor].unique())
-    tints = style.level_colours(factor, levels)
+    histories, tints = style.named(histories[histories.rerun == 0], factor)
+    smooth = histories.groupby("id").loss.transform(
+        lambda losses: losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
+    )
+    panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]
+    rows = -(-len(panels) // 2)
+    figure, drawn = style.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
+    for axes, shown in zip(drawn, panels, strict=False):
+        look: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "errorbar": None, "ax": axes}
+        lines = histories.assign(loss=smooth)[histories.name.isin(shown)]
+        sns.lineplot(lines, units="id", estimator=None, lw=0.6, alpha=0.5, legend=False, **look)
+        sns.lineplot(lines, estimator="median", lw=2, **look)
+        if baseline is not None:
+            axes.axhline(baseline, color=INK, lw=1, ls=":", label=baseline_label)
+        style.log_scale(axes.yaxis)
+        axes.xaxis.set_major_formatter("{x:,g}")
+        x_label = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
+        axes.set(xlabel=x_label, ylabel=style.metric_label("loss", histories.experiment))
+        axes.label_outer()
+    final = histories.groupby(["name", "id"]).loss.agg(
+        lambda losses: losses.tail(max(1, len(losses) // LAST_FIFTH)).mean()
+    )
+    means = final.groupby("name").mean().sort_values()
+    headline = f"{histories.seed.nunique()} seeds: the runs end up to {final.max() / final.min():.1f}-fold apart"
+    if len(tints) == 2 and means.min() > 0:
+        times, (low, high) = means.iloc[1] / means.iloc[0], means.index
+        headline = f"The final loss is {times:.3g} times as high, on average, for {high} as for {low}"
+    alt = f"Loss against frames seen, one line for each of {len(final)} runs, coloured by {factor}."
+    return style.finished(figure, headline, alt, columns=3)
 
-    def smooth(losses: pd.Series) -> pd.Series:
-        return losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
 
-    medians = histories.groupby([factor, "frames_seen"], as_index=False).loss.median()
-    medians["loss"] = medians.groupby(factor).loss.transform(smooth)
-    runs = histories.assign(loss=histories.groupby("id").loss.transform(smooth))
-    style.run_lines(axes, runs, "frames_seen", "loss", [factor, "id"], tints, lw=0.6, alpha=0.5)
-    style.run_lines(axes, medians, "frames_seen", "loss", [factor], tints, lw=2)
-    middle = medians.groupby(factor).loss.last()
-    called = names(levels, factor)
-    ends: list[tuple[str, float, Look]] = []
-    for level, loss in middle.items():
-        ends.append((called[level], loss, {"color": tints[level], "lw": 2}))
-    if baseline is not None:
-        axes.axhline(baseline, color=INK, lw=1, ls=":")
-        ends.append((baseline_label, baseline, {"color": INK, "lw": 1, "ls": ":"}))
-    style.loss_scale(axes)
-    style.end_labels(axes, ends)
-    x_label = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
-    axes.set(xlabel=x_label, ylabel=style.metric_label("loss", histories.experiment))
-    last = histories.groupby("id").loss.last()
-    counts = f"{len(levels)} {factor}{'s' if len(levels) > 1 else ''} × {histories.seed.nunique()} seeds"
-    headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
-    if len(levels) == 2 and middle.min() > 0:  # neither diverged
-        low, high = sorted(levels, key=middle.get)
-        times = middle[high] / middle[low]
-        headline = f"The median curve ends {times:.2g} times as high for {called[high]} as for {called[low]}"
-    alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}."
-    return style.finished(figure, headline, alt)
+@draw.register
+@style.themed
+def estimation(verdict: Verdict) -> Picture:
+    """An estimation plot: every seed, and beside it the paired differences.
+
+    Left, the metric of each seed under each level, the same seed joined by a thin line; diverged runs
+    are crosses at the right edge. Right, the differences from the reference in standard deviations
+    between seeds (in the metric's units where there is no such spread), their mean with its
+    interval, as a thicker line the one that equivalence is decided by, and the margin as a band.
+    Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
+    """
+    factor, metric, table = verdict.factor, verdict.metric, verdict.table
+    levels = [verdict.reference, *table[factor]]
+    called, tints = names(levels, factor), style.level_colours(factor, levels)
+    figure, (left, right) = style.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
+    _seeds(left, verdict.runs, metric, factor, verdict.block, tints)
+    unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
+    _differences(right, verdict, verdict.pairs, tints, unit)
+    _intervals(right, verdict, unit)
+    margin = table.margin.max()
+    if margin == margin:  # it is seen whole, and what lies around it
+        sd = f"±{margin / unit:.2g} sd, " if unit != 1 else ""
+        right.axvspan(-margin / unit, margin / unit, label=f"margin, {sd}±{margin:.2g}", **BAND)
+        reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
+        right.set_xlim(-reach, reach)
+    right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
+    right.set_xlabel(f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})")
+    alt = f"{metric} of each {verdict.block} under {'; '.join(called.values())}"
+    alt += f"; and the differences from {called[verdict.reference]} with intervals and the margin."
+    return style.finished(figure, decided(verdict), alt, style.origin_keys(verdict.runs))
+
+
+def decided(verdict: Verdict) -> str:
+    """The title: how many levels came to which decision."""
+    decisions = verdict.decisions
+    reference, *levels = names([verdict.reference, *decisions], verdict.factor).values()
+    if len(levels) == 1:
+        return f"{levels[0]}, against {reference}: {verdict.decision}"
+    said = ", ".join(f"{n} {decision}" for decision, n in verdict.table.decision.value_counts().items())
+    return f"Against {reference}: {said or 'nothing to compare with'}"
+
+
+@style.themed
+def differences(verdict: Verdict) -> Picture:
+    """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how far seeds are apart.
+
+    A row for each level has the differences of the same seed from the reference, without their signs; the largest
+    stands beside the row. The last row has the differences between seeds under the reference. All are on one
+    logarithmic scale, which begins with zero; up to the margin, the grey band, a difference counts as none. Runs of the
+    reference that were repeated have a row of their own.
+
+    Args:
+        verdict: From `gpulab.verdict`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
+        >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]})
+        >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.01)
+        >>> picture = gl.plots.differences(gl.verdict(pd.concat([cpu, cuda])))
+        >>> print(picture.alt.partition(". ")[0])
+        Change of final_loss against CPU: GPU; and between seeds
+    """
+    factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
+    again = verdict.reruns.assign(**{factor: f"{reference}{AGAIN}"})
+    base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
+    between = (base[:, None] - base)[np.triu_indices(len(base), 1)]
+    seeds = pd.DataFrame({factor: SEEDS, verdict.block: range(len(between)), "difference": between})
+    moved = pd.concat([verdict.pairs, again, seeds], ignore_index=True)
+    moved["difference"] = moved.difference.abs()
+    levels = [*verdict.table[factor], *again[factor].unique(), SEEDS]
+    called = names([reference, *levels], factor)
+    figure, (axes,) = style.canvas(height=1.7 + 0.4 * len(levels))
+    _differences(axes, verdict, moved, style.level_colours(factor, levels) | {SEEDS: INK})
+    if (smallest := moved.difference[moved.difference > 0].min()) > 0:
+        axes.set_xscale("symlog", linthresh=10 ** np.floor(np.log10(smallest)))
+        axes.xaxis.set_major_formatter(style.power_of_ten)
+    if (margin := verdict.table.margin.max()) > 0:
+        axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **BAND)
+    axes.set_yticks(range(len(levels)), [called[level] for level in levels])
+    unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
+    axes.set(ylim=(len(levels) - 0.4, -0.6), xlabel=f"change of the same seed against {called[reference]}: {unit}")
+    headline = f"The {factor} moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
+    if np.isnan(verdict.ratio):
+        headline = "One seed has no spread to compare with"
+    alt = f"Change of {metric} against {called[reference]}: {'; '.join([*called.values()][1:-1])}; and between seeds."
+    return style.finished(figure, headline, alt, style.origin_keys(verdict.runs))
+
+
+def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Any]) -> pd.Series:
+    """Where each seed is drawn: near the row of its level, the first above and the last below it."""
+    seeds = frame.groupby(factor)[block]
+    beside = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
+    return frame[factor].map([*levels].index).astype(float) + 0.4 * beside
+
+
+def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: Mapping[Any, str]) -> None:
+    """A row for each level with every seed, the same seed joined by a thin line; diverged runs at the right edge."""
+    runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
+    diverged, size = runs.status == "diverged", 20 if runs[block].nunique() <= 40 else 5
+    shown = runs[~diverged]
+    lines: Look = {"units": block, "estimator": None, "orient": "y", "color": FAINT, "lw": 0.5, "zorder": 1}
+    sns.lineplot(shown, x=metric, y="height", ax=axes, **lines)
+    style.points(axes, shown[metric], shown.height, shown.tint, style.is_recorded(shown), s=size)
+    if diverged.any():
+        across: Look = {"transform": axes.get_yaxis_transform(), "label": "diverged", "marker": "x", "zorder": 4}
+        axes.scatter([0.97] * sum(diverged), runs.height[diverged], color=runs.tint[diverged], **across)
+        axes.margins(x=0.12)  # room for the crosses
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(shown[metric]) == {0, 1}))
+    style.log_scale(axes.xaxis, least=4)
+    axes.set_yticks(range(len(tints)), [textwrap.fill(words, 22) for words in names(tints, factor).values()])
+    axes.set(ylim=(len(tints) - 0.5, -0.5), xlabel=style.metric_label(metric, runs.get("experiment", ())), ylabel="")
+
+
+def _differences(
+    axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: Mapping[Any, str], unit: float = 1.0
+) -> None:
+    """A row for each level with the difference of every seed, and beside it the decision and the largest."""
+    factor, pairs = verdict.factor, pairs[pairs.difference.notna()]
+    heights, hollow = _heights(pairs, factor, verdict.block, tints), style.is_recorded(verdict.runs).all()
+    axes.axvline(0, color=INK, lw=0.8, zorder=1)
+    size = 20 if pairs[verdict.block].nunique() <= 40 else 5
+    style.points(axes, pairs.difference / unit, heights, pairs[factor].map(tints), hollow, s=size)
+    for row, level in enumerate(tints):
+        largest = (pairs.difference[pairs[factor] == level] / unit).abs().max()
+        words = [verdict.decisions.get(level), f"largest {largest:.2g}" if largest else "exactly the same"]
+        if level != verdict.reference:
+            axes.annotate("\n".join(f" {word}" for word in words if word), (1, row), fontsize=7, **BESIDE)
+
+
+def _intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
+    """Below the row of each level the mean difference and its two intervals."""
+    table, heights = verdict.table, np.arange(len(verdict.table)) + 1.33
+    wide, mean = "", "mean; so few seeds have no interval"
+    if table.equivalent_low.notna().any():
+        wide = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
+    if table.low.notna().any():
+        mean = f"mean, {100 * table.confidence.iloc[0]:.3g}% interval"
+    axes.hlines(heights, table.equivalent_low / unit, table.equivalent_high / unit, INK, lw=3.2, zorder=4, label=wide)
+    reach = np.stack([table.difference - table.low, table.high - table.difference]) / unit
+    look: Look = {"fmt": "D", "ms": 4, "color": INK, "mec": "white", "mew": 0.5, "elinewidth": 1, "zorder": 5}
+    axes.errorbar(table.difference / unit, heights, xerr=reach, label=mean, **look)
+    axes.margins(x=0.08)

@@ -289,6 +289,8 @@ class EscapeTable(Report):
         2 trainings from a saddle: 2 left, 0 were held there
     """
 
+    plots = "gpulab.plots.saddles"
+
     table: pd.DataFrame
     paths: pd.DataFrame
 

@@ -130,7 +130,7 @@ class Landscape:
 def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Landscape:
     """Find the directions from a network's weights along which its loss curves down most and up most.
 
-    The loss along lines in their plane can then be computed (`slice`) and drawn (`gpulab.plots.landscape_slice`).
+    The loss along lines in their plane can then be computed (`slice`).
 
     Args:
         model: A network with parameters in float32 or float64.
@@ -189,6 +189,8 @@ class Surface(Report):
         >>> print(gl.saddles.surface(saddle, places=2))
         A saddle at loss 2.222: 1 of 6 directions lead down
     """
+
+    plots = "gpulab.plots.saddles"
 
     along: Float[np.ndarray, " k"]
     across: Float[np.ndarray, " k"]

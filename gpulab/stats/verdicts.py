@@ -103,6 +103,8 @@ class Verdict(Report):
         [['different', 6, 0.1]]
     """
 
+    plots = "gpulab.plots.runs"
+
     metric: str
     factor: str
     block: str

@@ -20,12 +20,12 @@ from matplotlib.ticker import LogLocator
 from numpy.typing import ArrayLike
 
 import gpulab as gl
-from companion.findings import SIZES, CheckedSentences, Part, finding, listed, setting_in_text, span
+from companion.findings import SIZES, CheckedSentences, Part, finding, listed, network_words, setting_in_text, span
 from companion.first_windows import FirstWindow
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected, learning_table
 from gpulab.models.base import Trainable
 from gpulab.plots import style
-from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, network_words, setting_words
+from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, setting_words
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import p_text
@@ -47,7 +47,7 @@ HANDED = {
 }
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
 # In the figure neighbours differ in one thing, so that a line between them says what that does.
-ORDER = ("GPU, own memory", "GPU, shared memory", "CPU, shared memory", "CPU, own memory")
+ORDER = ("GPU, own memory", "GPU, shared memory", "CPU, own memory", "CPU, shared memory")
 METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", 0.25)}  # and the margin: a share, or in sd
 KIND = ["size", "setting", "machine"]  # of an experiment on dose and response
 CELL = [*KIND, "window", "speed"]
@@ -150,6 +150,7 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> CheckedSentenc
     )
 
 
+@style.themed
 def shared_memory(frame: pd.DataFrame) -> Picture:
     """Each seed's loss with shared memory against its loss with own memory: above the diagonal, sharing was worse.
 
@@ -170,20 +171,15 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
                 higher.append((pairs[shared] > pairs[PLAIN]).mean())
         ends = runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25
         axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
-        style.log_scale(axes.xaxis, *ends, numbers="{x:g}")
-        style.log_scale(axes.yaxis, *ends, numbers="{x:g}")
+        style.log_scales(axes)
         axes.set(xlim=ends, ylim=ends, xlabel=f"final loss, {OWN_MEMORY}", ylabel=f"final loss, {SHARED_MEMORY}")
         axes.set_title(f"{KINDS[device]}, {SIZES[profile]}")
-    speeds = [
-        style.point_key(f"speed {speed:g}", marker=marker, markerfacecolor=tint, markeredgecolor=tint)
-        for speed, (marker, tint) in looks.items()
-    ]
-    panels[-1].legend(handles=speeds, fontsize=8, frameon=False, loc="lower right")
+    keys = [style.key(f"speed {speed:g}", marker=mark, color=tint, ls="") for speed, (mark, tint) in looks.items()]
     several_groups = frame.groupby(["profile", "device", "speed"]).ngroups > 1
     grouping = ", by size and speed" if several_groups else ""
     headline = f"Sharing memory gave the higher loss for {span(higher, '.0%')} of the seeds{grouping}"
     alt = "Final loss with shared memory against final loss with own memory, one point a seed."
-    return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)
+    return style.finished(figure, headline, alt, [*keys, *style.origin_keys(frame)])
 
 
 # --- the published network -------------------------------------------------------------------------------
@@ -299,13 +295,14 @@ def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
     return paired_windows.groupby(["film", "condition"], sort=False).agg(**counts).reset_index()
 
 
+@style.themed
 def published_figure(frame: pd.DataFrame) -> Picture:
     """Each seed's final loss in `published_runs` over the loss of repeating the last frame, seeds joined."""
     shown = frame[~frame.condition.str.endswith("no round trip")].assign(
         times=frame.final_loss / frame.repeat_loss, panel=frame.film + ", " + frame["size"].str.replace("x", "×")
     )
     ticks: dict[float, str] = {}
-    figure, (axes,) = style.canvas(1, height=4.4)
+    figure, (axes,) = style.canvas(height=4.4)
     start = 0.0
     for name, panel_runs in shown.sort_values("full", ascending=False, kind="stable").groupby("panel", sort=False):
         times = panel_runs.pivot(index="condition", columns="seed", values="times")
@@ -320,7 +317,7 @@ def published_figure(frame: pd.DataFrame) -> Picture:
         axes.text(columns.mean(), 1.02, str(name), transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
         start += len(times) + 0.6
     axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
-    style.log_scale(axes.yaxis, shown.times.min(), shown.times.max(), numbers="{x:g}")
+    style.log_scale(axes.yaxis)
     axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 1.4, 2.0, 3.0, 5.0, 7.0)))
     axes.set_xticks([*ticks], [*ticks.values()])
     axes.set(xlim=(-0.6, start - 1), ylabel="final loss, in losses of repeating the last frame")
@@ -405,6 +402,7 @@ def _trend(_: float, low: float, high: float) -> str:
     return "it is lower" if high < 0 else NO_TREND
 
 
+@style.themed
 def dose_response(frame: pd.DataFrame) -> Picture:
     """The ratio of the final losses over the bias of the gradient: a faint point a seed, a large one a cell."""
     groups = [(experiment_key, runs, dose_table(runs)) for experiment_key, runs in frame.groupby(KIND, sort=False)]
@@ -417,8 +415,7 @@ def dose_response(frame: pd.DataFrame) -> Picture:
         for table, look in ((runs, faint), (cells, {"s": 60, "hollow": style.is_recorded(runs).any()})):
             for (window, speed), points in table.groupby(["window", "speed"]):
                 style.points(axes, points.bias, points.ratio, tints[speed], marker=marks[window], **look)
-        for axis, values in ((axes.xaxis, runs.bias), (axes.yaxis, runs.ratio)):
-            style.log_scale(axis, values.min(), values.max(), numbers="{x:g}")
+        style.log_scales(axes)
         axes.set(title=f"{SIZES[size]}, {setting_words(setting)}", xlabel="bias of the gradient (relative)")
     panels[0].set_ylabel(f"final loss, {SHARED_MEMORY} over {OWN_MEMORY}")
     worse = pd.concat([cells.ratio > 1 for *_, cells in groups])
@@ -426,8 +423,8 @@ def dose_response(frame: pd.DataFrame) -> Picture:
     keys = [style.key(f"speed {speed:g}", color=tint, marker="o", ls="") for speed, tint in tints.items()]
     keys += [style.key(f"windows of {window}", color=INK, marker=mark, ls="") for window, mark in marks.items()]
     headline = (
-        f"With {SHARED_MEMORY} the loss is higher in {worse.sum()} of {len(worse)} cells; "
-        f"with the gradient's bias {listed(trends)}"
+        f"With {SHARED_MEMORY} the loss is higher in {worse.sum()} of {len(worse)} cells, which share seeds; "
+        f"with the bias {listed(trends)}"
     )
     alt = "Final loss with shared over that with own memory, against the bias of the gradient, by window and speed."
     return style.finished(figure, headline, alt, [*keys, *style.origin_keys(frame)], columns=4)

@@ -20,7 +20,8 @@ from matplotlib.ticker import MaxNLocator
 import gpulab.stats.tests as inference
 from companion.meta import ALPHA, MetaAnalysis, meta_analysis
 from gpulab.errors import UsageError
-from gpulab.plots.style import BESIDE, FAINT, INK, Look, canvas, colour, finished, key
+from gpulab.plots.names import setting_words
+from gpulab.plots.style import BESIDE, FAINT, INK, Look, canvas, colour, finished, key, themed
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import pair
@@ -208,16 +209,18 @@ def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> st
     return f"{text}."
 
 
+@themed
 def _forest(verdict: AtlasVerdict) -> Picture:
     pooled = {tuple(row[name] for name in EFFECT): row for row in verdict.pooled.to_dict("records")}
     groups = [*verdict.machines.groupby(EFFECT)]
     lines = sum(len(rows) + 1.4 + (group in pooled) for group, rows in groups)
-    figure, (axes,) = canvas(1, height=1.4 + 0.21 * lines)
+    figure, (axes,) = canvas(height=1.4 + 0.21 * lines)
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
     y, ticks, names = 0.0, [], []
     for group, rows in groups:
-        axes.annotate(comparison(group), (0, y), xycoords=("axes fraction", "data"), fontsize=7.5, va="center",
-                      fontweight="bold", bbox={"fc": "white", "ec": "none", "pad": 0.5}, zorder=6)  # fmt: skip
+        heading = comparison((*group[:4], *map(setting_words, group[4:])))
+        look: Look = {"va": "center", "weight": "bold", "bbox": {"fc": "white", "ec": "none", "pad": 0.5}, "zorder": 6}
+        axes.text(0, y, heading, transform=axes.get_yaxis_transform(), **look)
         tint = colour(group[-1])
         for row in rows.itertuples():
             y += 1
@@ -250,12 +253,11 @@ def _forest(verdict: AtlasVerdict) -> Picture:
     axes.set_xlim(-reach, reach)
     axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.3g} %" if value else "0")
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlabel("change of the final loss against the reference, same seeds", fontsize=8)
+    axes.set_xlabel("change of the final loss against the reference, same seeds")
     count = verdict.machines.machine.nunique()
     shown = int((verdict.pooled.p_holm <= ALPHA).sum())
     headline = f"{len(groups)} comparisons on {count} machine{'s' * (count > 1)}: "
-    look: Look = {"marker": "o", "ms": 4.5}
+    look = {"marker": "o", "ms": 4.5}
     keys = [key("a machine, 95 % interval", color=FAINT, lw=1.4, **look)]
     if not verdict.machines.pooled.all():
         keys.append(key("not pooled: too few seeds, or the same bits", ls="", mfc="white", mec=FAINT, **look))

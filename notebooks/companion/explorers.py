@@ -27,8 +27,8 @@ from gpulab.audits.traces import Trace
 from gpulab.content import weights_digest
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.plots import style
-from gpulab.plots.decisions import decided
 from gpulab.plots.names import names, optimizer_words, setting_words
+from gpulab.plots.runs import decided
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
@@ -403,55 +403,50 @@ def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, f
         frames_seen, np.where(differences > 0, differences, np.nan), color=INK, lw=1.3, marker=".", ms=4
     )
     difference_axes.set(yscale="log", ylim=(1e-10, 1))
-    difference_axes.set_yticks([10.0**n for n in range(-10, 1, 2)], map(style.power_of_ten, range(-10, 1, 2)))
+    difference_axes.set_yticks(
+        [10.0**n for n in range(-10, 1, 2)], [style.power_of_ten(10.0**n) for n in range(-10, 1, 2)]
+    )
     difference_axes.minorticks_off()
     if len(differences):
-        style.loss_scale(loss_axes)
+        style.log_scale(loss_axes.yaxis)
     else:
         loss_axes.set_yticks([])
     for axes in (loss_axes, difference_axes):
-        axes.set(xlim=(0, total))
-        axes.set_xlabel("frames or images seen", fontsize=9)
-        axes.tick_params(labelsize=8)
-    loss_axes.set_ylabel("loss (mean squared error)", fontsize=9)
-    difference_axes.set_ylabel("difference of the losses", fontsize=9)
+        axes.set(xlim=(0, total), xlabel="frames or images seen")
+    loss_axes.set_ylabel("loss (mean squared error)")
+    difference_axes.set_ylabel("difference of the losses")
     headline = "Nothing is trained yet"
     if len(differences):
         latest = f"are {differences[-1]:.1e} apart" if differences[-1] else "have the same bits"
         headline = f"After {frames_seen[-1]:,.0f} of {total:,} the losses {latest}"
     alt = f"The losses of two trainings ({'; '.join(setting_names)}), and their difference. {headline}."
-    return style.finished(figure, headline, alt, loss_axes.get_legend_handles_labels()[0])
+    return style.finished(figure, headline, alt)
 
 
+@style.themed
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     """The difference and its interval as seeds come in, by how many are in, coloured by what was decided."""
     counts = sorted(verdicts)
     rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
-    figure, (axes,) = style.canvas(1, height=3.6)
-    axes.fill_between(counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", zorder=0)
+    figure, (axes,) = style.canvas()
+    margin = f"margin, ±{rows.margin.iloc[-1]:.2g}"
+    axes.fill_between(counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", label=margin)
     axes.axhline(0, color=INK, lw=0.8, zorder=1)
     for decision, decision_rows in rows.groupby("decision"):
         axes.vlines(
             decision_rows["count"], decision_rows.low, decision_rows.high, color=DECIDED[decision], lw=2.2, zorder=2
         )
-        axes.plot(
-            decision_rows["count"], decision_rows.difference, ls="", marker="o", ms=5, color=DECIDED[decision], zorder=3
-        )
+        look: Look = {"ls": "", "marker": "o", "ms": 5, "color": DECIDED[decision], "label": decision}
+        axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **look)
     reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())  # of the margin what there is room for
     axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     latest = verdicts[counts[-1]]
     metric = style.metric_label(latest.metric, latest.runs.get("experiment", ())).replace(" (", "\n(")
-    axes.set_xlabel(f"number of {latest.block}s")
-    axes.set_ylabel(f"difference in {metric}", fontsize=8)
+    axes.set(xlabel=f"number of {latest.block}s", ylabel=f"difference in {metric}")
     headline = f"After {len(latest.pairs)} {latest.block}s: {decided(latest)}"
     alt = f"The mean difference and its interval against the number of {latest.block}s. {headline}."
-    keys = [
-        style.key(decision, color=DECIDED[decision], marker="o", lw=2.2)
-        for decision in DECIDED
-        if decision in set(rows.decision)
-    ]
-    return style.finished(figure, headline, alt, [*keys, style.margin_key(float(rows.margin.iloc[-1]))], columns=3)
+    return style.finished(figure, headline, alt, columns=3)
 
 
 def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str) -> Picture:

@@ -11,7 +11,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
-from gpulab.plots.names import LOADERS, SHARED_MEMORY, memory_words, names, network_words, setting_words
+from gpulab.plots.names import LOADERS, SHARED_MEMORY, memory_words, names, setting_words
 from gpulab.report import Report, paragraphs
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict
@@ -321,3 +321,8 @@ def listed(words: Iterable[Any]) -> str:
     """Words as in a sentence: a, b and c."""
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def network_words(network: str) -> str:
+    """A network at the beginning of a sentence: `PredNet`, `Autoencoder`."""
+    return "PredNet" if network == "prednet" else network[:1].upper() + network[1:]

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 import torch
 from torch import Tensor
 
@@ -66,10 +67,11 @@ SAME_STEP, SAME_LOSS = 3e-11, 1e-8  # where what keeps its bits is drawn: a grad
 # --- orders of one sum -----------------------------------------------------------------------------------
 
 
+@style.themed
 def sums_figure(shuffled: Sequence[float], named: pd.Series) -> Picture:
     """How many ulps sums of the same numbers are off: in random orders, and in `named` ones, by their name."""
     values, counts = np.unique(shuffled, return_counts=True)
-    figure, (axes,) = style.canvas(1, height=3.6)
+    figure, (axes,) = style.canvas()
     axes.bar(values, counts, width=0.8, color=style.colour("cpu:threads=1"))
     axes.axvline(0, color=INK, lw=1, ls="--")
     label: Look = {"va": "center", "fontsize": 7.5, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
@@ -169,17 +171,19 @@ def _distances(
         yield row | {"changed": float((ulps > 0).double().mean()), "ulps": float(ulps.double().median())}
 
 
+@style.themed
 def growth_figure(frame: pd.DataFrame) -> Picture:
     """The distance between two trainings as they go on, from `growth` of one network or two: a line for each seed."""
     networks = list(frame.network.unique())[:2]
     tints = dict(zip(frame.change.unique(), CHANGE_COLOURS, strict=False))
     first, grown = frame.change.iloc[0], []
-    figure, panels = style.canvas(len(networks), height=3.6, share_rows=True)
+    figure, panels = style.canvas(len(networks), height=3.6, sharey=True)
     for axes, network in zip(panels, networks, strict=True):
         lines = frame[(frame.network == network) & (frame.distance > 0)]
-        style.run_lines(axes, lines, "step", "distance", ["change", "seed"], tints, lw=1.1, alpha=0.85)
+        look: Look = {"hue": "change", "palette": tints, "units": "seed", "estimator": None, "alpha": 0.85}
+        sns.lineplot(lines, x="step", y="distance", ax=axes, legend=axes is panels[0], **look)
         axes.axhline(2.0**-24, color=FAINT, lw=0.8, ls=":")
-        style.decades(axes.yaxis, 8)
+        style.log_scale(axes.yaxis)
         axes.set(title=network, xlabel="updates of the weights")
         of_first = frame[(frame.network == network) & (frame.change == first)].sort_values("step")
         ends = of_first.groupby("seed").distance.agg(["first", "last"])
@@ -187,11 +191,10 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
         grown.append(f"{network} {times:,.0f}-fold" if times >= 2 else f"{network} not")
     panels[0].set_ylabel("distance of the weights, relative")
     panels[-1].annotate(" one\n rounding", (1, 2.0**-24), fontsize=7, **BESIDE)
-    keys = [style.key(change, color=tint) for change, tint in tints.items()]
-    keys[0].set_label(f"{first} (a line for each of {frame.seed.nunique()} seeds)")
     alt = f"Relative distance of the weights of two trainings against updates, for {', '.join(tints)}."
     headline = f"{first[0].upper()}{first[1:]}: the difference grew in {', in '.join(grown)}"
-    return style.finished(figure, headline, alt, keys, columns=3)
+    headline += f"; {frame.seed.nunique()} seeds, a line each"
+    return style.finished(figure, headline, alt, columns=3)
 
 
 # --- what two GPUs draw from one seed --------------------------------------------------------------------
@@ -531,6 +534,7 @@ def recorded_products() -> pd.DataFrame:
 
 
 @draw.register
+@style.themed
 def factor_effects(report: FactorTable) -> Picture:
     """Each factor changed alone: how far it moves the gradient of one step, and the final loss of each seed.
 
@@ -539,7 +543,7 @@ def factor_effects(report: FactorTable) -> Picture:
     tints = report.table.base.str.startswith("cuda").map({True: ON_GPU, False: ON_CPU})
     table = report.table.assign(recorded=report.table.source == RECORDED, tint=tints)
     count, names = table.factor.nunique(), []
-    figure, (step_axes, loss_axes) = style.canvas(2, height=1.9 + 0.55 * count, share_rows=True)
+    figure, (step_axes, loss_axes) = style.canvas(2, height=1.9 + 0.55 * count, sharey=True)
     for position, (factor, rows) in enumerate(table.groupby("factor", sort=False)):
         offsets = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.28, 0.8 / len(rows))
         step_axes.scatter(rows.base_error, position + offsets, marker="|", s=50, color=FAINT, zorder=2)
@@ -560,8 +564,9 @@ def factor_effects(report: FactorTable) -> Picture:
         (step_axes, SAME_STEP, range(-9, 2, 2), "change of one step's gradient (relative)"),
         (loss_axes, SAME_LOSS, range(-6, 3, 2), "change of a seed's final loss (sd)"),
     ):
-        style.decades(axes.xaxis)
-        axes.set_xticks([10.0**power for power in powers])
+        axes.set_xscale("log")
+        axes.set_xticks([10.0**power for power in powers], [style.power_of_ten(10.0**power) for power in powers])
+        axes.minorticks_off()
         axes.annotate("same bits", (edge, -0.7), ha="left", **label_look)
         axes.set(xlim=(edge / 3, 100), xlabel=label)
     step_axes.set_yticks(range(count), names)
@@ -572,16 +577,16 @@ def factor_effects(report: FactorTable) -> Picture:
     loss_axes.annotate(" sd between seeds", (1, -0.7), ha="left", **label_look)
     loss_axes.tick_params(axis="y", left=False)
     keys = [style.key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
-    keys += style.origin_keys(table, ms=5)
+    keys += style.origin_keys(table)
     if table.emulated.any():
-        keys.append(style.point_key("emulated", marker="^", ms=5))
+        keys.append(style.key("emulated", ls="", marker="^", ms=5, color=FAINT))
     for device, tint in (("CPU", ON_CPU), ("GPU", ON_GPU)):
         if (tints == tint).any():
             keys.append(style.key(f"changed on a {device}", ls="", marker="s", ms=5, color=tint))
     decided = ", ".join(f"{n} {decision}" for decision, n in table.decision.value_counts().items())
     headline = f"Each factor alone, effect on the final loss: {decided}"
     alt = f"For each of {count} factors, how far one step and the final losses move."
-    return style.finished(figure, headline, alt, keys, size=7.5)
+    return style.finished(figure, headline, alt, keys)
 
 
 def _changed_options(base: str, change: str) -> str:

@@ -134,6 +134,9 @@ def decoded(frame: Bytes) -> Picture:
         f"{name}\n{(difference > 0).float().mean():.0%} differ, by up to {255 * difference.max():.0f} of 255"
         for name, difference in zip(decoders, differences, strict=True)
     ]
-    rows = {"decoded": pictures, "difference": differences.amax(1, keepdim=True) / differences.max().clamp(min=1 / 255)}
-    headline = f"One JPEG file, {len(decoders)} decoders; below, the difference from {next(iter(decoders))}'s pixels"
+    off = differences.amax(1, keepdim=True) / differences.max().clamp(min=1 / 255)
+    rows = {"decoded": pictures, "difference": 1 - off}
+    headline = (
+        f"One JPEG file, {len(decoders)} decoders; below, the darker, the further from {next(iter(decoders))}'s pixels"
+    )
     return in_rows(rows, titles, headline)

@@ -91,9 +91,10 @@ def _digits() -> tuple[np.ndarray, Tensor]:
 # --- what is made of it ----------------------------------------------------------------------------------
 
 
+@style.themed
 def spectrograms(kept: Mapping[str, Sequence[Tensor]]) -> Picture:
     """How much of each frequency is in every chunk that was kept, for each way of keeping."""
-    figure, panels = style.canvas(len(kept), height=3.0, share_rows=True)
+    figure, panels = style.canvas(len(kept), height=3.0, sharey=True)
     pitches = {}
     for axes, (name, chunks) in zip(panels, kept.items(), strict=True):
         loudness = torch.fft.rfft(torch.stack(list(chunks)) * torch.hann_window(CHUNK)).abs()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 import torch
 
 import gpulab as gl
@@ -18,7 +19,8 @@ from companion.first_windows import FirstWindow
 from gpulab.audits.audits import Audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots import style
-from gpulab.plots.style import FAINT, INK, Look
+from gpulab.plots.names import setting_words
+from gpulab.plots.style import BESIDE, FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict
 from gpulab.store.recorded import recorded_folder, recorded_table
@@ -155,12 +157,13 @@ def _outcomes(judged: Verdict) -> str:
     return ", ".join(f"{count.sum()} {words}" for words, count in counts.items())
 
 
+@style.themed
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     """Every run's loss while it learns, in the old card's arithmetic left, in the new one's right.
 
     Emulated runs are dashed, recorded ones thin. Above, a row a setting, a tick where a run became NaN.
     """
-    figure, panels = style.canvas(2, height=3.9, share_rows=True)
+    figure, panels = style.canvas(2, height=3.9, sharey=True)
     counts = []
     for axes, frame, name in zip(panels, (old, new), ("old card", "new card"), strict=True):
         counts.append(f"{(frame.status == 'diverged').sum()} of {len(frame)}")
@@ -168,12 +171,12 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         for row, (setting, runs) in enumerate(frame.groupby("setting", sort=False)):
             recorded, emulated, tint = runs.recorded.any(), gl.Setting.parse(setting).emulated, style.colour(setting)
             origin = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
-            line: Look = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": style.dashes(setting), "alpha": 0.7}
+            line: Look = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": "--" if emulated else "-", "alpha": 0.7}
             losses = history(runs)
-            style.run_lines(
-                axes, losses[np.isfinite(losses.loss)], "step", "loss", ["setting", "id"], {setting: tint}, **line
+            sns.lineplot(
+                losses[np.isfinite(losses.loss)], x="step", y="loss", units="id", estimator=None, ax=axes, **line
             )
-            axes.plot([], [], label=f"{setting}, {origin}", **line)
+            axes.plot([], [], label=f"{setting_words(setting)}, {origin}", **line)
             for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
                 axes.vlines(update, 0.88 - 0.1 * row, 0.92 - 0.1 * row, color=tint, lw=1.2, transform=across)
                 count_words = f"{count}" if count > 1 else ""
@@ -181,8 +184,7 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         axes.set(title=f"{name}: {counts[-1]} runs became NaN", xscale="log", xlabel="updates")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.3)
-        style.loss_scale(axes)
-        axes.legend(fontsize=7, frameon=False, loc="lower left")
+        style.log_scale(axes.yaxis)
     last = max(axes.get_xlim()[1] for axes in panels)
     for axes in panels:
         axes.set_xlim(0.8, last)
@@ -197,12 +199,13 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     return style.finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
 
 
+@style.themed
 def spectrum(frame: pd.DataFrame) -> Picture:
     """The eigenvalues of one seed's covariance, and the smallest of each seed's, from `covariance_spectrum`.
 
     Below −ε, the dotted line, a covariance has no Cholesky factor.
     """
-    figure, (rank_axes, smallest_axes) = style.canvas(2, height=3.8, share_rows=True)
+    figure, (rank_axes, smallest_axes) = style.canvas(2, height=3.8, sharey=True)
     smallest = frame.groupby(["setting", "covariance", "seed"]).eigenvalue.min()
     worst = smallest.idxmin()[2]
     names = []
@@ -214,16 +217,19 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         rank_axes.plot(
             worst_seed["rank"],
             worst_seed.eigenvalue,
-            ls=style.dashes(setting),
+            ls="--" if emulated else "-",
             lw=1.2,
             color=tint,
-            label=f"{way}, {setting}",
+            label=f"{way}, {setting_words(setting)}",
         )
-        style.points(smallest_axes, position + style.spread(len(smallest_values), 0.2), smallest_values, tint, s=20)
+        style.points(
+            smallest_axes, position + np.linspace(-0.2, 0.2, len(smallest_values)), smallest_values, tint, s=20
+        )
     for axes in (rank_axes, smallest_axes):
         axes.axhline(-EPSILON, color=INK, lw=0.9, ls=":")
         axes.axhline(0, color=FAINT, lw=0.8)
         axes.set_yscale("symlog", linthresh=1e-5)
+        axes.yaxis.set_major_formatter(style.power_of_ten)
     label_look: Look = {"xytext": (0, -3), "textcoords": "offset points", "va": "top", "fontsize": 8}
     rank_axes.annotate("no Cholesky factor below", (1, -EPSILON), **label_look)
     rank_axes.set(xlabel=f"rank of the eigenvalue (seed {worst}, first batch)", ylabel="eigenvalue of the covariance")
@@ -237,22 +243,26 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         f"Eigenvalues of the covariance of one batch by rank, and the smallest one for each of "
         f"{seeds} seeds, by setting and way of computing; below minus {EPSILON:g} there is no factor."
     )
-    return style.finished(figure, headline, alt, rank_axes.get_legend_handles_labels()[0])
+    return style.finished(figure, headline, alt)
 
 
+@style.themed
 def prices(frame: pd.DataFrame) -> Picture:
     """The time of a step in float32, and in TF32 with either cure, from `companion.recorded_prices`."""
     slowest = frame.ms.max()
-    rows = [
-        style.Row(f"{setting}, {way}", [ms], style.colour(setting), True, f"{ms:.1f} ms, {slowest / ms:.2f}×")
-        for setting, way, ms in frame[["setting", "covariance", "ms"]].itertuples(index=False)
-    ]
+    figure, (axes,) = style.canvas(height=1.3 + 0.4 * len(frame))
+    names = frame.setting.map(setting_words) + ", " + frame.covariance
+    for row, (setting, ms, low, high) in enumerate(
+        frame[["setting", "ms", "ms_low", "ms_high"]].itertuples(index=False)
+    ):
+        axes.hlines(row, low, high, color=INK, lw=2, zorder=2)
+        style.points(axes, ms, row, style.colour(setting), hollow=True)
+        axes.annotate(f" {ms:.1f} ms, {slowest / ms:.2f}×", (1, row), **BESIDE)
+    axes.set_yticks(range(len(frame)), names)
     label = f"milliseconds a step (median and quartiles), batches of {frame.batch_size.iloc[0]:,} images"
-    figure, axes = style.rows_of_points(rows, label, reference=slowest)
-    axes.hlines(range(len(frame)), frame.ms_low, frame.ms_high, color=INK, lw=2, zorder=2)
-    axes.set_xlim(0)
+    axes.set(xlim=(0, 1.05 * slowest), ylim=(len(frame) - 0.4, -0.6), xlabel=label)
     machines = ", ".join(sorted(frame.machine.unique()))
-    times = slowest / frame[frame.ms < slowest].ms
-    headline = f"{times.min():.2g} to {times.max():.2g} times as fast as the slowest" if len(times) else "One way alone"
+    faster = frame[frame.ms < slowest].ms.max()
+    headline = f"With either cure a step in TF32 takes at most {faster:.1f} ms, in float32 {slowest:.1f} ms"
     alt = f"Milliseconds a step on {machines} for float32 and for TF32 with either cure."
     return style.finished(figure, f"{headline}, recorded on {machines}", alt)

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 import gpulab as gl
-from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed, setting_in_text
-from gpulab.plots.names import network_words, optimizer_words
+from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed, network_words, setting_in_text
+from gpulab.plots.names import optimizer_words
 from gpulab.stats.verdicts import p_text
 
 SHUFFLES = 9999

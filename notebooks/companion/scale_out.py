@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 import torch
 from IPython.display import Markdown
 from torch import Tensor
@@ -25,7 +26,7 @@ from gpulab.models import Autoencoder
 from gpulab.models.base import Trainable
 from gpulab.plots import style
 from gpulab.plots.names import setting_words
-from gpulab.plots.style import FAINT, INK
+from gpulab.plots.style import FAINT, INK, Look
 from gpulab.progress import Progress
 from gpulab.report import Picture
 from gpulab.store.recorded import read_json, read_measured
@@ -256,26 +257,23 @@ def batch_gains(
 # --- figures and the finding ------------------------------------------------------------------------------
 
 
+@style.themed
 def scaling_lines(frame: pd.DataFrame) -> Picture:
     """How many times as much several devices do, against the ideal line: strong scaling beside weak."""
-    figure, panels = style.canvas(2, height=4.0, share_rows=True)
+    figure, panels = style.canvas(2, height=4.0, sharey=True)
     most_devices = int(frame.devices.max())
     ticks = sorted({1, *frame.devices})
-    name = (
-        "PredNet "
-        + frame["size"]
-        + ", "
-        + frame.setting.map(setting_words)
-        + ", "
-        + frame.machine
-        + " ("
-        + frame.origin
-        + ")"
-    )
-    frame = frame.assign(name=name, marker=frame["size"].map(MARKERS)).sort_values("devices", kind="stable")
+    name = "PredNet " + frame["size"] + ", " + frame.setting.map(setting_words) + ", " + frame.machine
+    name += " (" + frame.origin + ")"
+    frame = frame.assign(name=name).sort_values("devices", kind="stable")
     titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
     for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
-        style.named_lines(axes, frame[frame.scaling == scaling], "devices", "speedup")
+        for (words, size, setting, recorded), rows in frame[frame.scaling == scaling].groupby(
+            ["name", "size", "setting", "recorded"], sort=False
+        ):
+            tint = style.colour(setting)
+            look: Look = {"color": tint, "marker": MARKERS[size], "mfc": "white" if recorded else tint}
+            axes.plot(rows.devices, rows.speedup, label=words, **look)
         axes.plot([1, most_devices], [1, most_devices], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
@@ -287,28 +285,30 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
         f"{most_devices} devices do {span(frame[frame.devices == most_devices].speedup, '.2f')} times what one does"
     )
     alt = "Speedup against the number of devices, strong and weak scaling, beside the ideal line."
-    keys, _ = panels[0].get_legend_handles_labels()
-    return style.finished(figure, headline, alt, keys, columns=1 if len(keys) < 5 else 2, size=7.5)
+    return style.finished(figure, headline, alt)
 
 
+@style.themed
 def descent_losses(curve: pd.DataFrame) -> Picture:
     """The loss per update and per second of each way in `curve`: a thin line a seed, a thick one the mean."""
-    figure, panels = style.canvas(2, height=3.6, share_rows=True)
+    figure, panels = style.canvas(2, height=3.6, sharey=True)
     tints = dict(zip(dict.fromkeys(curve.way), TINTS, strict=False))
     mean = curve.groupby(["way", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
     for axes, column in zip(panels, ("step", "seconds"), strict=True):
-        style.run_lines(axes, curve, column, "loss", ["way", "seed"], tints, lw=0.5, alpha=0.4)
-        style.run_lines(axes, mean, column, "loss", ["way"], tints, lw=1.8)
+        look: Look = {"x": column, "y": "loss", "hue": "way", "palette": tints, "estimator": None, "ax": axes}
+        sns.lineplot(curve, units="seed", lw=0.5, alpha=0.4, legend=False, **look)
+        sns.lineplot(mean, lw=2, **look)
         axes.set(xlabel="updates of all workers" if column == "step" else "seconds", xlim=(0, None))
     panels[0].set_ylabel("loss of a batch (mean squared error)")
-    style.log_scale(panels[0].yaxis, mean.loss.min(), mean.loss.max())
+    style.log_scale(panels[0].yaxis)
     seconds = curve.groupby(["way", "seed"]).seconds.max().groupby("way").mean()
-    first = f"{seconds.idxmin()} is done first, in {seconds.min():.2g} s"
-    headline = f"As many updates: {first}, the last in {seconds.max():.2g} s"
+    times = ", ".join(f"{time:.2g} s {way}" for way, time in seconds.items())
+    headline = f"As many updates take, on average over the seeds, {times}"
     alt = f"Loss per update and per second of {', '.join(tints)} gradient descent."
-    return style.finished(figure, headline, alt, [style.key(way, color=tint, lw=1.8) for way, tint in tints.items()], 3)
+    return style.finished(figure, headline, alt)
 
 
+@style.themed
 def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
     """Updates to a target against the batch size, and what they cost in examples, with the law and the noise scale."""
     figure, panels = style.canvas(2, height=3.8)
@@ -327,9 +327,8 @@ def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
         for _, size, dash in marks:
             axes.axvline(size if np.isfinite(size) else np.nan, color=INK, lw=0.9, ls=dash, zorder=1)
         label = f"{'updates' if column == 'steps' else column} to the target"
-        axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel=label)
-        axes.xaxis.set_major_formatter("{x:,g}")
-        style.log_scale(axes.yaxis, table[column].min(), table[column].max())
+        axes.set(xlabel="batch size", ylabel=label)
+        style.log_scales(axes)
     panels[0].axhline(middle.least_steps, color=FAINT, lw=0.9, ls=":")
     fewest = f"fewest: {middle.least_steps:.0f}"
     panels[0].annotate(fewest, (sizes[0], middle.least_steps), va="bottom", fontsize=8, color=INK)

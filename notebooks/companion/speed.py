@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 
 import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed
@@ -224,18 +226,26 @@ def _phase_seconds(frame: pd.DataFrame) -> pd.DataFrame:
     ]
 
 
+def named_lines(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:
+    """A line with its points for each `name`, in the colour of its `setting`; hollow where it was `recorded`."""
+    for (name, setting, recorded), rows in frame.groupby(["name", "setting", "recorded"], sort=False):
+        tint = style.colour(setting)
+        axes.plot(rows[x], rows[y], label=name, color=tint, marker="o", mfc="white" if recorded else tint)
+
+
+@style.themed
 def scaling(frame: pd.DataFrame) -> Picture:
     """Rates of matrix products against their size: filled from `gpulab.roofline`, hollow from `recorded_rooflines`."""
-    figure, (axes,) = style.canvas(1, height=3.8)
+    figure, (axes,) = style.canvas(height=3.9)
     frame = frame[frame.kind == "matrix"].reset_index(drop=True)
     edge = frame.operation.str.extract(r"(\d+)$", expand=False).astype(int)
     machine = frame.get("machine", pd.Series(np.nan, frame.index))
-    name = frame.setting + (", " + machine + " (recorded)").fillna(", here")
+    name = frame.setting.map(setting_words) + (", " + machine + " (recorded)").fillna(", here")
     frame = frame.assign(edge=edge, name=name, recorded=machine.notna()).sort_values("edge", kind="stable")
-    style.named_lines(axes, frame, "edge", "gflops")
+    named_lines(axes, frame, "edge", "gflops")
     _widths(axes, edge)
-    axes.set(yscale="log", xlabel="edge of the matrices", ylabel="rate (Gflop/s)")
-    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set(xlabel="edge of the matrices", ylabel="rate (Gflop/s)")
+    style.log_scale(axes.yaxis)
     best = frame.groupby(["edge", on_gpu(frame)]).gflops.max().unstack().dropna()
     ahead = best.index[best[True] > best[False]] if best.shape[1] == 2 else []
     headline = f"At an edge of {ahead[0]:,} a GPU has overtaken the CPU" if len(ahead) else "One kind of device leads"
@@ -249,8 +259,7 @@ def shares(frame: pd.DataFrame) -> Picture:
     headline = f"Backpropagation takes {backward_shares.min():.0%} to {backward_shares.max():.0%} of a step"
     table = table.set_axis(table.index.map(", ".join))
     label = "share of a training step (right: the whole step)"
-    alt = "Shares of forward pass, backpropagation and update."
-    return style.stacked_shares(table, table.sum(axis=1), PHASES, label, headline, alt)
+    return _stacked_shares(table, PHASES, label, headline, "Shares of forward pass, backpropagation and update.")
 
 
 def kernels() -> Picture:
@@ -259,15 +268,34 @@ def kernels() -> Picture:
     The fast path of `gpulab.train`; how far it is from a machine's peak stands in `benchmarks/prednet.md`.
     """
     rows = recorded_table("kernels")
-    rows = rows.assign(name=rows[["machine", "setting", "size"]].agg(", ".join, axis=1), seconds=rows.ms / 1e3)
-    table = rows.pivot_table("seconds", "name", "what", sort=False).fillna(0)
+    where = rows.machine + ", " + rows.setting.map(setting_words) + ", " + rows["size"]
+    table = (
+        rows.assign(where=where, seconds=rows.ms / 1e3).pivot_table("seconds", "where", "what", sort=False).fillna(0)
+    )
     table = table[table.sum().sort_values(ascending=False).index]
     share = table["convolutions"] / table.sum(axis=1)
     headline = f"Convolutions, weight gradients apart, are {share.min():.0%} to {share.max():.0%} of an update's work"
     label = "share of its kernels' time (right: the sum; on a GPU some run beside others)"
     tints = style.level_colours("what", [*table])
-    alt = "Shares of an update of PredNet by kind of work."
-    return style.stacked_shares(table, table.sum(axis=1), tints, label, headline, alt)
+    return _stacked_shares(table, tints, label, headline, "Shares of an update of PredNet by kind of work.")
+
+
+@style.themed
+def _stacked_shares(seconds: pd.DataFrame, tints: Mapping[str, str], label: str, headline: str, alt: str) -> Picture:
+    """A bar for each row of seconds, divided by the shares of its columns, and beside it the whole in milliseconds."""
+    figure, (axes,) = style.canvas(height=1.3 + 0.3 * len(seconds))
+    whole = seconds.sum(axis=1)
+    seconds[[*tints]].div(whole, axis=0).plot.barh(stacked=True, color=tints, width=0.7, ax=axes)
+    bars: Any
+    for bars, tint in zip(axes.containers, tints.values(), strict=True):
+        words = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
+        axes.bar_label(bars, words, label_type="center", color="white" if sum(to_rgb(tint)) < 1.5 else "black")
+    for row, total in enumerate(whole):
+        axes.annotate(f" {1e3 * total:.3g} ms", (1, row), **style.BESIDE)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel=label, ylabel="")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    return style.finished(figure, headline, alt, columns=3)
 
 
 def end_to_end() -> pd.DataFrame:
@@ -284,18 +312,21 @@ def end_to_end() -> pd.DataFrame:
     return table.round(0).astype(dict.fromkeys(speeds, int))
 
 
+@style.themed
 def small_work(frame: pd.DataFrame) -> Picture:
     """The time of an update of three layers against their width, and where a CPU and another device take the same."""
-    figure, (axes,) = style.canvas(1, height=3.6)
+    figure, (axes,) = style.canvas()
     rows = frame[frame.part == "small"]
     origin = rows.recorded.map({True: " (recorded)", False: ", here"})
     rows = rows.assign(
-        width=rows.way.astype(int), ms=1e3 * rows.value, name=rows.setting + ", " + rows.machine + origin
+        width=rows.way.astype(int),
+        ms=1e3 * rows.value,
+        name=rows.setting.map(setting_words) + ", " + rows.machine + origin,
     )
     medians = rows.groupby(["name", "setting", "recorded", "width"], sort=False, as_index=False).ms.median()
-    style.named_lines(axes, medians.sort_values("width", kind="stable"), "width", "ms")
+    named_lines(axes, medians.sort_values("width", kind="stable"), "width", "ms")
     _widths(axes, rows.width)
-    style.log_scale(axes.yaxis, rows.ms.min(), rows.ms.max())
+    style.log_scale(axes.yaxis)
     axes.set(xlabel="width of each of three layers, 32 examples", ylabel="one update (ms)")
     cross = crossover(frame)
     headline = "The same device leads at every width" if on_gpu(rows).any() else "A CPU alone: no GPU was recorded"
@@ -305,6 +336,7 @@ def small_work(frame: pd.DataFrame) -> Picture:
     return style.finished(figure, headline, "Milliseconds of an update against the width of the network.")
 
 
+@style.themed
 def ladder(frame: pd.DataFrame) -> Picture:
     """How many times as fast as in float32 the text classifier trains in each precision, seed by seed."""
     absent = frame.note.fillna("").ne("") & ~frame.recorded  # of what was recorded only what there is
@@ -312,27 +344,33 @@ def ladder(frame: pd.DataFrame) -> Picture:
     float32_medians = frame[frame.way == "float32"].groupby(PLACE, as_index=False).value.median()
     frame = frame.merge(float32_medians.rename(columns={"value": "usual"}), on=PLACE)
     frame["times"] = frame.usual / frame.value
-    rows = []
-    for _, machine_rows in frame.groupby(PLACE, sort=False):
-        for (recorded, machine, setting, size, way), way_rows in machine_rows.groupby([*PLACE, "way"], sort=False):
-            name = f"{way}, {size}, {setting}, {'recorded on ' + machine if recorded else 'here'}"
-            words = way_rows.note.iloc[0] if way_rows.times.isna().all() else ""
-            rows.append(style.Row(name, way_rows.times, style.colour(setting), recorded, words))
-    label = "times as fast as the median in float32 there (a point a seed)"
-    figure, axes = style.rows_of_points(rows, label, reference=1, room=0.21)
-    axes.set_xlim(0)
+    frame["where"] = frame.recorded.map({True: "recorded on ", False: "here, "}) + frame.machine + "\n"
+    frame["where"] += frame.setting.map(setting_words) + ", " + frame["size"]
+    ways = list(frame.way.unique())
+    figure, (axes,) = style.canvas(height=1.4 + 0.75 * frame["where"].nunique())
+    look = {
+        "hue": "way",
+        "palette": style.level_colours("way", ways),
+        "hue_order": ways,
+        "dodge": True,
+        "jitter": False,
+    }
+    sns.stripplot(frame, x="times", y="where", size=4.5, ax=axes, **look)
+    axes.axvline(1, color=INK, lw=0.8, zorder=1)
+    axes.set(xlim=(0, None), ylabel="", xlabel="times as fast as the median in float32 there (a point a seed)")
     medians = frame.groupby([*PLACE, "way"]).times.median()
     _, machine, _, _, best = medians.idxmax()
     headline = f"The most gained: {best} on {machine}, {medians.max():.2f} times as fast as float32"
     headline = "Nothing trains faster than float32" if best == "float32" else headline
-    return style.finished(figure, headline, "Speed of training in each precision over float32.")
+    notes = frame[frame.times.isna()].drop_duplicates("way")
+    absent = "".join(f" Not {way} here: {note}." for way, note in zip(notes.way, notes.note, strict=True))
+    return style.finished(figure, headline, f"Speed of training in each precision over float32.{absent}", columns=4)
 
 
 def _widths(axes: Axes, widths: pd.Series) -> None:
-    """A logarithmic horizontal axis with a tick at each power of four, and the key of the lines."""
+    """A logarithmic horizontal axis with a tick at each power of four."""
     axes.set_xscale("log", base=2)
     low, high = np.log2([widths.min(), widths.max()]).astype(int)
     ticks = [2**power for power in range(low, high + 1, 2)]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
-    axes.legend(fontsize=8, frameon=False, loc="upper left")

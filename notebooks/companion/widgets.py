@@ -13,8 +13,7 @@ from matplotlib.patches import Rectangle
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.plots import style
-from gpulab.plots.curvature import landscape_slice
-from gpulab.plots.style import FAINT
+from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU
 from gpulab.report import PAGE_DPI, Picture, image
 from gpulab.saddles.landscapes import Landscape
 
@@ -61,12 +60,13 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
     return pattern[0], pattern[1:-fraction], pattern[-fraction:]
 
 
+@style.themed
 def bits_figure(x: float) -> Picture:
     """A number's bits in float32, and after it was rounded to other formats, as each stores them; filled boxes are 1.
 
     The fractions begin in one column, so that what a format drops is missing on the right.
     """
-    figure, (axes,) = style.canvas(1, height=0.7 + 0.4 * len(SHOWN))
+    figure, (axes,) = style.canvas(height=0.7 + 0.4 * len(SHOWN))
     axes.set_axis_off()
     for row, name in enumerate(SHOWN):
         sign, exponent, fraction = format_bits(x, name)
@@ -182,10 +182,21 @@ class SliceExplorer(Explorer):
             slider.observe(self.draw, "value")
         self.draw()
 
+    @style.themed
     def picture(self) -> Picture:
         """The slice that the sliders ask for."""
-        line = self.landscape.slice(self.angle.value, self.reach.value * self.landscape.extent)
-        return landscape_slice(self.landscape, line, self.angle.value)
+        landscape, angle = self.landscape, self.angle.value
+        line = landscape.slice(angle, self.reach.value * landscape.extent)
+        curvature, low, high = landscape.curvature(angle), min(line.loss.min(), landscape.loss), line.loss.max()
+        figure, (axes,) = style.canvas()
+        axes.plot(line.distance, line.loss, color=ON_GPU if curvature < 0 else ON_CPU, lw=1.8, label="loss")
+        axes.plot(line.distance, line.quadratic, color=INK, lw=0.9, ls="--", label="slope and curvature alone")
+        axes.plot(0, landscape.loss, "o", ms=7, color="white", mec=INK, label="the network")
+        axes.set_ylim(low - 0.25 * (high - low), high + 0.1 * (high - low))
+        axes.set(xlabel="distance of the weights from the network's", ylabel="loss")
+        gain = 1 - line.loss.min() / landscape.loss
+        headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
+        return style.finished(figure, headline, "The loss along a line through the weights.", columns=3)
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer
