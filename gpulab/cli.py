@@ -236,7 +236,7 @@ def verdict(
     if file.suffix == ".parquet":
         with contextlib.suppress(DataError):
             is_store = bool(recorded.read_packed(file))
-    frame = rows_where(stores.runs(file) if is_store else read_table(file, metric), pairs(where))
+    frame = rows_where(stores.runs(file) if is_store else read_table(file), pairs(where))
     answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
     say(answer)
     save_plot(answer, picture)
