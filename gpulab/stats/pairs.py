@@ -92,13 +92,14 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
 
 
 def _numbers(column: pd.Series) -> tuple[pd.Series, pd.Series, pd.Series]:
-    """The metric in float64; which are missing, as far as that can be told from NaN; which are no finite number.
+    """The metric in float64; which are missing; and which are NaN or infinite.
 
-    In a column of float64 NaN may stand for both, and is neither.
+    In a column of float64 NaN may stand for both, and is taken for neither.
     """
     plain = column.infer_objects()
     if is_numeric_dtype(plain) and not isinstance(plain.dtype, pd.api.extensions.ExtensionDtype):
-        return plain.astype(float), column.isna() & False, np.isinf(plain.astype(float))
+        none = pd.Series(False, column.index)
+        return plain.astype(float), none, none
     text = column.map(str, na_action="ignore").astype(object).replace({"True": "1", "False": "0"}).str.strip()
     numbers = pd.to_numeric(text, errors="coerce").astype(float)
     wrong = text[numbers.isna() & column.notna() & (text.str.lower() != "nan")]
@@ -129,9 +130,7 @@ def _check_numbers(finished: pd.Series, metric: str) -> None:
     """Raise `UsageError` where a run that finished has no number, or one that is too large or small to compute with."""
     if len(numberless := finished[~np.isfinite(finished)]):
         which = f"{len(numberless)} finished run(s) have no finite {metric}: index {numberless.index[:3].tolist()}"
-        if len(numberless) == len(finished):
-            raise UsageError(f"{which}, nor has any other; if yours is called otherwise, say metric='its name'")
-        raise UsageError(f"{which}; mark them as diverged or leave their seeds out")
+        raise UsageError(f"{which}; mark them as diverged, leave their seeds out, or choose another metric=")
     largest = finished.abs().max()
     if largest > HUGE or 0 < largest < TINY:
         raise UsageError(f"metric {metric!r} reaches {largest:.0e}, whose powers float64 cannot hold; rescale it")

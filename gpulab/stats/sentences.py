@@ -48,24 +48,27 @@ def _sentence(verdict: Verdict, row: Any, words: Mapping[Any, str]) -> str:
         return f"Between {level} and {reference} nothing can be compared: {shared} finished {preposition} both."
     if is_identical(row):
         return f"{here} every {block} ends with the same bits as {there}, so there is nothing to test."
-    differences = verdict.pairs.difference[verdict.pairs[verdict.factor] == row[1]]
-    along = (
-        f"{'higher' if row.difference > 0 else 'lower'} in {(differences * row.difference > 0).sum()} of {n} {block}s"
-    )
+    if not (row.largest_difference or row.p_equivalent > 0 or row.one_diverged):
+        doubt = f"make sure that the {verdict.factor} reached the training"
+        return f"{here} not one {block} differs by a digit from that {there}: {doubt}."
+    pairs = verdict.pairs[verdict.pairs[verdict.factor] == row[1]]
+    differences = pairs.difference.dropna().to_numpy(float)
+    direction, along = "higher" if row.difference > 0 else "lower", (differences * row.difference > 0).sum()
+    count, mixture = f"{direction} in {along} of {n} {block}s", _mixture(verdict, differences)
     if row.decision == "different":
-        return f"{here} the {metric} is {_change(verdict, row)} {there}, and {along}."
+        return f"{here} the {metric} is {_change(verdict, row)} {there}, and {count}.{mixture}"
     effect = f"{here} the {metric} differs by {_amount(verdict, row, abs(row.difference))} on average from that {there}"
     number, unit = planning.parse_margin(verdict.margin)
     meaning = f" ({PARTS.get(number, f'{number:g} times')} the spread between {block}s)" if unit == "sd" else ""
-    margin = f"differences below {_amount(verdict, row, row.margin)}{meaning}"
+    none = f"differences below {_amount(verdict, row, row.margin)}{meaning} count as none here"
     if row.decision == "different but negligible":
-        return f"{effect}, more than luck explains; but {margin} count as none here."
+        return f"{effect}, and is {count}: that is no luck, but {none}.{mixture}"
     if row.decision == "equivalent":
         most = inference.clopper_pearson_upper(row.moved, n)
         unseen = f"{row.moved:.0f} of {n} {block}s moved further, and jumps of up to {most:.0%} of all {block}s could"
-        return f"{effect}; {margin} count as none here. {unseen} have gone unseen (95 % limit)."
-    within = f" nor that only {margin} remain" if row.margin > 0 else ""
-    return f"{effect}. This shows neither a difference{within}: {'; '.join(_needed(verdict, row))}."
+        return f"{effect}; {none}. {unseen} have gone unseen (95 % limit).{mixture}"
+    undecided = f"{effect}, and is {count}, which decides nothing"
+    return f"{'; '.join([undecided, *([none] if row.margin > 0 else []), *_needed(verdict, row)])}.{mixture}"
 
 
 def _mixture(verdict: Verdict, differences: np.ndarray) -> str:
@@ -77,7 +80,7 @@ def _mixture(verdict: Verdict, differences: np.ndarray) -> str:
         return ""
     rest = f"the other {(~few).sum()} moved the other way (mean {differences[~few].mean():+.2g}, p = {p_text(p)})"
     jumps = f"{few.sum()} of {len(few)} {verdict.block}s jumped (mean {differences[few].mean():+.2g})"
-    return f" (the mean mixes two: {jumps}, {rest})"
+    return f" {jumps}, {rest}: the difference mixes the two."
 
 
 def _amount(verdict: Verdict, row: Any, value: float) -> str:
@@ -102,10 +105,10 @@ def _needed(verdict: Verdict, row: Any) -> Iterator[str]:
         yield f"on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
     if row.seeds < fewest:
         yield f"{row.seeds} {block}s are too few to show a difference, {fewest} are enough"
-    if math.isfinite(row.seeds_needed):
+    if math.isfinite(row.seeds_needed) and not may_diverge_apart(row):
         guess = "" if row.seeds >= SURE else "a rough guess, "
         yield f"about {row.seeds_needed:.0f} {block}s would settle it ({guess}power 0.8, if others are like these)"
-    elif row.margin > 0:
+    elif row.seeds_needed == math.inf and row.margin > 0:
         yield f"no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
 
 
@@ -124,7 +127,7 @@ def _without_stuck(verdict: Verdict) -> Iterator[str]:
 # --- with all numbers ------------------------------------------------------------------------------------
 
 NUMBERS = (  # of a level; those that a level does not have are left out
-    "difference {difference:.2g}",
+    "Difference {difference:.2g}",
     "{usual} % interval {low:.2g} to {high:.2g}",
     "p = {p_different}",
     "equivalence within ±{margin:.2g}",
@@ -154,7 +157,8 @@ def with_numbers(verdict: Verdict) -> str:
 def _level(verdict: Verdict, row: Any) -> str:
     """One level: its decision, its sentence and its numbers."""
     block, alpha = verdict.block, verdict.alpha
-    seeds = f"{row.seeds} of {row.seeds + row.left_out} {block}s" if row.left_out else f"{row.seeds} {block}s"
+    all_seeds = row.seeds + row.left_out
+    seeds = f"{row.seeds} of " * (row.left_out > 0) + f"{all_seeds} {block}{'s' * (all_seeds != 1)}"
     if "seed" in verdict.runs and block != "seed":
         distinct = verdict.runs.seed[verdict.runs[block].isin(verdict.pairs[block])].nunique()
         seeds += f" made from {distinct} distinct seeds"
@@ -168,6 +172,8 @@ def _level(verdict: Verdict, row: Any) -> str:
         p_diverged = p_text(row.p_diverged_holm, alpha)
         there = f"under {verdict.reference} {row.reference_diverged} (p = {p_diverged})"
         said.append(f"Diverged, or without a number: {row.diverged}, {there}.")
+    if row.left_out:
+        said.append(f"Left out: {row.left_out} {block}{'s' * (row.left_out > 1)} that only one of the two has.")
     return " ".join(said)
 
 
