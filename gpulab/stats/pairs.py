@@ -207,9 +207,10 @@ def _one_row_each(runs: pd.DataFrame, metric: str, factor: str, block: str) -> p
     repeated = runs[runs.duplicated([factor, block], keep=False)]
     if not len(repeated):
         return runs
-    differing = {name: repeated[name] for name in _differing(repeated, metric, factor, block)}
-    words = [name for name, column in differing.items() if not is_numeric_dtype(column) or is_bool_dtype(column)]
-    if words := [name for name in words if differing[name].astype(str).nunique() < len(repeated)]:
+    differing = _differing(repeated, metric, factor, block)
+    words = [name for name in differing if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])]
+    # A name that each run has for itself tells no two kinds of runs apart.
+    if words := [name for name in words if runs[name].astype(str).nunique() < len(runs)]:
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
         advice = f"with another {', '.join(words[:3])}; keep the rows of one"
         raise UsageError(f"{which} was run more than once, {advice}")
