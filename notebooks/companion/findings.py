@@ -132,7 +132,7 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
-        wide = f"over all {span(losses.seeds)} the mean is within {_per_cent(losses.margin_relative)}"
+        wide = f"over all {span(losses.seeds)} differences below {_per_cent(losses.margin_relative)} count as none"
         clauses = [f"among seeds that learned, {'; '.join(_loss_clauses(learned, reference_name))}", wide]
     different = shares[shares.decision == "different"]
     if len(different):

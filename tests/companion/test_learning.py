@@ -87,7 +87,7 @@ def judged(shift, spread, seeds=12):
             1e-3,
             1e-9,
             "different but negligible",
-            "the loss differs by 0.0096 % on average from that under a, and is higher in 12 of 12 seeds: that is no luck",
+            "the loss differs by 0.0096 % on average from that under a, and is higher in 12 of 12 seeds: ",
         ),
         (5.0, 1e-9, "different", "the loss is 1.48 times as high as under a, and higher in 12 of 12 seeds."),
         (-5.0, 1e-9, "different", "the loss is 0.522 times as high as under a, and lower in 12 of 12 seeds."),
@@ -95,7 +95,7 @@ def judged(shift, spread, seeds=12):
             0.0,
             1.0,
             "inconclusive",
-            "the loss differs by 0.21 % on average from that under a, and is higher in 7 of 12 seeds, which decides nothing",
+            "the loss differs by 0.21 % on average from that under a, and is higher in 7 of 12 seeds, which",
         ),
     ],
 )
