@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import gpulab as gl
 from gpulab.stats import tests as inference
-from gpulab.stats.decisions import JUMP
+from gpulab.stats.sentences import JUMP
 from gpulab.store import runs as stores
 
 PAGE = Path(__file__).with_name("verdict_calibration.md")

@@ -81,7 +81,7 @@ def prepared(setting: str) -> str:
 
 STEP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
-MARGIN = "largest difference that would not matter, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
+MARGIN = "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
@@ -236,7 +236,7 @@ def verdict(
     if file.suffix == ".parquet":
         with contextlib.suppress(DataError):
             is_store = bool(recorded.read_packed(file))
-    frame = rows_where(stores.runs(file) if is_store else read_table(file, metric), pairs(where))
+    frame = rows_where(stores.runs(file) if is_store else read_table(file), pairs(where))
     answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
     say(answer)
     save_plot(answer, picture)

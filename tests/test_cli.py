@@ -111,7 +111,11 @@ def test_a_table_from_elsewhere_gets_its_verdict_and_picture(answer, tmp_path):
     (tmp_path / "runs.csv").write_text("\n".join([header, *rows, "8,cpu,,KILLED,a", "0,cpu,0.3,FINISHED,b"]))
     options = ["verdict", "runs.csv", "--metric", "loss", "--factor", "device", "--margin", "0.05"]
     first = answer(*options, "--where", "model=a", "--picture", "seeds.png")
-    assert "cuda against cpu, 8 seeds: different; difference 0.5 [0.5, 0.5], p = 0.0078" in first.out
+    assert (
+        "cuda against cpu, 8 seeds: different. With cuda the loss is 4.7 times as high as with cpu, and " in first.out
+    )
+    assert "Difference 0.5; 95 % interval 0.5 to 0.5; p = 0.0078" in first.out
+    assert "differences below 1 % count" in answer(*options[:-1], "1%", "--where", "model=a", "--alpha", "0.001").out
     assert "did not finish: 1 (cpu 1 killed)" in first.out
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
     other = answer(*options, "--where", "model=a", "--reference", "cuda", "--alpha", "0.005")

@@ -10,56 +10,45 @@ import pandas as pd
 
 import gpulab.stats.power as planning
 import gpulab.stats.tests as inference
+from gpulab.stats.pairs import Paired
 
 DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
 COLUMNS = (  # of a verdict's table, after the factor's; `Verdict` says what they are
     *("decision", "seeds", "difference", "low", "high", "confidence"),
     *("p_different", "p_different_holm", "p_equivalent", "p_equivalent_holm"),
     *("equivalent_low", "equivalent_high", "equivalent_confidence", "margin", "margin_relative", "smallest_shown"),
-    *("sd_of_differences", "largest_difference", "jumped", "jump", "rest", "p_rest", "same_bits"),
-    *("moved", "moved_at_most", "diverged", "reference_diverged", "one_diverged", "diverged_apart_at_most"),
-    *("p_diverged", "p_diverged_holm", "left_out", "seeds_needed"),
+    *("largest_difference", "same_bits", "moved", "diverged", "reference_diverged", "one_diverged"),
+    *("diverged_apart_at_most", "p_diverged", "p_diverged_holm", "left_out", "seeds_needed"),
 )
-JUMP = 0.5  # a seed that jumps moves by so many standard deviations between seeds at least
 
 
 def compare_levels(
-    runs: pd.DataFrame,
-    pairs: pd.DataFrame,
-    factor: str,
-    reference: Any,
-    losses: np.ndarray,
-    margin: str | float,
-    alpha: float,
-    yes_or_no: bool,
+    paired: Paired, factor: str, losses: np.ndarray, margin: str | float, alpha: float, yes_or_no: bool
 ) -> pd.DataFrame:
     """A verdict's table; `losses` is the metric of the reference's runs that finished, shape (seeds,)."""
-    number, in_sd = planning.parse_margin(margin)
-    size = number * (inference.sd_lower_limit(losses) or math.nan) if in_sd else number
-    count = runs[factor].value_counts()
-    levels = list(dict.fromkeys(level for level in runs[factor] if level != reference))
-    pairs_of = {level: pairs[pairs[factor] == level] for level in levels}
+    size, count = planning.margin_size(margin, losses), paired.runs[factor].value_counts()
+    pairs_of = paired.by_level(factor)
     rows = []
     for level, own in pairs_of.items():
-        numbers = _level_numbers(own, size, inference.sample_sd(losses), yes_or_no)
-        left_out = int(count[level] + count[reference] - 2 * len(own))
-        rows.append({factor: level, **numbers, "left_out": left_out})
+        left_out = int(count[level] + count[paired.reference] - 2 * len(own))
+        rows.append({factor: level, **_level_numbers(own, size, yes_or_no), "left_out": left_out})
     table = pd.DataFrame(rows, columns=[factor, *COLUMNS])
     different_alpha, equivalent_alpha = _correct(table, alpha)
-    for row, level in enumerate(levels):
-        ends = _intervals(pairs_of[level], different_alpha, equivalent_alpha, yes_or_no)
+    for row, own in enumerate(pairs_of.values()):
+        differences = own.difference.dropna().to_numpy(float)
+        ends = _intervals(differences, different_alpha, equivalent_alpha, yes_or_no)
         table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
-    table["smallest_shown"] = planning.smallest_shown(
-        table.seeds, table.sd_of_differences, different_alpha, yes_or_no=yes_or_no
-    )
+        shown = planning.smallest_shown(len(differences), inference.sample_sd(differences), different_alpha, yes_or_no)
+        table.loc[row, "smallest_shown"] = float(shown)
+        sd, margins = inference.sample_sd(differences), planning.margins_by_seeds(margin, losses)
+        settled = max(planning.seeds_of_t_tests(sd, margins, alpha / len(pairs_of), yes_or_no=yes_or_no))
+        table.loc[row, "seeds_needed"] = max(settled, len(own) + 1)
     table["decision"] = [decide(row, alpha) for row in table.itertuples()]
-    for row in table.index[table.decision == "inconclusive"]:
-        needed = planning.seeds_to_settle(pairs_of[levels[row]], losses, margin, alpha / len(levels), yes_or_no)
-        table.loc[row, "seeds_needed"] = needed
+    table["seeds_needed"] = table.seeds_needed.where(table.decision == "inconclusive")
     return table
 
 
-def _level_numbers(pairs: pd.DataFrame, margin: float, between_seeds: float, yes_or_no: bool) -> dict[str, Any]:
+def _level_numbers(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> dict[str, Any]:
     """What one level's pairs say before any correction for the other levels, by names of `COLUMNS`."""
     differences = pairs.difference.dropna().to_numpy(float)
     n = len(differences)
@@ -67,9 +56,6 @@ def _level_numbers(pairs: pd.DataFrame, margin: float, between_seeds: float, yes
     different = inference.sign_flip_p if yes_or_no else inference.mean_p
     equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
     reference_mean = pairs.reference[pairs.difference.notna()].mean()
-    moved = int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan
-    jumped = inference.jumped(differences, math.inf if yes_or_no else JUMP * between_seeds)
-    jump, rest = (differences[which].mean() if jumped.any() else math.nan for which in (jumped, ~jumped))
     one_diverged = pairs.reference_diverged != pairs.other_diverged
     apart = int(one_diverged.sum())
     return {
@@ -79,15 +65,9 @@ def _level_numbers(pairs: pd.DataFrame, margin: float, between_seeds: float, yes
         "p_equivalent": equivalent(differences, margin) if tested else math.nan,
         "margin": margin,
         "margin_relative": margin / abs(reference_mean) if reference_mean and not yes_or_no else math.nan,
-        "sd_of_differences": inference.sample_sd(differences),
         "largest_difference": float(np.abs(differences).max()) if n else math.nan,
-        "jumped": int(jumped.sum()),
-        "jump": jump,
-        "rest": rest,
-        "p_rest": inference.mean_p(differences[~jumped]) if jump * rest < 0 else math.nan,
         "same_bits": int(pairs.same_bits.sum()),
-        "moved": moved,
-        "moved_at_most": inference.clopper_pearson_upper(moved, n),
+        "moved": int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan,
         "diverged": int(pairs.other_diverged.sum()),
         "reference_diverged": int(pairs.reference_diverged.sum()),
         "one_diverged": apart,
@@ -113,9 +93,8 @@ def _correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
     return different_alpha, equivalent_alpha
 
 
-def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
+def _intervals(differences: np.ndarray, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
     """The intervals of the tests of difference and of equivalence, four ends."""
-    differences = pairs.difference.dropna().to_numpy(float)
     if not yes_or_no or len(differences) < 2:
         equivalent = inference.skewed_t_interval(differences, 2 * equivalent_alpha)
         return [*inference.mean_interval(differences, alpha), *equivalent]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,6 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from gpulab.errors import UsageError
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
-MOST_LEVELS = 1000  # of a factor, each of which takes some 30 ms
 TINY, HUGE = 1e-75, 1e75  # beyond, float64 does not hold fourth powers, which kurtosis is of
 
 
@@ -41,7 +39,10 @@ def _without(options: Any, names: Collection[str]) -> str:
 
 
 # What to do where a table's columns are called otherwise.
-NAME_THEM = "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block)"
+NAME_THEM = (
+    "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block); a table with "
+    "a column for each level becomes such rows by pandas.melt"
+)
 
 
 def rows_where(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
@@ -68,13 +69,6 @@ def find_column(names: Iterable[Any], column: Any, advice: str = "") -> Any:
     raise UsageError(f"no column {column!r}; there are {shown or 'none'}" + (advice and f"; {advice}"))
 
 
-def run_states(frame: pd.DataFrame) -> pd.Series | None:
-    """How each run ended, in small letters: its `status`; None where there is no such column."""
-    if "status" not in frame:
-        return None
-    return frame["status"].astype(object).where(frame["status"].isna(), frame["status"].astype(str).str.lower())
-
-
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense."""
     if not isinstance(frame, pd.DataFrame):
@@ -82,19 +76,37 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
         raise UsageError(f"expected a pandas data frame, a row per run; got a {type(frame).__name__}: {advice}")
     frame = _name_columns(frame, metric, factor, block)
     frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
-    values = frame[metric].dropna().infer_objects()
-    if not (is_numeric_dtype(values) or is_bool_dtype(values)):
-        raise UsageError(f"metric {metric!r} is of type {frame[metric].dtype}; expected numbers or booleans")
     check_one_protocol(frame, besides=(metric, factor, block))
-    frame[metric] = frame[metric].astype("Float64").to_numpy(float, na_value=math.nan)
-    by_metric = pd.Series(np.where(np.isfinite(frame[metric]), "finished", "diverged"), frame.index)
-    states = run_states(frame)
-    frame["status"] = by_metric if states is None else states.fillna(by_metric)
+    frame[metric], missing, lost = _numbers(frame[metric])
+    by_metric = np.select([missing, ~np.isfinite(frame[metric])], ["missing", "diverged"], "finished")
+    states = pd.Series(by_metric, frame.index)
+    if "status" in frame:
+        named = frame["status"].astype(object).where(frame["status"].isna(), frame["status"].astype(str).str.lower())
+        states = named.fillna(states).mask(lost & (named == "finished"), "diverged")
+    frame["status"] = states
     frame["rerun"] = pd.to_numeric(frame["rerun"], errors="coerce") if "rerun" in frame else 0
     if len(unknown := frame[frame["rerun"].isna()]):
         raise UsageError(f"column 'rerun' has no number in {len(unknown)} rows: index {unknown.index[:3].tolist()}")
     _check_numbers(frame[metric][frame["status"] == "finished"], metric)
     return frame if "weights" in frame else frame.assign(weights=None)
+
+
+def _numbers(column: pd.Series) -> tuple[pd.Series, pd.Series, pd.Series]:
+    """The metric in float64; which are missing; and which are NaN or infinite.
+
+    In a column of float64 NaN may stand for both, and is taken for neither.
+    """
+    plain = column.infer_objects()
+    if is_numeric_dtype(plain) and not isinstance(plain.dtype, pd.api.extensions.ExtensionDtype):
+        none = pd.Series(False, column.index)
+        return plain.astype(float), none, none
+    text = column.map(str, na_action="ignore").astype(object).replace({"True": "1", "False": "0"}).str.strip()
+    numbers = pd.to_numeric(text, errors="coerce").astype(float)
+    wrong = text[numbers.isna() & column.notna() & (text.str.lower() != "nan")]
+    if len(wrong):
+        first = f"index {wrong.index[0]!r} has {wrong.iloc[0]!r}"
+        raise UsageError(f"metric {column.name!r} is not of numbers or booleans: {first}")
+    return numbers, column.isna(), column.notna() & ~np.isfinite(numbers)
 
 
 def _name_columns(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
@@ -118,9 +130,7 @@ def _check_numbers(finished: pd.Series, metric: str) -> None:
     """Raise `UsageError` where a run that finished has no number, or one that is too large or small to compute with."""
     if len(numberless := finished[~np.isfinite(finished)]):
         which = f"{len(numberless)} finished run(s) have no finite {metric}: index {numberless.index[:3].tolist()}"
-        if len(numberless) == len(finished):
-            raise UsageError(f"{which}, nor has any other; if yours is called otherwise, say metric='its name'")
-        raise UsageError(f"{which}; mark them as diverged or leave their seeds out")
+        raise UsageError(f"{which}; mark them as diverged, leave their seeds out, or choose another metric=")
     largest = finished.abs().max()
     if largest > HUGE or 0 < largest < TINY:
         raise UsageError(f"metric {metric!r} reaches {largest:.0e}, whose powers float64 cannot hold; rescale it")
@@ -138,59 +148,94 @@ def _levels(column: pd.Series) -> pd.Series:
     return column
 
 
-def _differing(repeated: pd.DataFrame, factor: str, block: str) -> list[str]:
-    """Columns of words that differ between runs of one level and block, and have fewer words than there are runs."""
-    words = repeated.drop(columns=[factor, block, *OWN], errors="ignore").select_dtypes(["object", "bool", "string"])
-    words = words.astype(str)
-    groups = words.groupby([repeated[factor], repeated[block]], sort=False)
-    return [name for name in words if words[name].nunique() < len(words) and (groups[name].nunique() > 1).any()]
+def _differing(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list[str]:
+    """Columns besides the metric that differ between runs of one level and block."""
+    others = runs.drop(columns=[metric, factor, block, *OWN], errors="ignore")
+    groups = others.astype(str).groupby([runs[factor], runs[block]], sort=False)
+    return [name for name in others if (groups[name].nunique() > 1).any()]
 
 
-def pair(
-    frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any
-) -> tuple[Any, pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The reference; the first runs; their pairs with its runs; its reruns' pairs with its runs; unfinished runs."""
+class Paired(NamedTuple):
+    """Runs put side by side by seed."""
+
+    reference: Any
+    runs: pd.DataFrame  # the first of each level and block
+    pairs: pd.DataFrame  # a row for each other level's run beside the reference's
+    reruns: pd.DataFrame  # the same for the reference's reruns: a control
+    notes: tuple[str, ...]  # sentences on rows that were left out, or averaged
+
+    def by_level(self, factor: str) -> dict[Any, pd.DataFrame]:
+        """The pairs of each other level, in the order of the runs."""
+        levels = dict.fromkeys(level for level in self.runs[factor] if level != self.reference)
+        return {level: self.pairs[self.pairs[factor] == level] for level in levels}
+
+
+def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any) -> Paired:
+    """Put runs under each level of a factor beside the reference's; `UsageError` where there is nothing to compare."""
+    damaged = frame.attrs.get("damaged", 0) if isinstance(frame, pd.DataFrame) else 0
     frame = check_runs(frame, metric, factor, block)
     ended = frame["status"].isin(("finished", "diverged"))
     frame, unfinished = frame[ended], frame[~ended]
-    runs = frame[frame["rerun"] == 0]
-    if len(repeated := runs[runs.duplicated([factor, block], keep=False)]):
-        advice = "; keep one row for each, or number repetitions in the column `rerun`"
-        if differing := _differing(repeated, factor, block):
-            advice = f", with another {', '.join(differing[:3])}; keep the rows of one, or number them in `rerun`"
-        if "machine" in repeated and len(machines := sorted(set(map(str, repeated.machine)))) > 1:
-            advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
+    runs = _one_row_each(first_runs := frame[frame["rerun"] == 0], metric, factor, block)
+    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished)
+    of_reference, others = runs[runs[factor] == reference], runs[runs[factor] != reference]
+    again = frame[frame["rerun"] > 0]
+    reruns = again[again[factor] == reference]
+    columns = metric, factor, block
+    notes = []
+    if damaged:
+        notes.append(f"{damaged} damaged run{'s' * (damaged > 1)} cannot be read, and may be missing from this.")
+    if len(unfinished):
+        ends = unfinished.groupby([factor, "status"]).size()
+        where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
+        why = f"if it was the {factor} that stopped them, what is left flatters it"
+        notes.append(f"Left out, because they did not finish: {len(unfinished)} ({where}); {why}.")
+    if len(runs) < len(first_runs):
+        differing = ", ".join(_differing(first_runs, metric, factor, block)) or "no column"
+        notes.append(
+            f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor} and {block}; those "
+            f"of one {block} differ in {differing}."
+        )
+    if skipped := len(again) - len(reruns):
+        notes.append(f"Not compared: {skipped:,} rows with `rerun` above 0 that are not under {reference}.")
+    pairs, control = _beside(others, of_reference, *columns), _beside(reruns, of_reference, *columns)
+    return Paired(reference, runs, pairs, control, tuple(notes))
+
+
+def _one_row_each(runs: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
+    """A row for each level and block, with the mean of several such as episodes; it diverged where one of them did."""
+    repeated = runs[runs.duplicated([factor, block], keep=False)]
+    if not len(repeated):
+        return runs
+    differing = _differing(repeated, metric, factor, block)
+    words = [name for name in differing if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])]
+    # A name that each run has for itself tells no two kinds of runs apart.
+    if words := [name for name in words if runs[name].astype(str).nunique() < len(runs)]:
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
-        raise UsageError(f"{which} was run more than once{advice}")
-    levels = list(dict.fromkeys(runs[factor]))
+        advice = f"with another {', '.join(words[:3])}; keep the rows of one"
+        raise UsageError(f"{which} was run more than once, {advice}")
+    groups = runs.groupby([factor, block], sort=False)
+    lost = (runs["status"] == "diverged").groupby([runs[factor], runs[block]], sort=False).transform("any")
+    averaged = runs.assign(
+        **{metric: groups[metric].transform("mean")},
+        status=np.where(lost, "diverged", "finished"),
+        weights=runs["weights"].where(groups["weights"].transform("nunique") == 1),
+    )
+    return averaged.drop_duplicates([factor, block])
+
+
+def _find_reference(levels: list[Any], reference: Any, unfinished: pd.DataFrame) -> Any:
+    """The level that others are compared with: as asked for, or else `cpu`, or the first."""
     if not levels:
         ends = ", ".join(sorted(set(unfinished["status"])))
         unended = f"; none of {len(unfinished)} is finished or diverged, but {ends}" if len(unfinished) else ""
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
-    if len(levels) > MOST_LEVELS:
-        sample = ", ".join(map(repr, levels[:3]))
-        raise UsageError(
-            f"factor {factor!r} has {len(levels):,} levels ({sample}, …), and may have {MOST_LEVELS:,}: choose another "
-            "column, or fewer rows"
-        )
     if reference is None:
-        reference = "cpu" if "cpu" in levels else levels[0]
-    elif reference not in levels:  # on the command line a number is text
-        by_text = {str(level): level for level in levels}
-        if str(reference) not in by_text:
-            raise UsageError(f"no runs under {reference!r}; there are {sorted(by_text)}")
-        reference = by_text[str(reference)]
-    of_reference = runs[runs[factor] == reference]
-    other_runs = runs[runs[factor] != reference]
-    reruns = frame[(frame["rerun"] > 0) & (frame[factor] == reference)]
-    columns = metric, factor, block
-    return (
-        reference,
-        runs,
-        _beside(other_runs, of_reference, *columns),
-        _beside(reruns, of_reference, *columns),
-        unfinished,
-    )
+        return "cpu" if "cpu" in levels else levels[0]
+    by_text = {str(level): level for level in levels}  # on the command line a number is text
+    if str(reference) not in by_text:
+        raise UsageError(f"no runs under {reference!r}; there are {sorted(by_text)}")
+    return by_text[str(reference)]
 
 
 def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:

@@ -24,6 +24,7 @@ HOMES = {
     "run_program scale_finding scaling_lines",
     "speed": "backends claims_table cost_table crossover end_to_end kernels ladder precision_verdict recorded_speed "
     "scaling shares small_work speed_finding speed_table",
+    "variance": "VarianceComponents variance_components",
     "widgets": "bit_explorer slice_explorer",
     "workloads": "ceilings measure_speed workload",
 }

@@ -28,7 +28,7 @@ from gpulab.plots import style
 from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, setting_words
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture
-from gpulab.stats.verdicts import p_text
+from gpulab.stats.sentences import p_text
 from gpulab.store import runs as stores
 from gpulab.store.recorded import recorded_table
 

@@ -25,7 +25,7 @@ from gpulab.plots.style import BESIDE, FAINT, INK, Look, canvas, colour, finishe
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import pair
-from gpulab.stats.verdicts import p_text
+from gpulab.stats.sentences import p_text
 from gpulab.store.factors import FACTORS
 from gpulab.store.recorded import recorded_folder
 from gpulab.store.runs import recorded_runs, runs
@@ -90,7 +90,7 @@ def _effects(frame: pd.DataFrame, reference: str) -> Iterator[dict[str, Any]]:
     for _, source_runs in frame.groupby(sources, sort=False):  # chips of one name may be two machines
         if reference in set(source_runs.setting):
             first_runs = source_runs.drop_duplicates(["setting", "seed"])
-            source_pairs.append(pair(first_runs, "log_loss", "setting", "seed", reference)[2])
+            source_pairs.append(pair(first_runs, "log_loss", "setting", "seed", reference).pairs)
     pairs = pd.concat(source_pairs).drop_duplicates(["setting", "seed"])
     for setting, setting_pairs in pairs.groupby("setting"):
         differences = setting_pairs.difference.dropna().to_numpy(float)

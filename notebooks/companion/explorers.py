@@ -36,7 +36,8 @@ from gpulab.saddles.descents import trajectory
 from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
-from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
+from gpulab.stats.decisions import DECISIONS
+from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.recorded import recorded_folder
 from gpulab.store.runs import recorded_runs
 from gpulab.training import loop

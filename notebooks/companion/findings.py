@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
@@ -19,7 +18,6 @@ from gpulab.stats.verdicts import Verdict
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}
 SAME = "the same bits"
-FEWEST = 6  # seeds that can show a difference at 5 %
 METRIC_WORDS = {"final_loss": "loss", "heldout_loss": "held-out loss", "smallest": "steepest way down"}
 METRIC_WORDS |= {"index_fraction": "share of ways down", "time upright (steps)": "time upright"}
 
@@ -92,7 +90,8 @@ def finding(
 def in_words(result: Part) -> list[str]:
     """A result in a sentence, or in one for each family of a table."""
     if isinstance(result, Verdict):
-        return [_verdict_words(result)]
+        levels = names_in_text([result.reference, *result.table[result.factor]], result.factor)
+        return [" ".join(result.sentences(levels | METRIC_WORDS))]
     if isinstance(result, pd.DataFrame):
         return [_family_words(*family_group) for family_group in result.groupby([*FAMILY], sort=False)]
     return [result] if isinstance(result, str) else result
@@ -122,100 +121,6 @@ def _bracketed(words: str) -> str:
     return f"{first} ({rest})" if comma else words
 
 
-def _verdict_words(judged: Verdict) -> str:
-    level_names = names_in_text([judged.reference, *judged.table[judged.factor]], judged.factor)
-    if not len(judged.table):
-        return f"Only {level_names[judged.reference]} was run, so there is nothing to compare."
-    sentences: list[str] = []
-    for decision, rows in by_decision(judged.table):
-        if decision == "different" or (decision == "inconclusive" and len(rows) == 1):
-            sentences += [_level_words(row, judged, level_names) for _, row in rows.iterrows()]
-        else:
-            sentences.append(_same_decision_words(decision, rows, judged, level_names))
-    return " ".join(sentences)
-
-
-def _same_decision_words(decision: str, rows: pd.DataFrame, judged: Verdict, level_names: Mapping[Any, str]) -> str:
-    """Levels that came to one decision, in a sentence."""
-    block, reference_name = judged.block, level_names[judged.reference]
-    levels = listed(level_names[level] for level in rows[judged.factor])
-    preposition = _preposition(judged)
-    count = f"{span(rows.seeds)} {block}{'s' if rows.seeds.max() > 1 else ''}"
-    if decision == SAME:
-        return (
-            f"{preposition.title()} {levels} every {block} ends with the same bits as {preposition} {reference_name}."
-        )
-    if rows.seeds.max() == 1:
-        return f"One {block} cannot compare {levels} with {reference_name}."
-    if decision == "inconclusive":
-        return f"Whether {levels} differ from {reference_name}, {count} do not decide{_seeds_needed_words(rows)}."
-    margin = _per_cent(rows.margin_relative) if rows.margin_relative.notna().all() else "the margin"
-    mean = f"{preposition.title()} {levels} the mean {_metric_words(judged)}"
-    if decision == "equivalent":
-        return (
-            f"{mean} is within {margin} of that {preposition} {reference_name} ({count}): no difference that matters."
-        )
-    return (
-        f"{mean} differs from that {preposition} {reference_name} by less than {margin} ({count}): "
-        "too little to matter."
-    )
-
-
-def _level_words(row: pd.Series, judged: Verdict, level_names: Mapping[Any, str]) -> str:
-    """A level that is different, or that alone is undecided, in a sentence."""
-    level, reference_name, block = level_names[row[judged.factor]], level_names[judged.reference], judged.block
-    preposition = _preposition(judged)
-    if row.seeds == 1:
-        return f"One {block} cannot compare {level} with {reference_name}."
-    if row.diverged != row.reference_diverged:
-        run_counts = judged.runs.groupby(judged.factor).size()
-        diverged, reference_diverged = (
-            f"{row.diverged} of {run_counts[row[judged.factor]]}",
-            f"{row.reference_diverged} of {run_counts[judged.reference]}",
-        )
-        return (
-            f"{preposition.title()} {level} {diverged} runs diverged, "
-            f"{preposition} {reference_name} {reference_diverged}."
-        )
-    differences = judged.pairs[judged.pairs[judged.factor] == row[judged.factor]].difference
-    higher = f"higher in {(differences > 0).sum()} of {row.seeds} {block}s"
-    if row.decision == "inconclusive":
-        return (
-            f"{preposition.title()} {level} the {_metric_words(judged)} is {higher} than "
-            f"{preposition} {reference_name}, which does not decide"
-            f"{_seeds_needed_words(judged.table[judged.table[judged.factor] == row[judged.factor]])}."
-        )
-    mean = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
-    change_words = f"off by {row.difference:+.2g} from that"
-    if mean > 0 and row.difference > 0:
-        change_words = f"{1 + row.difference / mean:.3g} times as high as"
-    elif mean > 0:
-        change_words = f"{1 + row.difference / mean:.3g} times that"
-    lower = f"lower in {(differences < 0).sum()} of {row.seeds} {block}s"
-    counted = higher if row.difference > 0 else lower
-    return (
-        f"{preposition.title()} {level} the {_metric_words(judged)} is {change_words} {preposition} {reference_name}, "
-        f"and {counted}."
-    )
-
-
-def _preposition(judged: Verdict) -> str:
-    return "under" if judged.factor == "setting" else "with"
-
-
-def _metric_words(judged: Verdict) -> str:
-    return METRIC_WORDS.get(judged.metric, judged.metric.replace("_", " "))
-
-
-def _seeds_needed_words(rows: pd.DataFrame) -> str:
-    """How many seeds would decide, as far as that is known."""
-    most_seeds = rows.seeds_needed.max()
-    if not np.isfinite(most_seeds):
-        return ""
-    enough = " be enough to show that nothing matters" if most_seeds < FEWEST else ""
-    return f"; about {most_seeds:.0f} would{enough}"
-
-
 def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     """A network under one setting or loader, against its reference, at every speed."""
     experiment, size, setting, loader = key
@@ -227,7 +132,7 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
-        wide = f"over all {span(losses.seeds)} the mean is within {_per_cent(losses.margin_relative)}"
+        wide = f"over all {span(losses.seeds)} differences below {_per_cent(losses.margin_relative)} count as none"
         clauses = [f"among seeds that learned, {'; '.join(_loss_clauses(learned, reference_name))}", wide]
     different = shares[shares.decision == "different"]
     if len(different):
@@ -257,10 +162,11 @@ def _loss_clauses(rows: pd.DataFrame, reference_name: str) -> list[str]:
             words = "the same bits in every seed"
         elif decision == "inconclusive":
             words = f"{seeds} seeds do not decide"
-        elif decision == "equivalent":
-            words = f"the mean loss is within {within} of that with {reference_name} ({seeds} seeds)"
         else:
-            words = f"the mean loss is not that with {reference_name}, but within {within} of it ({seeds} seeds)"
+            effect = _per_cent(decision_rows.relative.abs())
+            shown = ", more than luck explains" if decision == "different but negligible" else ""
+            words = f"the loss differs by {effect} on average from that with {reference_name} ({seeds} seeds){shown}; "
+            words += f"differences below {within} count as none here"
         clauses.append(words + (_speed_words(decision_rows) if len(rows) > 1 else ""))
     return clauses
 

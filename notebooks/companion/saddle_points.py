@@ -10,7 +10,7 @@ import pandas as pd
 import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed, network_words, setting_in_text
 from gpulab.plots.names import optimizer_words
-from gpulab.stats.verdicts import p_text
+from gpulab.stats.sentences import p_text
 
 SHUFFLES = 9999
 FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %

@@ -27,9 +27,9 @@ class VarianceComponents(Report):
 
     Examples:
         >>> import pandas as pd
-        >>> import gpulab as gl
+        >>> import companion
         >>> table = pd.DataFrame({"source": ["seed"], "variance": [4.0], "sd": [2.0], "share": [1.0]})
-        >>> print(gl.stats.VarianceComponents("loss", table, ()))
+        >>> print(companion.VarianceComponents("loss", table, ()))
         Variance of loss:
           seed                     sd  2.00e+00   100.000% of the variance
     """
@@ -69,10 +69,10 @@ def variance_components(
 
     Examples:
         >>> import pandas as pd
-        >>> import gpulab as gl
+        >>> import companion
         >>> rows = [(seed, setting, 10.0 * seed) for seed in range(3) for setting in ("cpu", "cuda")]
         >>> frame = pd.DataFrame(rows, columns=["seed", "setting", "final_loss"])
-        >>> gl.stats.variance_components(frame).table.set_index("source").variance["seed"].item()
+        >>> companion.variance_components(frame).table.set_index("source").variance["seed"].item()
         100.0
 
     References:

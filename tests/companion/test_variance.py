@@ -6,6 +6,7 @@ import pytest
 from statsmodels.formula.api import ols
 from statsmodels.stats.anova import anova_lm
 
+import companion
 import gpulab as gl
 
 TRUTH = {"seed": 4.0, "setting": 1.0, "seed × setting": 0.5, "rerun": 0.25}
@@ -26,7 +27,7 @@ def simulated(seed, seeds=6, settings=5, reruns=2):
 
 
 def components_of(runs):
-    return gl.stats.variance_components(runs).table.set_index("source").variance
+    return companion.variance_components(runs).table.set_index("source").variance
 
 
 def test_the_components_of_variance_are_those_that_were_put_in():
@@ -42,7 +43,7 @@ def test_the_components_of_variance_are_those_that_were_put_in():
 
 def test_the_components_agree_with_analysis_of_variance():
     runs = simulated(12)
-    found = gl.stats.variance_components(runs)
+    found = companion.variance_components(runs)
     components = components_of(runs)
     table = anova_lm(ols("final_loss ~ C(seed) * C(setting)", runs).fit())
     square = table.sum_sq / table.df
@@ -55,12 +56,12 @@ def test_the_components_agree_with_analysis_of_variance():
 
 
 def test_what_cannot_be_told_apart_and_seeds_that_are_left_out_are_said():
-    components = gl.stats.variance_components(simulated(14, reruns=1))
+    components = companion.variance_components(simulated(14, reruns=1))
     assert components.table.source.tolist() == ["seed", "setting", "seed × setting, rerun"]
     assert "cannot be told apart" in str(components)
     runs = simulated(15)
     runs.loc[(runs.seed == 2) & (runs.setting == "s1"), "final_loss"] = math.nan
-    assert "1 seed(s) did not finish under every setting" in str(gl.stats.variance_components(runs))
+    assert "1 seed(s) did not finish under every setting" in str(companion.variance_components(runs))
     assert components_of(runs)["seed"] == components_of(runs[runs.seed != 2])["seed"]
     with pytest.raises(gl.UsageError, match=r"1 seed\(s\) finished under all of 5"):
-        gl.stats.variance_components(runs[runs.seed == 0])
+        companion.variance_components(runs[runs.seed == 0])
