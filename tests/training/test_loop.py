@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,13 +75,13 @@ def test_losses_that_are_looked_at_seldom_are_noted_as_those_that_are_looked_at_
         training = set_up(spec)
         training.look_every = look_every
         engine = Telling([1.0, 3.0], [2.0, 2.0], [4.0, math.nan], [1.0, 1.0], [1.0, 1.0])
-        loop.train(training, windows(spec, training), engine, lambda: looks.append(training.step))
+        loop.train(training, windows(spec, training), engine, partial(looks.append, look_every))
         notes.append([(note.window, note.step, note.loss) for note in training.history])
         seconds = [note.seconds for note in training.history]
         assert seconds == sorted(seconds)
         assert (training.diverged_at, training.inside_window) == (6, False)
     assert str(notes[0]) == str(notes[1])
-    assert looks == [2, 4, 6, 6], "after each window; and once, where the end is the first look"
+    assert looks == [0.0, 0.0, 0.0, 1000.0], "after each window; and once, where the end is the first look"
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
