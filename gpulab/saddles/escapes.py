@@ -5,26 +5,31 @@ displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps
 at every step computes ε there instead of zero does what δ = ε/λ does. But a step smaller than half of what separates a
 weight from the next number of its format leaves it as it is: rounding can also hold a network at a saddle. What a step
 is, the optimiser decides (`gpulab.saddles.optimizers`).
+
+From the top: `Weights` are what moves, `Descent` moves them, `escape` watches until they have left, and `escape_table`
+does so under many settings.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import machine, passport
 from gpulab.progress import Progress
 from gpulab.report import Report
-from gpulab.saddles.descents import Descent, Saddle, check_start
+from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.operators import trained
-from gpulab.saddles.optimizers import SETTLED, Factory, step_ratio
+from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
 from gpulab.store.recorded import read_tables, recorded_folder
@@ -32,12 +37,175 @@ from gpulab.store.recorded import read_tables, recorded_folder
 if TYPE_CHECKING:
     import pandas as pd
 
+Saddle = LinearAutoencoderSaddle | CriticalPoint
+Pair = tuple[Tensor, Tensor]
+
 RADIUS = 0.1
 UNMOVED = 10  # steps without any change after which gradient descent is held for good; with a memory, SETTLED
 PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
 LONGEST = 100_000
+GROWTH = 0.05  # η λ where no learning rate is given, unless that is too large for the steepest upward direction
+ADAPTIVE = 1e-3  # the learning rate where none is given and no law makes one: Adam's usual one
+FORGOTTEN = 1e-4  # batches whose push has become this small beside the first one's are not looked at
 # What tells the escapes of a table apart.
 KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation", "batch_size", "seed")
+
+
+# --- a training from a saddle ----------------------------------------------------------------------------
+
+
+class Weights:
+    """A network's weights in a setting's format, and those that an optimiser moves: the same, or masters in float64."""
+
+    def __init__(self, model: nn.Module, setting: Setting, masters: bool) -> None:
+        self.net = copy.deepcopy(model).to(setting.device, setting.dtype)
+        self.parameters = trained(self.net)
+        self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
+        self.moved = self.parameters
+        if masters:
+            self.moved = [nn.Parameter(p.detach().to(self.float64_device, torch.float64)) for p in self.parameters]
+
+    def flat(self, tensors: Iterable[Tensor] | None = None) -> Float[Tensor, " n"]:
+        """One vector of tensors, in float64; of the weights that are moved where none are given."""
+        tensors = self.moved if tensors is None else tensors
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.float64_device).double()
+
+    @torch.no_grad()
+    def move_to(self, vector: Float[Tensor, " n"]) -> None:
+        """Put the network at these weights."""
+        # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
+        for weight, piece in zip(self.moved, vector.split([w.numel() for w in self.moved]), strict=True):
+            weight.copy_(piece.view_as(weight))
+        self._round_masters()
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> float:
+        """Let the optimiser make a step; the share of the weights that it changed."""
+        before = [weight.clone() for weight in self.moved]
+        for weight, gradient in zip(self.moved, gradients, strict=True):
+            weight.grad = gradient.to(weight)
+        optimizer.step()
+        self._round_masters()
+        changed = [(weight != old).sum() for weight, old in zip(self.moved, before, strict=True)]
+        return int(torch.stack(changed).sum()) / sum(weight.numel() for weight in self.moved)
+
+    def _round_masters(self) -> None:
+        if self.moved is not self.parameters:
+            for parameter, weight in zip(self.parameters, self.moved, strict=True):
+                parameter.copy_(weight)
+
+
+def batches(data: Pair, size: int | None, seed: int) -> Iterator[Pair]:
+    """Inputs and targets in an order drawn from the seed, over and over; each pass has its own."""
+    inputs, targets = data
+    count = len(inputs)
+    for number in itertools.count():
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        order = torch.randperm(count, generator=generator).to(inputs.device)
+        if size is None:
+            yield from itertools.repeat((inputs[order], targets[order]))
+        else:  # whole batches only: a few samples left over would be noisier than all the others
+            for chosen in order[: count - count % size].split(size):
+                yield inputs[chosen], targets[chosen]
+
+
+class Descent:
+    """A training from a saddle, in the arithmetic that is in force: weights, data, and an optimiser with its law."""
+
+    def __init__(
+        self,
+        saddle: Saddle,
+        setting: Setting,
+        optimizer: str | Factory,
+        rate: float | None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        master_weights: bool = False,
+    ) -> None:
+        self.objective, self.batch_size, self.seed = saddle.objective, batch_size, seed
+        self.weights = Weights(saddle.model, setting, master_weights)
+        self._choose_optimizer(saddle, optimizer, rate)
+        inputs, targets = (
+            tensor.to(setting.device, setting.dtype if tensor.is_floating_point() else None) for tensor in saddle.batch
+        )
+        self.data = inputs, targets
+        self.saddle = self.weights.flat(trained(saddle.model))
+        self.values, self.directions = (tensor.to(self.weights.float64_device) for tensor in saddle.unstable)
+        self.moved: list[float] = []  # of each step, the share of the weights that it changed
+
+    def _choose_optimizer(self, saddle: Saddle, optimizer: str | Factory, rate: float | None) -> None:
+        """Build it, with the learning rate given, or that at which the steepest way down grows by `GROWTH`."""
+        self.optimizer = build(optimizer, self.weights.moved, 1.0 if rate is None else rate)
+        self.name = name_of(optimizer, self.optimizer)
+        if rate is None:
+            plain = self.name.startswith(("sgd", "momentum"))
+            rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1])) if plain else ADAPTIVE
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+        self.rate, self.law = rate, Law.of(self.optimizer)
+
+    def batches(self) -> Iterator[Pair]:
+        """The batches of its steps, without end."""
+        return batches(self.data, self.batch_size, self.seed)
+
+    def gradient(self, batch: Pair) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss of a batch and its gradients."""
+        loss = self.objective(self.weights.net, batch)
+        return loss.detach(), torch.autograd.grad(loss, self.weights.parameters)
+
+    def walk(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
+        """Make steps without end; before each, the loss and the displacement from the saddle."""
+        for batch in self.batches():
+            loss, gradients = self.gradient(batch)
+            yield loss, self.weights.flat() - self.saddle
+            self.moved.append(self.weights.step(self.optimizer, gradients))
+
+    def unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
+        """The parts of a vector along the directions that lead down."""
+        return (self.directions * vector[:, None]).sum(0)
+
+    def noise(self) -> Float[Tensor, " m"]:
+        """The displacement along each unstable direction that stands for the errors made at the saddle.
+
+        A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones count most.
+        """
+        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.longest)):
+            return torch.full_like(self.values, math.nan).cpu()
+        self.weights.move_to(self.saddle)
+        pushes = torch.zeros_like(self.values)
+        stored = self.unstable(self.weights.flat() - self.saddle)
+        for number, batch in enumerate(self.batches()):
+            # The gradient at weights that were rounded has −λ times their displacement in it.
+            error = self.unstable(self.weights.flat(self.gradient(batch)[1])) - self.values * stored
+            if self.batch_size is None:
+                return (stored + error / self.values).cpu()
+            assert self.law is not None
+            weight = self.law.impulse(-self.values) * self.law.growth(-self.values) ** -(number + 1)
+            pushes -= self.rate * error * weight
+            if float(weight.max()) < FORGOTTEN:
+                break
+        return (stored + pushes).cpu()
+
+
+def check_start(model: nn.Module, saddle: Saddle, batch_size: int | None) -> None:
+    """`UsageError` for a point, a model or a batch size with which there is no escape."""
+    if not len(saddle.unstable[0]):
+        least = saddle.curvature
+        raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
+    if isinstance(saddle, CriticalPoint) and not saddle.found:
+        raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
+    if not isinstance(saddle.batch, list | tuple) or not all(isinstance(item, Tensor) for item in saddle.batch):
+        raise UsageError(
+            "the data of this saddle are no pair of tensors, inputs and targets, of which batches are made"
+        )
+    shapes = [[tuple(parameter.shape) for parameter in trained(net)] for net in (model, saddle.model)]
+    if shapes[0] != shapes[1]:
+        raise UsageError(f"a model with weights {shapes[0]}: those of the saddle are {shapes[1]}")
+    if batch_size is not None:
+        check_count("batch_size", batch_size, len(saddle.batch[0]))
+
+
+# --- when it has left -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -226,7 +394,7 @@ def escape(
         patience = _patience(name)
         noise = descent.noise()
         values, directions = (tensor.cpu() for tensor in saddle.unstable)
-        begin = descent.flat(trained(model)).cpu() + perturbation * saddle.direction.cpu()
+        begin = descent.weights.flat(trained(model)).cpu() + perturbation * saddle.direction.cpu()
         start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
         expected, expected_rate = math.nan, math.nan
         if law := descent.law:
@@ -235,8 +403,10 @@ def escape(
         if steps is None:
             extra_steps = 100 if name == "sgd" else 2 * SETTLED
             steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + extra_steps, LONGEST))
-        descent.move_to(begin)
-        ratio = step_ratio(optimizer, learning_rate, descent.weights, descent.gradient(next(descent.batches()))[1])
+        descent.weights.move_to(begin)
+        ratio = step_ratio(
+            optimizer, learning_rate, descent.weights.moved, descent.gradient(next(descent.batches()))[1]
+        )
         rows: list[list[float]] = []
         with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
             for loss, displacement in descent.walk():
@@ -323,9 +493,7 @@ def escape_table(
     perturbations: Sequence[float] = (0.0,),
     batch_sizes: Sequence[int | None] = (None,),
     seeds: int | Sequence[int] = 1,
-    learning_rate: float | None = None,
     steps: int | None = None,
-    radius: float = RADIUS,
     master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
@@ -340,9 +508,7 @@ def escape_table(
         batch_sizes: How many samples a step sees, one or more; None is all of them.
         seeds: The seeds, or how many. A seed draws the order of the data. It also mixes the hidden units of a linear
             autoencoder: the same saddle, written with other weights, which round otherwise.
-        learning_rate: The η of a step; by default as for `gpulab.saddles.escape`.
         steps: The most steps to make; by default as for `gpulab.saddles.escape`.
-        radius: The distance along the directions that lead down at which a model has left.
         master_weights: Whether the optimiser keeps the weights in float64.
         progress: Whether to show a progress bar.
 
@@ -350,8 +516,7 @@ def escape_table(
         A `gpulab.saddles.EscapeTable`.
 
     Raises:
-        UsageError: For an empty list, for a `learning_rate` beside optimisers that have their own, and for what
-            `gpulab.saddles.escape` refuses.
+        UsageError: For an empty list, and for what `gpulab.saddles.escape` refuses.
         DataError: Where weights or a loss become infinite or NaN.
         GpulabError: For a setting that cannot run here.
 
@@ -369,9 +534,7 @@ def escape_table(
 
     machine_passport = passport()
     every_seed = range(seeds) if isinstance(seeds, int) else seeds
-    if isinstance(optimizers, Mapping) and learning_rate is not None:
-        raise UsageError(f"learning_rate={learning_rate!r}: optimizers={optimizers!r} has its own learning rates")
-    rates = optimizers if isinstance(optimizers, Mapping) else {name: [learning_rate] for name in optimizers}
+    rates = optimizers if isinstance(optimizers, Mapping) else dict.fromkeys(optimizers, (None,))
     chosen = [(optimizer, rate) for optimizer, every_rate in rates.items() for rate in every_rate]
     starts = {
         seed: saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle for seed in every_seed
@@ -379,7 +542,7 @@ def escape_table(
     combinations = list(itertools.product(starts.items(), settings, chosen, perturbations, batch_sizes))
     if not combinations:
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
-    options: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
+    options: dict[str, Any] = {"steps": steps, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
     with Progress(combinations, unit="escape", leave=False, disable=not progress) as bar:
         for (seed, start), setting, (optimizer, rate), push, size in bar:
