@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import machine, passport
@@ -57,7 +57,8 @@ KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation
 class Weights:
     """A network's weights in a setting's format, and those that an optimiser moves: the same, or masters in float64."""
 
-    def __init__(self, model: nn.Module, setting: Setting, masters: bool) -> None:
+    def __init__(self, model: nn.Module, setting: Setting, masters: bool = False) -> None:
+        self.setting = setting
         self.net = copy.deepcopy(model).to(setting.device, setting.dtype)
         self.parameters = trained(self.net)
         self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
@@ -79,7 +80,7 @@ class Weights:
         self._round_masters()
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> float:
+    def step(self, optimizer: optim.Optimizer, gradients: Sequence[Tensor]) -> float:
         """Let the optimiser make a step; the share of the weights that it changed."""
         before = [weight.clone() for weight in self.moved]
         for weight, gradient in zip(self.moved, gradients, strict=True):
@@ -109,40 +110,32 @@ def batches(data: Pair, size: int | None, seed: int) -> Iterator[Pair]:
                 yield inputs[chosen], targets[chosen]
 
 
+def chosen_optimizer(saddle: Saddle, weights: Weights, optimizer: str | Factory, rate: float | None) -> optim.Optimizer:
+    """One with the learning rate given, or with that at which the steepest way down grows by `GROWTH`."""
+    built = build(optimizer, weights.moved, 1.0 if rate is None else rate)
+    if rate is None:
+        plain = name_of(optimizer, built).startswith(("sgd", "momentum"))
+        rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1])) if plain else ADAPTIVE
+        for group in built.param_groups:
+            group["lr"] = rate
+    return built
+
+
 class Descent:
     """A training from a saddle, in the arithmetic that is in force: weights, data, and an optimiser with its law."""
 
     def __init__(
-        self,
-        saddle: Saddle,
-        setting: Setting,
-        optimizer: str | Factory,
-        rate: float | None,
-        batch_size: int | None = None,
-        seed: int = 0,
-        master_weights: bool = False,
+        self, saddle: Saddle, weights: Weights, optimizer: optim.Optimizer, size: int | None = None, seed: int = 0
     ) -> None:
-        self.objective, self.batch_size, self.seed = saddle.objective, batch_size, seed
-        self.weights = Weights(saddle.model, setting, master_weights)
-        self._choose_optimizer(saddle, optimizer, rate)
-        inputs, targets = (
-            tensor.to(setting.device, setting.dtype if tensor.is_floating_point() else None) for tensor in saddle.batch
-        )
+        self.objective, self.weights, self.batch_size, self.seed = saddle.objective, weights, size, seed
+        self.optimizer, self.law = optimizer, Law.of(optimizer)
+        self.rate = float(optimizer.param_groups[0]["lr"])
+        device, dtype = weights.setting.device, weights.setting.dtype
+        inputs, targets = (tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in saddle.batch)
         self.data = inputs, targets
-        self.saddle = self.weights.flat(trained(saddle.model))
-        self.values, self.directions = (tensor.to(self.weights.float64_device) for tensor in saddle.unstable)
+        self.saddle = weights.flat(trained(saddle.model))
+        self.values, self.directions = (tensor.to(weights.float64_device) for tensor in saddle.unstable)
         self.moved: list[float] = []  # of each step, the share of the weights that it changed
-
-    def _choose_optimizer(self, saddle: Saddle, optimizer: str | Factory, rate: float | None) -> None:
-        """Build it, with the learning rate given, or that at which the steepest way down grows by `GROWTH`."""
-        self.optimizer = build(optimizer, self.weights.moved, 1.0 if rate is None else rate)
-        self.name = name_of(optimizer, self.optimizer)
-        if rate is None:
-            plain = self.name.startswith(("sgd", "momentum"))
-            rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1])) if plain else ADAPTIVE
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-        self.rate, self.law = rate, Law.of(self.optimizer)
 
     def batches(self) -> Iterator[Pair]:
         """The batches of its steps, without end."""
@@ -187,20 +180,15 @@ class Descent:
         return (stored + pushes).cpu()
 
 
-def check_start(model: nn.Module, saddle: Saddle, batch_size: int | None) -> None:
-    """`UsageError` for a point, a model or a batch size with which there is no escape."""
+def check_start(saddle: Saddle, batch_size: int | None) -> None:
+    """`UsageError` for a point or a batch size with which there is no escape."""
     if not len(saddle.unstable[0]):
         least = saddle.curvature
         raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
     if isinstance(saddle, CriticalPoint) and not saddle.found:
         raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
     if not isinstance(saddle.batch, list | tuple) or not all(isinstance(item, Tensor) for item in saddle.batch):
-        raise UsageError(
-            "the data of this saddle are no pair of tensors, inputs and targets, of which batches are made"
-        )
-    shapes = [[tuple(parameter.shape) for parameter in trained(net)] for net in (model, saddle.model)]
-    if shapes[0] != shapes[1]:
-        raise UsageError(f"a model with weights {shapes[0]}: those of the saddle are {shapes[1]}")
+        raise UsageError("the data of this saddle are no pair of tensors, inputs and targets")
     if batch_size is not None:
         check_count("batch_size", batch_size, len(saddle.batch[0]))
 
@@ -233,8 +221,7 @@ class Escape:
         noise: The displacement along the unstable directions that has the effect of the arithmetic's errors: of
             gradients, of rounded weights, of batches. It is measured at the saddle before any step. NaN for minibatches
             and another optimiser than gradient descent, with or without momentum.
-        start: The displacement along the unstable directions at the start: the noise, and how far the model stood from
-            the saddle, the perturbation included.
+        start: The displacement along the unstable directions at the start: the noise and the perturbation.
         expected: The step at which theory expects the network to leave from there. Infinite where nothing displaces it;
             NaN where `start` is, and where there is no theory: for other optimisers than SGD, momentum, RMSprop and
             Adam, and for options of these such as weight decay.
@@ -249,7 +236,7 @@ class Escape:
         >>> import torch
         >>> import gpulab as gl
         >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
-        >>> gone = gl.saddles.escape(saddle.model, saddle, "cpu", perturbation=1e-3, progress=False)
+        >>> gone = gl.saddles.escape(saddle, "cpu", perturbation=1e-3, progress=False)
         >>> gone.left, gone.held, bool(gone.history.unstable.iloc[-1] > gone.radius)
         (True, False, True)
     """
@@ -312,7 +299,6 @@ class Escape:
 
 
 def escape(
-    model: nn.Module,
     saddle: Saddle,
     setting: str | Setting = "cpu",
     *,
@@ -326,14 +312,13 @@ def escape(
     master_weights: bool = False,
     progress: bool = True,
 ) -> Escape:
-    """Train a model that stands at a saddle, under a setting, until it has left.
+    """Train the model that stands at a saddle, under a setting, until it has left.
 
     Only a perturbation, errors of the arithmetic and the noise of minibatches move it away. The result tells when it
     left, and when theory expects it to have left. A training by whole batches ends earlier where no weight has changed
     any more in 10 steps of `sgd`, or 500 of another optimiser.
 
     Args:
-        model: Where training begins: `saddle.model`, or a network of the same shape near it. It is left alone.
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
         setting: The arithmetic, such as `cpu:precision=bfloat16`.
         optimizer: `sgd` (gradient descent), `momentum` (0.9), `rmsprop` or `adam`, with torch's constants; or a
@@ -354,9 +339,9 @@ def escape(
         A `gpulab.saddles.Escape`.
 
     Raises:
-        UsageError: Where the loss curves down in no direction; for a search that found no critical point; for a model
-            of another shape; for an unknown optimiser, or one that needs a closure or does not use the learning rate
-            that it is given; and for numbers out of range.
+        UsageError: Where the loss curves down in no direction; for a search that found no critical point, or whose
+            data are no pair of tensors; for an unknown optimiser, or one that does not use the learning rate that it is
+            given; and for numbers out of range.
         DataError: Where the weights or the loss become infinite or NaN.
         GpulabError: For a setting that cannot run here.
 
@@ -366,7 +351,7 @@ def escape(
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
         >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
         >>> float64 = "cpu:precision=float64"
-        >>> escape = gl.saddles.escape(saddle.model, saddle, float64, perturbation=1e-6, progress=False)
+        >>> escape = gl.saddles.escape(saddle, float64, perturbation=1e-6, progress=False)
         >>> escape.left, abs(escape.steps - escape.expected) <= 2
         (True, True)
 
@@ -380,7 +365,7 @@ def escape(
     import pandas as pd
 
     parsed = Setting.parse(setting)
-    check_start(model, saddle, batch_size)
+    check_start(saddle, batch_size)
     for option, number in (("learning_rate", learning_rate), ("radius", radius)):
         if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{option}={number!r}: expected a number above 0")
@@ -389,13 +374,16 @@ def escape(
     if steps is not None:
         check_count("steps", steps)
     with parsed.apply():
-        descent = Descent(saddle, parsed, optimizer, learning_rate, batch_size, seed, master_weights)
-        name, learning_rate = descent.name, float(descent.rate)
+        weights = Weights(saddle.model, parsed, master_weights)
+        built = chosen_optimizer(saddle, weights, optimizer, learning_rate)
+        descent = Descent(saddle, weights, built, batch_size, seed)
+        name, learning_rate = name_of(optimizer, built), descent.rate
         patience = _patience(name)
         noise = descent.noise()
         values, directions = (tensor.cpu() for tensor in saddle.unstable)
-        begin = descent.weights.flat(trained(model)).cpu() + perturbation * saddle.direction.cpu()
-        start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
+        origin = descent.saddle.cpu()
+        begin = origin + perturbation * saddle.direction.cpu()
+        start = noise + (directions * (begin - origin)[:, None]).sum(0)
         expected, expected_rate = math.nan, math.nan
         if law := descent.law:
             expected = law.expected(start.abs(), -values, directions[:, 0], radius)
@@ -403,10 +391,9 @@ def escape(
         if steps is None:
             extra_steps = 100 if name == "sgd" else 2 * SETTLED
             steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + extra_steps, LONGEST))
-        descent.weights.move_to(begin)
-        ratio = step_ratio(
-            optimizer, learning_rate, descent.weights.moved, descent.gradient(next(descent.batches()))[1]
-        )
+        weights.move_to(begin)
+        _, gradients = descent.gradient(next(descent.batches()))
+        ratio = step_ratio(optimizer, learning_rate, weights.moved, gradients)
         rows: list[list[float]] = []
         with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
             for loss, displacement in descent.walk():
@@ -548,7 +535,7 @@ def escape_table(
         for (seed, start), setting, (optimizer, rate), push, size in bar:
             bar.set_postfix_str(str(setting))
             options |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
-            result = escape(start.model, start, setting, seed=seed, **options)
+            result = escape(start, setting, seed=seed, **options)
             parsed = Setting.parse(setting)
             row = {name: value for name, value in vars(result).items() if name != "history"}
             row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}

@@ -33,7 +33,7 @@ from gpulab.plots.names import names, optimizer_words, setting_words
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
-from gpulab.saddles.escapes import Descent
+from gpulab.saddles.escapes import Descent, Weights, chosen_optimizer
 from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import Setting, available_settings
@@ -197,17 +197,17 @@ def small_saddle() -> CriticalPoint:
     return find_critical_point(_TwoWeights(small), nn.functional.mse_loss, (data, data), progress=False)
 
 
-def trajectory(saddle: CriticalPoint, setting: str, push: float = 0.0, **options: Any) -> pd.DataFrame:
+def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float, push: float) -> pd.DataFrame:
     """An optimiser's way from a saddle, in the plane of its least and its greatest curvature; a row for each step.
 
-    Columns are the signed distances `along` and `across`, and the `loss`. `options` are an `optimizer` and its `rate`.
-    It ends where the numbers become infinite or NaN.
+    Columns are the signed distances `along` and `across`, and the `loss`. It ends where they become infinite or NaN.
     """
     rows: list[list[float]] = []
     with Setting.parse(setting).apply() as parsed:
-        descent = Descent(saddle, parsed, **options)
+        weights = Weights(saddle.model, parsed)
+        descent = Descent(saddle, weights, chosen_optimizer(saddle, weights, optimizer, rate))
         plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
-        descent.weights.move_to(descent.saddle + push * plane[0])
+        weights.move_to(descent.saddle + push * plane[0])
         for loss, displacement in itertools.islice(descent.walk(), STEPS + 1):
             row = [*(plane @ displacement).tolist(), float(loss)]
             if not all(map(math.isfinite, row)):
@@ -254,8 +254,8 @@ class SaddleExplorer(Explorer):
         return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, title)
 
     def _roll(self, _: Any = None) -> None:
-        options = {"optimizer": self.optimizer.value, "rate": self.rate.value, "push": self.push.value}
-        self.path = trajectory(self.saddle, FORMATS[self.format.value], **options)
+        setting, optimizer = FORMATS[self.format.value], self.optimizer.value
+        self.path = trajectory(self.saddle, setting, optimizer, self.rate.value, self.push.value)
         self.draw()
 
 

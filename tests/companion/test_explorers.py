@@ -102,7 +102,7 @@ def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_
     saddle = explorers.small_saddle()
     options = {"optimizer": "momentum", "learning_rate": 0.05, "perturbation": 1e-3}
     path = explorers.trajectory(saddle, "cpu:precision=float64", optimizer="momentum", rate=0.05, push=1e-3)
-    history = gl.saddles.escape(saddle.model, saddle, "cpu:precision=float64", progress=False, **options).history
+    history = gl.saddles.escape(saddle, "cpu:precision=float64", progress=False, **options).history
     same = path[: len(history)]
     np.testing.assert_allclose(np.hypot(same.along, same.across), history.distance, rtol=1e-12)
     np.testing.assert_allclose(same.loss, history.loss, rtol=1e-12)

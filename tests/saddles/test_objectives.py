@@ -112,4 +112,4 @@ def test_a_saddle_on_other_data_than_a_pair_of_tensors_has_no_escape():
     assert point.found
     assert len(point.batch) == 3
     with pytest.raises(gl.UsageError, match="no pair of tensors"):
-        gl.saddles.escape(point.model, point, progress=False)
+        gl.saddles.escape(point, progress=False)
