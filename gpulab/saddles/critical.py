@@ -200,8 +200,8 @@ def find_critical_point(
         raise UsageError("the search goes on with a copy of the model: give a batch and a loss of the outputs")
     searched, objective = copy.deepcopy(model).double(), Objective.of(loss, batch).double()
     parameters = trained(searched)
-    if (size := sum(parameter.numel() for parameter in parameters)) > LARGEST:
-        raise UsageError(f"{size:,} parameters: each step writes the Hessian out, and it has at most {LARGEST:,} rows")
+    if (count := sum(parameter.numel() for parameter in parameters)) > LARGEST:
+        raise UsageError(f"{count:,} parameters: each step writes the Hessian out, and it has at most {LARGEST:,} rows")
     damping, norm, stuck = 1e-2, 0.0, False  # the norm of H is the largest |λ| met so far
     rows: list[dict[str, float]] = []
     with Progress(total=MOST_STEPS, unit="step", leave=False, disable=not progress) as bar:

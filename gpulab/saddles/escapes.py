@@ -403,9 +403,7 @@ def escape(
                 row = [displacement.norm(), unstable.norm(), unstable[0].abs(), loss.double().to(displacement.device)]
                 rows.append(torch.stack(row).tolist())
                 if not all(map(math.isfinite, rows[-1])):
-                    raise DataError(
-                        f"step {len(rows) - 1}: the weights are not finite; learning_rate={learning_rate:g}"
-                    )
+                    raise DataError(f"step {len(rows) - 1}: weights are not finite; learning_rate={learning_rate:g}")
                 if rows[-1][1] > radius or len(rows) > steps:
                     break
                 bar.update()
