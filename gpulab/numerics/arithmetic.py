@@ -38,7 +38,6 @@ class Arithmetic:
         order: How the products are added, see `gpulab.numerics.emulate`; None leaves it to this machine.
         slices: Into how many sums a sum is split; these are added in turn.
         block: How many products a tensor core adds to the sum at once.
-        half_block: The same where the factors are 16-bit numbers themselves; 0 where it takes none.
         fraction: How many bits below the leading bit of the block's largest product each product is cut.
         kept: How many significant bits the new sum is cut to.
         step: A slice has a multiple of so many products.
@@ -53,7 +52,6 @@ class Arithmetic:
     order: str | None = None
     slices: int = 1
     block: int = 8
-    half_block: int = 16
     fraction: int = 25
     kept: int = 24
     step: int = 8
@@ -61,8 +59,6 @@ class Arithmetic:
 
     def product(self, a: Tensor, b: Tensor, kind: int = MATRIX) -> Tensor:
         """Multiply matrices (…, M, K) and (…, K, N); the product is not yet rounded to the result's format."""
-        if a.dtype in (torch.float16, torch.bfloat16):  # as they are: only the sum is a tensor core's own
-            return replace(self, block=self.half_block, kept=24, step=64).summed(a.float(), b.float())
         return self.summed(self.rounded(a, kind), self.rounded(b, kind))
 
     def rounded(self, x: Tensor, kind: int = MATRIX) -> Tensor:
@@ -76,15 +72,15 @@ class Arithmetic:
         scale = torch.where(exponent.isfinite(), torch.exp2(exponent.clamp(-100, 100)), 1.0)
         return round_to(x * scale, self.format, self.roundings[kind]) / scale
 
-    def finished(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Round a product of factors of a `dtype` to the result's format, contiguous, as a kernel returns it."""
-        x = round_to(x, self.result) if dtype == torch.float32 and self.result != "float32" else x
-        return x.to(dtype).contiguous()
+    def finished(self, x: Tensor) -> Tensor:
+        """Round a product to the result's format, contiguous, as a kernel returns it."""
+        return (x if self.result == "float32" else round_to(x, self.result)).contiguous()
 
-    def adds_up_here(self, dtype: torch.dtype) -> bool:
-        """Tell whether `summed` adds up the products of a `dtype`, and not this machine's library."""
-        if self.order == "tensor-core" and dtype == torch.float32 and self.format == "float32":
-            return False  # float32 numbers do not pass the tensor cores of old cards
+    @property
+    def adds_up_here(self) -> bool:
+        """Whether `summed` adds up the products, and not this machine's library."""
+        if self.order == "tensor-core" and self.format == "float32":
+            return False  # float32 numbers do not pass the tensor cores
         return self.order is not None or self.slices > 1
 
     def summed(self, a: Tensor, b: Tensor) -> Tensor:
@@ -102,13 +98,11 @@ class Arithmetic:
 PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS}
 PRECISIONS |= {n: Arithmetic(n, n, result=n, block=16, step=64) for n in ("bfloat16", "float16")}
 PRECISIONS |= {n: Arithmetic(n, n, block=32, fraction=13, kept=14, step=128) for n in ("float8_e4m3fn", "float8_e5m2")}
-# Generations of cards. Only from Ampere on do tensor cores take float32 numbers, as TF32. Blocks and bits are
-# those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels for
-# each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/measured).
+# Generations of cards whose tensor cores take float32 numbers, as TF32; older ones multiply them in float32. Blocks
+# and bits are those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels
+# for each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/measured).
 CHIPS = {
-    "pascal": Arithmetic("pascal", half_block=0),
-    "turing": Arithmetic("turing", half_block=8, fraction=24),
-    "ampere": Arithmetic("ampere", "tf32", ("nearest", "away", "away"), block=4, half_block=8, fraction=24),
+    "ampere": Arithmetic("ampere", "tf32", ("nearest", "away", "away"), block=4, fraction=24),
     "hopper": Arithmetic("hopper", "tf32", ("nearest", "nearest", "truncate"), tile=32),
 }
 KNOWN = PRECISIONS | CHIPS
@@ -126,8 +120,7 @@ def arithmetic_of(name: str = "float32", order: str | None = None) -> Arithmetic
             f"or both, such as {ORDERS[-1]}+split-4"
         )
     within_slice, slices = words.groups()
-    has_tensor_cores = not KNOWN[name].format.startswith("float32") or name == "turing"  # turing's take 16 bits
-    if within_slice == "tensor-core" and not has_tensor_cores:
+    if within_slice == "tensor-core" and name.startswith("float32"):
         raise UsageError(f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have them")
     return replace(KNOWN[name], order=within_slice, slices=int(slices or 1))
 
@@ -165,29 +158,25 @@ def _pairwise(a: Tensor, b: Tensor) -> Tensor:
 
 def _tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
     """A block of products and the sum so far at once: aligned to the largest, cut, added, cut to float32."""
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    left, right = (x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
-    total = a.new_zeros(len(left), a.shape[-2], b.shape[-1])
-    rows = max(1, CHUNK // max(1, arithmetic.block * b.shape[-1]))
-    for matrix, start in itertools.product(range(len(left)), range(0, a.shape[-2], rows)):
-        some_rows = slice(start, start + rows)
-        total[matrix, some_rows] = _added_in_blocks(left[matrix, some_rows], right[matrix], arithmetic)
-    return total.reshape(*batch, *total.shape[1:])
+    matrices = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    rows = max(1, CHUNK // max(1, matrices * arithmetic.block * b.shape[-1]))
+    return torch.cat([_added_in_blocks(some_rows, b, arithmetic) for some_rows in a.split(rows, -2)], -2)
 
 
 def _added_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """The product of matrices (M, K) and (K, N), as a tensor core adds it up block by block."""
-    total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float64)
-    exponents_a, exponents_b = _exponents(a), _exponents(b)
-    for start in range(0, a.shape[1], arithmetic.block):
+    """The product of matrices (…, M, K) and (…, K, N), as a tensor core adds it up block by block."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = a.new_zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64)
+    for start in range(0, a.shape[-1], arithmetic.block):
         span = slice(start, start + arithmetic.block)
-        products = a[:, span, None].double() * b[None, span].double()  # exact
-        largest = (exponents_a[:, span, None] + exponents_b[None, span]).amax(1)
+        left, right = a[..., span, None], b[..., None, span, :]
+        products = left.double() * right.double()  # (…, M, block, N), exact
+        largest = (_exponents(left) + _exponents(right)).amax(-2)
         largest = torch.maximum(largest, _exponents(total.float()))
         last_place = power_of_two(largest - arithmetic.fraction)
-        aligned = torch.trunc(products / last_place[:, None]).sum(1) + torch.trunc(total / last_place)
-        all_finite = products.isfinite().all(1) & total.isfinite()
-        total = _cut(aligned * last_place, arithmetic.kept).where(all_finite, products.sum(1) + total)
+        aligned = torch.trunc(products / last_place[..., None, :]).sum(-2) + torch.trunc(total / last_place)
+        all_finite = products.isfinite().all(-2) & total.isfinite()
+        total = _cut(aligned * last_place, arithmetic.kept).where(all_finite, products.sum(-2) + total)
     return total.float()
 
 

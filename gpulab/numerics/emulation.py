@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,14 +48,14 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
     Args:
         name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`, or `float32_ftz`,
             which takes subnormal numbers for zero. Products in a 16-bit format return 16-bit numbers, as autocast does;
-            an 8-bit format first scales each tensor to its range, as torchao does. Or a generation of cards: `pascal`
-            (GTX 10), `turing` (RTX 20), `ampere` (RTX 30, A100), `hopper` (H100, H200). Or an `Arithmetic` of
-            `gpulab.numerics.arithmetic`, such as the one that the block gives.
+            an 8-bit format first scales each tensor to its range, as torchao does. Or a generation of cards: `ampere`
+            (RTX 30, A100), `hopper` (H100, H200). Or an `Arithmetic` of `gpulab.numerics.arithmetic`, such as the one
+            that the block gives.
         order: How the products are added. `sequential`: one after the other; `pairwise`: neighbours first, then their
-            sums; `tensor-core`: in the blocks of the chip's tensor cores, which holds for 16-bit factors too;
-            `split-N`: into N sums, which are added in turn, as N threads or a split-K kernel would;
-            `tensor-core+split-4` is both. None leaves it to this machine's libraries, which is the fast way: sums are
-            float32's then, and only the formats differ.
+            sums; `tensor-core`: in the blocks of the chip's tensor cores; `split-N`: into N sums, which are added in
+            turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None leaves it to this
+            machine's libraries, which is the fast way: sums are float32's then, and only the formats differ. Of
+            numbers that are not float32, the order is always theirs.
 
     Yields:
         The `Arithmetic` that is emulated.
@@ -64,7 +64,7 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
         UsageError: For unknown names, an unknown order, and `tensor-core` where a chip has no tensor cores for the
             format.
         GpulabError: Inside the block, where an operation hides its products from the emulation, and where an order is
-            asked for and a convolution runs over three dimensions.
+            asked for and a convolution is dilated, transposed, in groups, or not over two dimensions.
 
     Examples:
         >>> import torch
@@ -122,8 +122,8 @@ def float32_products() -> Iterator[None]:
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
 SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
-OTHERS = {"convolution", "convolution_backward", "_euclidean_dist"}
-COMPOSED = {"affine_grid_generator"}  # whose kernel calls others for its products
+CONVOLUTIONS = {"convolution", "convolution_backward"}
+COMPOSED = {"affine_grid_generator", "_euclidean_dist"}  # whose kernels call others for their products
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
@@ -166,15 +166,10 @@ class _Emulator(UncompiledDispatchMode):
             return _convolution(operation, args, arithmetic)
         if name == "convolution_backward":
             return _convolution_backward(operation, args, arithmetic)
-        if name == "_euclidean_dist":
-            return _euclidean_distances(args[0], args[1], arithmetic)
         return _matrix_product(operation, name, args, kwargs, arithmetic)
 
     def _concerns(self, factors: Sequence[Any]) -> bool:
-        """Whether these are numbers that the chip would treat in its own way: float32; 16-bit ones in its order.
-
-        Those of a sparse matrix do not pass the tensor cores.
-        """
+        """Whether these are numbers that the chip would treat in its own way, float32, and not of a sparse matrix."""
         tensors = [factor for factor in factors if isinstance(factor, Tensor)]
         if any(factor.layout != torch.strided for factor in tensors):
             return False
@@ -182,9 +177,7 @@ class _Emulator(UncompiledDispatchMode):
             raise GpulabError(
                 "emulation does not reach the products of nested tensors of the strided layout: use layout=torch.jagged"
             )
-        dtypes = {factor.dtype for factor in tensors}
-        halves = self.arithmetic.order == "tensor-core" and dtypes in ({torch.float16}, {torch.bfloat16})
-        return dtypes == {torch.float32} or halves
+        return {factor.dtype for factor in tensors} == {torch.float32}
 
 
 class _Unfused(TorchFunctionMode):
@@ -214,14 +207,14 @@ def _allows_tf32(name: str) -> bool:
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS | COMPOSED
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS | COMPOSED
     return name if multiplies or FUSED.fullmatch(name) else None
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:
     first = 1 if name in SUMS_WITH_PRODUCTS else 0
     a, b = args[first : first + 2]
-    if not arithmetic.adds_up_here(a.dtype):
+    if not arithmetic.adds_up_here:
         out = operation(*args[:first], arithmetic.rounded(a), arithmetic.rounded(b), *args[first + 2 :], **kwargs)
         return out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
     if name == "addbmm":  # the sum runs over the batch as well
@@ -233,122 +226,87 @@ def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any,
     if name in SUMS_WITH_PRODUCTS:
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         out = alpha * out + beta * args[0] if beta else alpha * out
-    out = arithmetic.finished(out, a.dtype)
+    out = arithmetic.finished(out)
     target = args[0] if operation._schema.name.endswith("_") else kwargs.get("out")
     return out if target is None else target.resize_(out.shape).copy_(out)
 
 
-def _euclidean_distances(x: Tensor, y: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """What `torch.cdist` makes of many points: |x|² − 2 x·y + |y|², in one product of longer vectors."""
-    x_squared, y_squared = (v.square().sum(-1, keepdim=True) for v in (x, y))
-    left = torch.cat([-2 * x, x_squared, torch.ones_like(x_squared)], -1)
-    right = torch.cat([y, torch.ones_like(y_squared), y_squared], -1)
-    return arithmetic.finished(arithmetic.product(left, right.mT), x.dtype).clamp_min(0).sqrt()
-
-
 # --- convolutions ----------------------------------------------------------------------------------------
 
-
-class _Geometry(NamedTuple):
-    """What a convolution does along each of two dimensions, and its number of groups."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-
-def _geometry(x: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
-    """A convolution along a line is one of height 1."""
-    sides = x.dim() - 2
-    if sides > 2:
-        raise GpulabError(
-            f"orders of summation are emulated for convolutions over one or two dimensions, and this one runs over "
-            f"{sides}: leave `order` away, or the operation outside the block"
-        )
-    numbers = zip((1, 0, 1), (stride, padding, dilation), strict=True)  # a single one stands for both dimensions
-    along = [tuple([fill] * (2 - sides) + [*given] * (sides // len(given))) for fill, given in numbers]
-    return _Geometry(along[0], along[1], along[2], groups)
-
-
-def _two_sided(x: Tensor) -> Tensor:
-    return x if x.dim() == 4 else x.unsqueeze(2)
+Sides = Sequence[int]  # a number for each of the two dimensions
 
 
 def _convolution(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> Tensor:
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
-    if not arithmetic.adds_up_here(x.dtype):
+    x, weight, bias, stride, padding, dilation, *_ = args
+    if not arithmetic.adds_up_here:
         factors = (arithmetic.rounded(factor, CONVOLUTION) for factor in (x, weight))
-        return arithmetic.finished(operation(*factors, *args[2:]), x.dtype)
-    geometry = _geometry(x, stride, padding, dilation, groups)
-    extra = output_padding if transposed else None
-    shape = calc_conv_nd_return_shape(x, weight, stride, padding, dilation, transposed, groups, extra)
-    add_up = _input_gradient if transposed else _correlation
-    out = add_up(_two_sided(x), _two_sided(weight), shape, geometry, arithmetic)
-    out = out if bias is None else out + bias.view(-1, *[1] * (x.dim() - 2))
-    return arithmetic.finished(out, x.dtype)
+        return arithmetic.finished(operation(*factors, *args[2:]))
+    _check_plain(x, args[5:])
+    shape = calc_conv_nd_return_shape(x, weight, stride, padding, dilation, False, 1)
+    out = _correlation(x, weight, shape, stride, padding, arithmetic)
+    return arithmetic.finished(out if bias is None else out + bias[:, None, None])
 
 
 def _convolution_backward(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> tuple[Tensor | None, ...]:
-    gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = args
+    gradient, x, weight, _, stride, padding, *options, mask = args
     gradients: list[Tensor | None] = [None, None]
-    if arithmetic.adds_up_here(x.dtype):
-        geometry = _geometry(x, stride, padding, dilation, groups)
-        flow, image, kernel = map(_two_sided, (gradient, x, weight))
+    if arithmetic.adds_up_here:
+        _check_plain(x, options)
         if mask[0]:
-            add_up = _correlation if transposed else _input_gradient
-            gradients[0] = add_up(flow, kernel, x.shape, geometry, arithmetic)
+            gradients[0] = _input_gradient(gradient, weight, x.shape, stride, padding, arithmetic)
         if mask[1]:
-            small, large = (image, flow) if transposed else (flow, image)
-            gradients[1] = _weight_gradient(small, large, weight.shape, geometry, arithmetic)
+            gradients[1] = _weight_gradient(gradient, x, weight.shape, stride, padding, arithmetic)
     else:
-        together = arithmetic.roundings[CONVOLUTION] == arithmetic.roundings[WEIGHT]  # which is faster
-        for kind, wanted in (
-            (CONVOLUTION, [mask[0], mask[1] and together]),
-            (WEIGHT, [False, mask[1] and not together]),
-        ):
-            if any(wanted):
+        for n, kind in enumerate((CONVOLUTION, WEIGHT)):
+            if mask[n]:
                 factors = (arithmetic.rounded(factor, kind) for factor in args[:3])
-                made = operation(*factors, *args[3:10], [*wanted, False])
-                gradients = [made[n] if wanted[n] else gradients[n] for n in range(2)]
-    to_input, to_weight = (None if each is None else arithmetic.finished(each, x.dtype) for each in gradients)
+                gradients[n] = operation(*factors, *args[3:10], [n == 0, n == 1, False])[n]
+    to_input, to_weight = (None if each is None else arithmetic.finished(each) for each in gradients)
     to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
     return to_input, to_weight, to_bias
 
 
-def _patches(x: Tensor, size: Sequence[int], geometry: _Geometry) -> Tensor:
-    """What each output sees, (groups, channels of a group × size, images × places)."""
-    columns = F.unfold(x, tuple(size), geometry.dilation, geometry.padding, geometry.stride)
-    return columns.unflatten(1, (geometry.groups, -1)).permute(1, 2, 0, 3).flatten(2)
+def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
+    """`GpulabError` for a convolution whose order of summation is not emulated."""
+    dilation, transposed, _, groups = options
+    if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:
+        raise GpulabError(
+            "orders of summation are emulated for convolutions over two dimensions, neither dilated nor transposed nor "
+            f"in groups; this one has {x.dim() - 2}, dilation={dilation}, transposed={transposed}, groups={groups}: "
+            "leave `order` away, or the operation outside the block"
+        )
 
 
-def _correlation(x: Tensor, weight: Tensor, shape: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
-    """What torch calls a convolution: (N, C, H, W) and (O, C / groups, h, w) to a `shape` of (N, O, H', W')."""
-    rows, columns = weight.flatten(1).unflatten(0, (geometry.groups, -1)), _patches(x, weight.shape[2:], geometry)
-    if arithmetic.order == "tensor-core":
+def _patches(x: Tensor, size: Sides, stride: Sides, padding: Sides) -> Tensor:
+    """What each output sees, (1, channels × size, images × places)."""
+    return F.unfold(x, tuple(size), padding=tuple(padding), stride=tuple(stride)).transpose(0, 1).flatten(1)[None]
+
+
+def _correlation(x: Tensor, weight: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
+    """What torch calls a convolution: (N, C, H, W) and (O, C, h, w) to a `shape` of (N, O, H', W')."""
+    rows, columns = weight.flatten(1)[None], _patches(x, weight.shape[2:], stride, padding)
+    if how.order == "tensor-core":
         # A GPU runs through a tile of channels at each of the kernel's places, then through the next tile.
         terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
-        order = torch.cat([tile.T.flatten() for tile in terms.split(arithmetic.tile or len(terms))])
+        order = torch.cat([tile.T.flatten() for tile in terms.split(how.tile or len(terms))])
         rows, columns = rows[:, :, order], columns[:, order]
-    out = arithmetic.product(rows, columns, CONVOLUTION)
+    out = how.product(rows, columns, CONVOLUTION)
     return out.reshape(len(weight), len(x), *shape[2:]).transpose(0, 1)
 
 
-def _input_gradient(flow: Tensor, weight: Tensor, shape: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
+def _input_gradient(flow: Tensor, weight: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
     """The gradient of an input of a `shape`: the turned kernel over the spread-out gradient."""
-    stride, size = geometry.stride, (1, *shape[2:])[-2:]
     spread = flow.new_zeros(*flow.shape[:2], *((n - 1) * s + 1 for n, s in zip(flow.shape[2:], stride, strict=True)))
     spread[:, :, :: stride[0], :: stride[1]] = flow
     margins: list[int] = []
-    for n, have, k, p, d in zip(size, spread.shape[2:], weight.shape[2:], *geometry[1:3], strict=True):
-        margins = [d * (k - 1) - p, n + p - have, *margins]  # F.pad begins with the last dimension
-    turned = weight.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
-    unmoved = geometry._replace(stride=(1, 1), padding=(0, 0))
-    return _correlation(F.pad(spread, margins), turned, shape, unmoved, arithmetic)
+    for n, have, k, p in zip(shape[2:], spread.shape[2:], weight.shape[2:], padding, strict=True):
+        margins = [k - 1 - p, n + p - have, *margins]  # F.pad begins with the last dimension
+    turned = weight.transpose(0, 1).flip(2, 3)
+    return _correlation(F.pad(spread, margins), turned, shape, (1, 1), (0, 0), how)
 
 
-def _weight_gradient(flow: Tensor, x: Tensor, shape: Any, geometry: _Geometry, arithmetic: Arithmetic) -> Tensor:
+def _weight_gradient(flow: Tensor, x: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
     """The gradient of a kernel of a `shape`."""
-    rows = flow.unflatten(1, (geometry.groups, -1)).permute(1, 2, 0, 3, 4).flatten(2)
-    patches = _patches(x, (1, *shape[2:])[-2:], geometry)
-    return arithmetic.product(rows, patches.transpose(1, 2), WEIGHT).reshape(shape)
+    rows = flow.transpose(0, 1).flatten(1)[None]
+    patches = _patches(x, shape[2:], stride, padding)
+    return how.product(rows, patches.transpose(1, 2), WEIGHT).reshape(shape)

@@ -2,7 +2,6 @@
 
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.curvature import curvature_along, recorded_curvature
-from gpulab.saddles.descents import trajectory
 from gpulab.saddles.eigen import extreme_eigenpairs
 from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, recorded_escapes
 from gpulab.saddles.hessians import Hessian, hessian
@@ -32,5 +31,4 @@ __all__ = [
     "recorded_escapes",
     "spectral_density",
     "surface",
-    "trajectory",
 ]

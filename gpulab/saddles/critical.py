@@ -20,20 +20,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils._pytree import tree_map_only
 
 from gpulab.errors import UsageError
 from gpulab.progress import Progress
-from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
-from gpulab.saddles.operators import check_products, trained
+from gpulab.saddles.hessians import Hessian, hessian
+from gpulab.saddles.objectives import Batch, Loss, Objective
+from gpulab.saddles.operators import trained
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WRITTEN_OUT = 500  # parameters up to which a step uses the whole Hessian, and a Krylov space beyond
 MOST_STEPS = 300
-SPECTRUM = 5_000  # parameters of which all eigenvalues are computed
-KRYLOV = 100  # dimensions of that space
+LARGEST = 5_000  # parameters: each step writes the whole Hessian out
 KERNEL = 1e-4  # eigenvalues below this share of the largest are as good as none: a step along them leads nowhere
 FLAT = 0.9  # share of the gradient in the kernel from which on a region is called gradient-flat (Frye et al.)
 EXACTLY_FLAT = 1e-9  # ‖H g‖ relative to ‖H‖ ‖g‖, where going on is useless
@@ -48,7 +46,7 @@ class CriticalPoint:
     """The result of a search for a critical point: where it ended. `gpulab.saddles.find_critical_point` returns it.
 
     Its vectors are all trainable weights, flattened, in the order of the model's parameters, in float64. Eigenvalues
-    are those of the whole Hessian, computed when first asked for; `UsageError` beyond 5,000 weights.
+    are those of the whole Hessian, computed when first asked for.
 
     Attributes:
         model: A copy of the network, in float64, with the weights of that place.
@@ -60,8 +58,7 @@ class CriticalPoint:
         history: A data frame with a row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the
             share of the gradient that the best undamped step would leave. Near 1, the gradient lies in the kernel of
             the Hessian.
-        batch: Inputs and targets, in float64.
-        loss_function: The loss, a function of outputs and targets.
+        data: The loss and what it is computed on, in float64.
 
     Examples:
         >>> import torch
@@ -80,8 +77,12 @@ class CriticalPoint:
     kind: str
     message: str
     history: pd.DataFrame
-    batch: Batch
-    loss_function: Loss
+    data: Objective
+
+    @property
+    def batch(self) -> Batch:
+        """What the loss is computed on, in float64; of a `DataLoader` a list of its batches."""
+        return self.data.batches[0] if len(self.data.batches) == 1 else [*self.data.batches]
 
     @property
     def found(self) -> bool:
@@ -93,13 +94,12 @@ class CriticalPoint:
 
         Args:
             model: A network in float64.
-            batch: Inputs and targets; by default those of the search.
+            batch: What to compute it on; by default what the search had.
 
         Returns:
             The loss, a scalar.
         """
-        inputs, targets = self.batch if batch is None else batch
-        return self.loss_function(model(inputs), targets)
+        return (self.data if batch is None else Objective(self.data.loss, (batch,)))(model)
 
     def hessian(self) -> Hessian:
         """Make the Hessian there.
@@ -108,7 +108,7 @@ class CriticalPoint:
             A `gpulab.saddles.Hessian`.
         """
         with torch.enable_grad():
-            return hessian(self.model, self.loss_function, self.batch)
+            return hessian(self.model, lambda: self.data(self.model))
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
@@ -142,10 +142,7 @@ class CriticalPoint:
 
     @functools.cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
-        H = self.hessian()
-        if H.shape[0] > SPECTRUM:
-            raise UsageError(f"{H.shape[0]:,} parameters: the whole spectrum is computed of at most {SPECTRUM:,}")
-        return torch.linalg.eigh(H.dense())
+        return torch.linalg.eigh(self.hessian().dense())
 
     def __repr__(self) -> str:
         numbers = f"loss {self.loss:.6g}, squared gradient norm {self.squared_gradient_norm:.1e}"
@@ -163,13 +160,13 @@ def find_critical_point(
     """Search for a critical point near the weights of a model: a minimum, a saddle or a maximum.
 
     The search makes the gradient smaller, by the method of Levenberg and Marquardt, on a copy of the model in float64.
-    It makes 300 steps at most. It may end in a gradient-flat region, where the gradient is not zero and yet cannot get
-    smaller: the result says so.
+    It makes 300 steps at most, and each writes the whole Hessian out: the model has at most 5,000 weights. It may end
+    in a gradient-flat region, where the gradient is not zero and yet cannot get smaller: the result says so.
 
     Args:
         model: The network whose weights to begin with; it is left alone.
         loss: A function of the model's outputs and the targets, which returns a scalar.
-        batch: Inputs and targets.
+        batch: Inputs and targets, or what else `gpulab.hessian` accepts.
         tolerance: The squared length of the gradient at which to stop.
         progress: Whether to show a progress bar.
 
@@ -177,7 +174,8 @@ def find_critical_point(
         A `gpulab.saddles.CriticalPoint`. Whether it is one, its `found`, `kind` and `message` say.
 
     Raises:
-        UsageError: For a tolerance that is no number above 0, and for what `gpulab.hessian` refuses.
+        UsageError: For a tolerance that is no number above 0, for more than 5,000 weights, and for what
+            `gpulab.hessian` refuses.
         DataError: For weights or a loss that are not finite.
 
     Examples:
@@ -192,23 +190,25 @@ def find_critical_point(
     References:
         Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005 (Computing 74:23) on
         its convergence; Frye, Simon, Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical point-finding methods reveal
-        gradient-flat regions of deep network losses* (Neural Computation 33:1469, arXiv 2003.10397); Roosta, Liu, Xu,
-        Mahoney 2018 (arXiv 1810.00303) on solving with a Krylov space of H.
+        gradient-flat regions of deep network losses* (Neural Computation 33:1469, arXiv 2003.10397).
     """
     if not tolerance > 0 or not math.isfinite(tolerance):
         raise UsageError(f"tolerance={tolerance!r}: expected a number above 0")
     import pandas as pd
 
-    searched = copy.deepcopy(model).double()
-    batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
+    if batch is None:
+        raise UsageError("the search goes on with a copy of the model: give a batch and a loss of the outputs")
+    searched, objective = copy.deepcopy(model).double(), Objective.of(loss, batch).double()
     parameters = trained(searched)
-    damping, norm, stuck = 1e-2, 0.0, False  # the norm of H: the largest |λ| met so far
+    if (count := sum(parameter.numel() for parameter in parameters)) > LARGEST:
+        raise UsageError(f"{count:,} parameters: each step writes the Hessian out, and it has at most {LARGEST:,} rows")
+    damping, norm, stuck = 1e-2, 0.0, False  # the norm of H is the largest |λ| met so far
     rows: list[dict[str, float]] = []
     with Progress(total=MOST_STEPS, unit="step", leave=False, disable=not progress) as bar:
         while True:
-            H = hessian(searched, loss, batch)
+            H = hessian(searched, lambda: objective(searched))
             weights, size = parameters_to_vector(parameters).detach(), float(H.gradient @ H.gradient)
-            linear = _linearise(H)
+            linear = _Linearisation.of(H)
             norm = max(norm, float(linear.s.abs().max()))
             share = linear.kernel_share(norm)
             rows.append({"step": len(rows), "loss": H.loss, "squared_gradient_norm": size, "relative_residual": share})
@@ -220,8 +220,7 @@ def find_critical_point(
             for _ in range(60):  # a step that makes the gradient smaller, more damped until one does
                 step, promised = linear.step(damping * norm * math.sqrt(size))
                 vector_to_parameters(weights + step, parameters)
-                value = loss(searched(batch[0]), batch[1])
-                gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
+                gradients = torch.autograd.grad(objective(searched), parameters, materialize_grads=True)
                 after = sum(float(gradient.square().sum()) for gradient in gradients)
                 gain = (size - after) / max(promised, TINY) if math.isfinite(after) else -math.inf
                 if gain < 0.25:
@@ -252,7 +251,7 @@ def find_critical_point(
     else:
         message = f"{steps} steps were not enough: search again from `model`, or start elsewhere"
     # A copy has weights of their own again, which are no views of one vector.
-    return CriticalPoint(copy.deepcopy(searched), H.loss, size, kind, message, pd.DataFrame(rows), batch, loss)
+    return CriticalPoint(copy.deepcopy(searched), H.loss, size, kind, message, pd.DataFrame(rows), objective)
 
 
 class _Linearisation(NamedTuple):
@@ -261,7 +260,12 @@ class _Linearisation(NamedTuple):
     s: Tensor
     c: Tensor
     w: Tensor
-    rest: float = 0.0  # how much of g is in none of these coordinates
+
+    @classmethod
+    def of(cls, H: Hessian) -> _Linearisation:
+        """That of the Hessian at its weights."""
+        values, vectors = torch.linalg.eigh(H.dense())
+        return cls(values, vectors.T @ H.gradient, vectors)
 
     def step(self, damping: float) -> tuple[Tensor, float]:
         """The step p, and how much it should take off ‖g‖²."""
@@ -271,65 +275,9 @@ class _Linearisation(NamedTuple):
     def kernel_share(self, scale: float) -> float:
         """The share of the gradient along which H (almost) vanishes, beside its largest eigenvalue `scale`."""
         lost = self.c[self.s.abs() <= KERNEL * scale].norm()
-        return math.hypot(float(lost), self.rest) / max(math.hypot(float(self.c.norm()), self.rest), TINY)
+        return float(lost) / max(float(self.c.norm()), TINY)
 
     def newton_length(self, scale: float) -> float:
         """The length of the undamped step, along all that is more than rounding."""
         large = self.s.abs() > 1e-12 * scale
         return float((self.c[large] / self.s[large]).norm())
-
-
-def _linearise(H: Hessian) -> _Linearisation:
-    """Of the whole Hessian; where that is too large, in the space spanned by g, H g, H² g, …"""
-    if H.shape[0] <= WRITTEN_OUT:
-        values, vectors = torch.linalg.eigh(H.dense())
-        return _Linearisation(values, vectors.T @ H.gradient, vectors)
-    length = H.gradient.norm()
-    basis, projected = _krylov_space(H, min(KRYLOV, H.shape[0] - 1))
-    u, s, vt = torch.linalg.svd(projected, full_matrices=False)
-    c = length * u[0]
-    rest = float((length**2 - c.square().sum()).clamp(min=0).sqrt())
-    return _Linearisation(s, c, (vt @ basis).T, rest)
-
-
-def _krylov_space(H: Hessian, size: int) -> tuple[Float[Tensor, "k n"], Float[Tensor, "k+1 k"]]:
-    """An orthonormal basis of g, H g, H² g, …, and H within it: by Lanczos, each vector made orthogonal to all others.
-
-    The last row of what is returned says how much of the last product is outside of the basis.
-    """
-    basis = torch.zeros(size, H.shape[0], dtype=H.dtype, device=H.device)
-    projected = torch.zeros(size + 1, size, dtype=torch.float64)
-    vector, _ = _direction(H.gradient[None] / H.gradient.norm().clamp(min=TINY), basis[:0])
-    for k in range(size):
-        basis[k] = vector[0]
-        products = (H @ vector.T).T
-        check_products(products)
-        column = (basis[: k + 1] @ products.T).cpu()[:, 0]
-        projected[: k + 1, k] = projected[k, : k + 1] = column
-        vector, length = _direction(products, basis[: k + 1])
-        if length <= 10 * torch.finfo(H.dtype).eps * math.sqrt(H.shape[0]) * float(products.norm()):
-            length = 0.0  # rounding: the space holds all that H makes of g
-        if length == 0 or k == size - 1:
-            break
-    projected[k + 1, k] = length
-    return basis[: k + 1], projected[: k + 2, : k + 1].to(H.gradient)
-
-
-def _direction(row: Float[Tensor, "1 n"], basis: Float[Tensor, "k n"]) -> tuple[Float[Tensor, "1 n"], float]:
-    """The unit vector, and the length, of what of a vector is orthogonal to a basis."""
-    unit, length = _unit(_outside(row, basis))
-    unit, _ = _unit(unit)
-    unit, _ = _unit(_outside(unit, basis))  # again: where little was left, a part of that is rounding
-    return unit, length
-
-
-def _outside(row: Float[Tensor, "1 n"], basis: Float[Tensor, "k n"]) -> Float[Tensor, "1 n"]:
-    """What of a vector is orthogonal to a basis; twice is enough (Parlett)."""
-    for _ in range(2):
-        row = torch.addmm(row, row @ basis.T, basis, alpha=-1)
-    return row
-
-
-def _unit(row: Float[Tensor, "1 n"]) -> tuple[Float[Tensor, "1 n"], float]:
-    length = float(torch.linalg.vector_norm(row, dim=1))
-    return row / max(length, TINY), length

@@ -5,26 +5,31 @@ displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps
 at every step computes ε there instead of zero does what δ = ε/λ does. But a step smaller than half of what separates a
 weight from the next number of its format leaves it as it is: rounding can also hold a network at a saddle. What a step
 is, the optimiser decides (`gpulab.saddles.optimizers`).
+
+From the top: `Weights` are what moves, `Descent` moves them, `escape` watches until they have left, and `escape_table`
+does so under many settings.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn, optim
 
 from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import machine, passport
 from gpulab.progress import Progress
 from gpulab.report import Report
-from gpulab.saddles.descents import Descent, Saddle, check_start
+from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.operators import trained
-from gpulab.saddles.optimizers import SETTLED, Factory, step_ratio
+from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
 from gpulab.store.recorded import read_tables, recorded_folder
@@ -32,12 +37,163 @@ from gpulab.store.recorded import read_tables, recorded_folder
 if TYPE_CHECKING:
     import pandas as pd
 
+Saddle = LinearAutoencoderSaddle | CriticalPoint
+Pair = tuple[Tensor, Tensor]
+
 RADIUS = 0.1
 UNMOVED = 10  # steps without any change after which gradient descent is held for good; with a memory, SETTLED
 PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
 LONGEST = 100_000
+GROWTH = 0.05  # η λ where no learning rate is given, unless that is too large for the steepest upward direction
+ADAPTIVE = 1e-3  # the learning rate where none is given and no law makes one: Adam's usual one
+FORGOTTEN = 1e-4  # batches whose push has become this small beside the first one's are not looked at
 # What tells the escapes of a table apart.
 KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation", "batch_size", "seed")
+
+
+# --- a training from a saddle ----------------------------------------------------------------------------
+
+
+class Weights:
+    """A network's weights in a setting's format, and those that an optimiser moves: the same, or masters in float64."""
+
+    def __init__(self, model: nn.Module, setting: Setting, masters: bool = False) -> None:
+        self.setting = setting
+        self.net = copy.deepcopy(model).to(setting.device, setting.dtype)
+        self.parameters = trained(self.net)
+        self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
+        self.moved = self.parameters
+        if masters:
+            self.moved = [nn.Parameter(p.detach().to(self.float64_device, torch.float64)) for p in self.parameters]
+
+    def flat(self, tensors: Iterable[Tensor] | None = None) -> Float[Tensor, " n"]:
+        """One vector of tensors, in float64; of the weights that are moved where none are given."""
+        tensors = self.moved if tensors is None else tensors
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.float64_device).double()
+
+    @torch.no_grad()
+    def move_to(self, vector: Float[Tensor, " n"]) -> None:
+        """Put the network at these weights."""
+        # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
+        for weight, piece in zip(self.moved, vector.split([w.numel() for w in self.moved]), strict=True):
+            weight.copy_(piece.view_as(weight))
+        self._round_masters()
+
+    @torch.no_grad()
+    def step(self, optimizer: optim.Optimizer, gradients: Sequence[Tensor]) -> float:
+        """Let the optimiser make a step; the share of the weights that it changed."""
+        before = [weight.clone() for weight in self.moved]
+        for weight, gradient in zip(self.moved, gradients, strict=True):
+            weight.grad = gradient.to(weight)
+        optimizer.step()
+        self._round_masters()
+        changed = [(weight != old).sum() for weight, old in zip(self.moved, before, strict=True)]
+        return int(torch.stack(changed).sum()) / sum(weight.numel() for weight in self.moved)
+
+    def _round_masters(self) -> None:
+        if self.moved is not self.parameters:
+            for parameter, weight in zip(self.parameters, self.moved, strict=True):
+                parameter.copy_(weight)
+
+
+def batches(data: Pair, size: int | None, seed: int) -> Iterator[Pair]:
+    """Inputs and targets in an order drawn from the seed, over and over; each pass has its own."""
+    inputs, targets = data
+    count = len(inputs)
+    for number in itertools.count():
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        order = torch.randperm(count, generator=generator).to(inputs.device)
+        if size is None:
+            yield from itertools.repeat((inputs[order], targets[order]))
+        else:  # whole batches only: a few samples left over would be noisier than all the others
+            for chosen in order[: count - count % size].split(size):
+                yield inputs[chosen], targets[chosen]
+
+
+def chosen_optimizer(saddle: Saddle, weights: Weights, optimizer: str | Factory, rate: float | None) -> optim.Optimizer:
+    """One with the learning rate given, or with that at which the steepest way down grows by `GROWTH`."""
+    built = build(optimizer, weights.moved, 1.0 if rate is None else rate)
+    if rate is None:
+        plain = name_of(optimizer, built).startswith(("sgd", "momentum"))
+        rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1])) if plain else ADAPTIVE
+        for group in built.param_groups:
+            group["lr"] = rate
+    return built
+
+
+class Descent:
+    """A training from a saddle, in the arithmetic that is in force: weights, data, and an optimiser with its law."""
+
+    def __init__(
+        self, saddle: Saddle, weights: Weights, optimizer: optim.Optimizer, size: int | None = None, seed: int = 0
+    ) -> None:
+        self.objective, self.weights, self.batch_size, self.seed = saddle.objective, weights, size, seed
+        self.optimizer, self.law = optimizer, Law.of(optimizer)
+        self.rate = float(optimizer.param_groups[0]["lr"])
+        device, dtype = weights.setting.device, weights.setting.dtype
+        inputs, targets = (tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in saddle.batch)
+        self.data = inputs, targets
+        self.saddle = weights.flat(trained(saddle.model))
+        self.values, self.directions = (tensor.to(weights.float64_device) for tensor in saddle.unstable)
+        self.moved: list[float] = []  # of each step, the share of the weights that it changed
+
+    def batches(self) -> Iterator[Pair]:
+        """The batches of its steps, without end."""
+        return batches(self.data, self.batch_size, self.seed)
+
+    def gradient(self, batch: Pair) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss of a batch and its gradients."""
+        loss = self.objective(self.weights.net, batch)
+        return loss.detach(), torch.autograd.grad(loss, self.weights.parameters)
+
+    def walk(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
+        """Make steps without end; before each, the loss and the displacement from the saddle."""
+        for batch in self.batches():
+            loss, gradients = self.gradient(batch)
+            yield loss, self.weights.flat() - self.saddle
+            self.moved.append(self.weights.step(self.optimizer, gradients))
+
+    def unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
+        """The parts of a vector along the directions that lead down."""
+        return (self.directions * vector[:, None]).sum(0)
+
+    def noise(self) -> Float[Tensor, " m"]:
+        """The displacement along each unstable direction that stands for the errors made at the saddle.
+
+        A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones count most.
+        """
+        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.longest)):
+            return torch.full_like(self.values, math.nan).cpu()
+        self.weights.move_to(self.saddle)
+        pushes = torch.zeros_like(self.values)
+        stored = self.unstable(self.weights.flat() - self.saddle)
+        for number, batch in enumerate(self.batches()):
+            # The gradient at weights that were rounded has −λ times their displacement in it.
+            error = self.unstable(self.weights.flat(self.gradient(batch)[1])) - self.values * stored
+            if self.batch_size is None:
+                return (stored + error / self.values).cpu()
+            assert self.law is not None
+            weight = self.law.impulse(-self.values) * self.law.growth(-self.values) ** -(number + 1)
+            pushes -= self.rate * error * weight
+            if float(weight.max()) < FORGOTTEN:
+                break
+        return (stored + pushes).cpu()
+
+
+def check_start(saddle: Saddle, batch_size: int | None) -> None:
+    """`UsageError` for a point or a batch size with which there is no escape."""
+    if not len(saddle.unstable[0]):
+        least = saddle.curvature
+        raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
+    if isinstance(saddle, CriticalPoint) and not saddle.found:
+        raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
+    if not isinstance(saddle.batch, list | tuple) or not all(isinstance(item, Tensor) for item in saddle.batch):
+        raise UsageError("the data of this saddle are no pair of tensors, inputs and targets")
+    if batch_size is not None:
+        check_count("batch_size", batch_size, len(saddle.batch[0]))
+
+
+# --- when it has left -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,8 +221,7 @@ class Escape:
         noise: The displacement along the unstable directions that has the effect of the arithmetic's errors: of
             gradients, of rounded weights, of batches. It is measured at the saddle before any step. NaN for minibatches
             and another optimiser than gradient descent, with or without momentum.
-        start: The displacement along the unstable directions at the start: the noise, and how far the model stood from
-            the saddle, the perturbation included.
+        start: The displacement along the unstable directions at the start: the noise and the perturbation.
         expected: The step at which theory expects the network to leave from there. Infinite where nothing displaces it;
             NaN where `start` is, and where there is no theory: for other optimisers than SGD, momentum, RMSprop and
             Adam, and for options of these such as weight decay.
@@ -81,7 +236,7 @@ class Escape:
         >>> import torch
         >>> import gpulab as gl
         >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
-        >>> gone = gl.saddles.escape(saddle.model, saddle, "cpu", perturbation=1e-3, progress=False)
+        >>> gone = gl.saddles.escape(saddle, "cpu", perturbation=1e-3, progress=False)
         >>> gone.left, gone.held, bool(gone.history.unstable.iloc[-1] > gone.radius)
         (True, False, True)
     """
@@ -144,7 +299,6 @@ class Escape:
 
 
 def escape(
-    model: nn.Module,
     saddle: Saddle,
     setting: str | Setting = "cpu",
     *,
@@ -158,14 +312,13 @@ def escape(
     master_weights: bool = False,
     progress: bool = True,
 ) -> Escape:
-    """Train a model that stands at a saddle, under a setting, until it has left.
+    """Train the model that stands at a saddle, under a setting, until it has left.
 
     Only a perturbation, errors of the arithmetic and the noise of minibatches move it away. The result tells when it
     left, and when theory expects it to have left. A training by whole batches ends earlier where no weight has changed
     any more in 10 steps of `sgd`, or 500 of another optimiser.
 
     Args:
-        model: Where training begins: `saddle.model`, or a network of the same shape near it. It is left alone.
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
         setting: The arithmetic, such as `cpu:precision=bfloat16`.
         optimizer: `sgd` (gradient descent), `momentum` (0.9), `rmsprop` or `adam`, with torch's constants; or a
@@ -186,9 +339,9 @@ def escape(
         A `gpulab.saddles.Escape`.
 
     Raises:
-        UsageError: Where the loss curves down in no direction; for a search that found no critical point; for a model
-            of another shape; for an unknown optimiser, or one that needs a closure or does not use the learning rate
-            that it is given; and for numbers out of range.
+        UsageError: Where the loss curves down in no direction; for a search that found no critical point, or whose
+            data are no pair of tensors; for an unknown optimiser, or one that does not use the learning rate that it is
+            given; and for numbers out of range.
         DataError: Where the weights or the loss become infinite or NaN.
         GpulabError: For a setting that cannot run here.
 
@@ -198,7 +351,7 @@ def escape(
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
         >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
         >>> float64 = "cpu:precision=float64"
-        >>> escape = gl.saddles.escape(saddle.model, saddle, float64, perturbation=1e-6, progress=False)
+        >>> escape = gl.saddles.escape(saddle, float64, perturbation=1e-6, progress=False)
         >>> escape.left, abs(escape.steps - escape.expected) <= 2
         (True, True)
 
@@ -212,7 +365,7 @@ def escape(
     import pandas as pd
 
     parsed = Setting.parse(setting)
-    check_start(model, saddle, batch_size)
+    check_start(saddle, batch_size)
     for option, number in (("learning_rate", learning_rate), ("radius", radius)):
         if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{option}={number!r}: expected a number above 0")
@@ -221,13 +374,16 @@ def escape(
     if steps is not None:
         check_count("steps", steps)
     with parsed.apply():
-        descent = Descent(saddle, parsed, optimizer, learning_rate, batch_size, seed, master_weights)
-        name, learning_rate = descent.name, float(descent.rate)
+        weights = Weights(saddle.model, parsed, master_weights)
+        built = chosen_optimizer(saddle, weights, optimizer, learning_rate)
+        descent = Descent(saddle, weights, built, batch_size, seed)
+        name, learning_rate = name_of(optimizer, built), descent.rate
         patience = _patience(name)
         noise = descent.noise()
         values, directions = (tensor.cpu() for tensor in saddle.unstable)
-        begin = descent.flat(trained(model)).cpu() + perturbation * saddle.direction.cpu()
-        start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
+        origin = descent.saddle.cpu()
+        begin = origin + perturbation * saddle.direction.cpu()
+        start = noise + (directions * (begin - origin)[:, None]).sum(0)
         expected, expected_rate = math.nan, math.nan
         if law := descent.law:
             expected = law.expected(start.abs(), -values, directions[:, 0], radius)
@@ -235,8 +391,9 @@ def escape(
         if steps is None:
             extra_steps = 100 if name == "sgd" else 2 * SETTLED
             steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + extra_steps, LONGEST))
-        descent.move_to(begin)
-        ratio = step_ratio(optimizer, learning_rate, descent.weights, descent.gradient(next(descent.batches()))[1])
+        weights.move_to(begin)
+        _, gradients = descent.gradient(next(descent.batches()))
+        ratio = step_ratio(optimizer, learning_rate, weights.moved, gradients)
         rows: list[list[float]] = []
         with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
             for loss, displacement in descent.walk():
@@ -246,9 +403,7 @@ def escape(
                 row = [displacement.norm(), unstable.norm(), unstable[0].abs(), loss.double().to(displacement.device)]
                 rows.append(torch.stack(row).tolist())
                 if not all(map(math.isfinite, rows[-1])):
-                    raise DataError(
-                        f"step {len(rows) - 1}: the weights are not finite; learning_rate={learning_rate:g}"
-                    )
+                    raise DataError(f"step {len(rows) - 1}: weights are not finite; learning_rate={learning_rate:g}")
                 if rows[-1][1] > radius or len(rows) > steps:
                     break
                 bar.update()
@@ -325,9 +480,7 @@ def escape_table(
     perturbations: Sequence[float] = (0.0,),
     batch_sizes: Sequence[int | None] = (None,),
     seeds: int | Sequence[int] = 1,
-    learning_rate: float | None = None,
     steps: int | None = None,
-    radius: float = RADIUS,
     master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
@@ -342,9 +495,7 @@ def escape_table(
         batch_sizes: How many samples a step sees, one or more; None is all of them.
         seeds: The seeds, or how many. A seed draws the order of the data. It also mixes the hidden units of a linear
             autoencoder: the same saddle, written with other weights, which round otherwise.
-        learning_rate: The η of a step; by default as for `gpulab.saddles.escape`.
         steps: The most steps to make; by default as for `gpulab.saddles.escape`.
-        radius: The distance along the directions that lead down at which a model has left.
         master_weights: Whether the optimiser keeps the weights in float64.
         progress: Whether to show a progress bar.
 
@@ -352,8 +503,7 @@ def escape_table(
         A `gpulab.saddles.EscapeTable`.
 
     Raises:
-        UsageError: For an empty list, for a `learning_rate` beside optimisers that have their own, and for what
-            `gpulab.saddles.escape` refuses.
+        UsageError: For an empty list, and for what `gpulab.saddles.escape` refuses.
         DataError: Where weights or a loss become infinite or NaN.
         GpulabError: For a setting that cannot run here.
 
@@ -371,9 +521,7 @@ def escape_table(
 
     machine_passport = passport()
     every_seed = range(seeds) if isinstance(seeds, int) else seeds
-    if isinstance(optimizers, Mapping) and learning_rate is not None:
-        raise UsageError(f"learning_rate={learning_rate!r}: optimizers={optimizers!r} has its own learning rates")
-    rates = optimizers if isinstance(optimizers, Mapping) else {name: [learning_rate] for name in optimizers}
+    rates = optimizers if isinstance(optimizers, Mapping) else dict.fromkeys(optimizers, (None,))
     chosen = [(optimizer, rate) for optimizer, every_rate in rates.items() for rate in every_rate]
     starts = {
         seed: saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle for seed in every_seed
@@ -381,13 +529,13 @@ def escape_table(
     combinations = list(itertools.product(starts.items(), settings, chosen, perturbations, batch_sizes))
     if not combinations:
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
-    options: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
+    options: dict[str, Any] = {"steps": steps, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
     with Progress(combinations, unit="escape", leave=False, disable=not progress) as bar:
         for (seed, start), setting, (optimizer, rate), push, size in bar:
             bar.set_postfix_str(str(setting))
             options |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
-            result = escape(start.model, start, setting, seed=seed, **options)
+            result = escape(start, setting, seed=seed, **options)
             parsed = Setting.parse(setting)
             row = {name: value for name, value in vars(result).items() if name != "history"}
             row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}

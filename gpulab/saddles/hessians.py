@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.models.base import graph_nodes
+from gpulab.saddles.objectives import Batch, Loss, Objective
 from gpulab.saddles.operators import check_symmetric
 
 try:
@@ -33,8 +34,6 @@ except ModuleNotFoundError as error:  # everything works without that folder, on
         raise UnsupportedError("the folder gpulab/engines is not here")
 
 
-Loss = Callable[..., Tensor]
-Batch = tuple[Any, Any]
 Product = Callable[..., list[Tensor]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
 ONCE = once_differentiable(len).__code__  # of every backward function with that mark
@@ -160,12 +159,16 @@ def hessian(
     """Make the Hessian of a loss, as a linear operator: products `H @ v` without the matrix.
 
     The loss is `loss(model(inputs), targets)` for `batch = (inputs, targets)`, or any function that returns a scalar.
+    `find_critical_point` and `landscape` accept the same batches.
 
     Args:
         model: A network with parameters in float32 or float64, on any device.
         loss: A function of the model's outputs and the targets; without a batch, a function of nothing that asks the
             model itself. It returns a scalar.
-        batch: Inputs and targets.
+        batch: A pair of inputs and targets; a tensor of inputs, of which the loss gets the outputs alone; or a mapping,
+            such as a tokenizer's, of which the model gets what its `forward` names, and the loss the outputs and the
+            whole mapping. Or a `DataLoader` of such batches: all of them, drawn once. The loss is then the mean over
+            their examples, if `loss` is the mean over those of a batch; their graphs are in memory together.
         parameters: The names of the parameters to differentiate by, or of the layers that hold them (`"layers.0"`); the
             others are constants. By default all that require gradients. A tied parameter counts once, under its first
             name; parameters that merely share memory are two, as for autograd. The row of an embedding that stands for
@@ -179,7 +182,8 @@ def hessian(
     Raises:
         UsageError: For a model in training mode that draws random numbers or keeps statistics; for a loss that comes
             out differently each time, is not a scalar, does not depend on the parameters, holds them itself instead of
-            asking the model, or has no second derivatives; and for unknown parameters.
+            asking the model, or has no second derivatives; for embeddings that change their weights when they are used
+            (`max_norm`); for a batch that the loss does not fit, and for unknown parameters.
         DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 
     Examples:
@@ -194,7 +198,13 @@ def hessian(
     References:
         Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
     """
+    objective_of = Objective.of(loss, batch)
     for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UsageError(
+                f"{name or 'the model'} shortens its own weights each time that it is used (max_norm={module.max_norm})"
+                ": shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
+            )
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
@@ -210,7 +220,7 @@ def hessian(
             raise DataError(f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite")
 
     def objective() -> Tensor:
-        value = loss() if batch is None else loss(model(batch[0]), batch[1])
+        value = objective_of(model)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
         leaves: set[int] = set()

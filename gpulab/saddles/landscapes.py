@@ -18,7 +18,8 @@ from gpulab.errors import UsageError, check_count
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.eigen import extreme_eigenpairs
-from gpulab.saddles.hessians import Batch, Loss, hessian
+from gpulab.saddles.hessians import hessian
+from gpulab.saddles.objectives import Batch, Loss, Objective
 from gpulab.saddles.operators import trained
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 
@@ -36,8 +37,7 @@ class Landscape:
 
     Attributes:
         model: The network.
-        objective: The loss, as it was given.
-        batch: Inputs and targets; None where the loss asks the model itself.
+        objective: The loss, as a function of the model.
         parameters: The copy of the weights, by name. A vector is all of them, flattened, in this order.
         loss: The loss at these weights.
         gradient: The gradient there, (n,).
@@ -56,8 +56,7 @@ class Landscape:
     """
 
     model: nn.Module
-    objective: Loss
-    batch: Batch | None
+    objective: Objective
     parameters: dict[str, Tensor]
     loss: float
     gradient: Float[Tensor, " n"]
@@ -118,9 +117,7 @@ class Landscape:
         pieces = displacement.split([tensor.numel() for tensor in self.parameters.values()])
         weights = {n: t + piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
         with _reparametrize_module(self.model, weights, tie_weights=True):
-            if self.batch is None:
-                return float(self.objective())
-            return float(self.objective(self.model(self.batch[0]), self.batch[1]))
+            return float(self.objective(self.model))
 
     def __repr__(self) -> str:
         curvature = "curvature from {:.3g} to {:.3g}".format(*self.curvatures)
@@ -136,7 +133,7 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
         model: A network with parameters in float32 or float64.
         loss: A function of the model's outputs and the targets, which returns a scalar; without a batch, a function of
             nothing that asks the model itself.
-        batch: Inputs and targets.
+        batch: Inputs and targets, or what else `gpulab.hessian` accepts.
 
     Returns:
         A `gpulab.saddles.Landscape`.
@@ -161,10 +158,11 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
         1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative eigenvalues of the Hessian in deep neural
         networks* (arXiv 1902.02366), for those along negative curvature.
     """
-    H = hessian(model, loss, batch)
+    objective = Objective.of(loss, batch)
+    H = hessian(model, lambda: objective(model))
     (least, greatest), vectors = extreme_eigenpairs(H, tolerance=TOLERANCE)
     directions, curvatures = (vectors[:, 0], vectors[:, 1]), (float(least), float(greatest))
-    return Landscape(model, loss, batch, H.parameters, H.loss, H.gradient, *directions, curvatures)
+    return Landscape(model, objective, H.parameters, H.loss, H.gradient, *directions, curvatures)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -219,8 +217,8 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
         A `gpulab.saddles.Surface` of (2 · places + 1) × (2 · places + 1) losses.
 
     Raises:
-        UsageError: For `places` that are no whole number from 1, for a critical point with more than 5,000 weights, and
-            for a minimum or a maximum, which has no such plane.
+        UsageError: For `places` that are no whole number from 1, and for a minimum or a maximum, which has no such
+            plane.
 
     Examples:
         >>> import torch

@@ -49,21 +49,26 @@ def check_products(products: Float[Tensor, "n k"]) -> None:
 
 @float32_products()
 def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]) -> None:
-    """`DataError` unless the products are finite, and uᵀAv = vᵀAu for k random vectors, to rounding.
+    """`DataError` unless the products are finite, and uᵀAv = vᵀAu for every two of k random vectors, but for rounding.
 
-    How large rounding is shows in products with a third of the vectors, of which three make other errors. That is
-    looked at only where the two are further apart than half of the digits would have them.
+    The numbers uᵀAv of all pairs are a (k, k) matrix, which is symmetric if A is. Where it is so to half of the digits,
+    nothing more is done. Where it is not, A may round that much. So rounding is measured: three times the product with
+    a third of a vector is the product with the vector, rounded otherwise. Only what is a hundred times as far apart as
+    these two is no rounding any more.
     """
     check_products(products)
     dtype = torch.float32 if products.device.type == "mps" else torch.float64
     scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)  # whose square may be nothing
-    first, products = vectors.to(dtype), products.to(dtype) / scale
-    cross_products, length = first.T @ products, float(first.norm(dim=0).max()) / len(first) ** 0.5
-    size, apart = length * float(products.norm(dim=0).max()), float((cross_products - cross_products.T).abs().max())
+    scaled_products = products.to(dtype) / scale
+    pairs = vectors.to(dtype).T @ scaled_products
+    apart = float((pairs - pairs.T).abs().max())
+    element = float(vectors.to(dtype).norm(dim=0).max()) / len(vectors) ** 0.5  # the typical one of a vector
+    size = element * float(scaled_products.norm(dim=0).max())  # the typical one of the pairs' numbers
     if apart <= torch.finfo(vectors.dtype).eps ** 0.5 * size:
         return
-    again = 3 * (A @ (vectors / 3)).to(dtype) / scale
-    if apart > 100 * length * float((again - products).norm(dim=0).max()):
+    repeated_products = 3 * (A @ (vectors / 3)).to(dtype) / scale
+    rounding = element * float((repeated_products - scaled_products).norm(dim=0).max())
+    if apart > 100 * rounding:
         apart, size = apart * float(scale), size * float(scale)
         raise DataError(f"the operator is not symmetric: uᵀAv and vᵀAu differ by {apart:.3g}, of {size:.3g}")
 

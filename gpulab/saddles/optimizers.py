@@ -43,7 +43,7 @@ LAWLESS = ("weight_decay", "dampening", "nesterov", "centered", "amsgrad", "maxi
 
 
 def build(optimizer: str | Factory, weights: Sequence[Tensor], rate: float) -> optim.Optimizer:
-    """An optimiser of these weights; `UsageError` for an unknown name and for what cannot make a step by itself."""
+    """An optimiser of these weights; `UsageError` for an unknown name and for what is none."""
     wrong = f"optimizer={optimizer!r}:"
     make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
     if make is None:
@@ -57,9 +57,6 @@ def build(optimizer: str | Factory, weights: Sequence[Tensor], rate: float) -> o
         raise UsageError(f"{wrong} it returned a {type(built).__name__}, no torch.optim.Optimizer")
     if any(group.get("lr") != rate for group in built.param_groups):
         raise UsageError(f"{wrong} it does not use the learning rate it is given, lr={rate:g}")
-    closure = inspect.signature(built.step).parameters.get("closure")
-    if closure and closure.default is inspect.Parameter.empty:
-        raise UsageError(f"{wrong} {type(built).__name__} needs a closure; expected steps of one gradient")
     return built
 
 
@@ -180,10 +177,7 @@ def step_ratio(optimizer: str | Factory, rate: float, weights: Sequence[Tensor],
     for _ in range(SETTLED):
         for zero in zeros:
             zero.data.zero_()
-        try:
-            settling.step()
-        except RuntimeError as error:
-            raise UsageError(f"optimizer={optimizer!r}: it makes no step of these gradients: {error}") from None
+        settling.step()
     step, half_places = (
         torch.cat([x.detach().flatten() for x in tensors]) for tensors in (zeros, map(_half_place, weights))
     )

@@ -191,11 +191,12 @@ def _mean(values: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
-    """How many eigenvalues of an operator are negative; `int` of it is that number.
+    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int` of it is that number.
 
     Attributes:
-        value: How many are negative; an estimate may be no whole number.
-        error: The standard error of an estimate; 0 where they were counted.
+        value: How many are below −`threshold`; an estimate may be no whole number.
+        error: The standard error of an estimate, of that number alone: the signs of those that count as `zero` are
+            unknown. 0 where they were counted.
         exact: Whether they were counted.
         zero: How many are within `threshold` of zero: they count as neither negative nor positive.
         size: How many eigenvalues there are.
@@ -216,10 +217,13 @@ class Index(Estimate):
         return round(self.value)
 
     def __repr__(self) -> str:
-        error = "" if self.exact else f" ± {self.error:,.0f}"
-        words = f"{int(self):,}{error} of {self.size:,} eigenvalues are negative"
-        words += f", {self.zero:,.0f} within {self.threshold:.1e} of zero"
-        return words if self.exact else f"about {words} (estimated)"
+        if self.exact:
+            words = f"{int(self):,} of {self.size:,} eigenvalues are negative, {self.zero:,.0f}"
+            return f"{words} within {self.threshold:.1e} of zero"
+        return (
+            f"about {int(self):,} ± {self.error:,.0f} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "
+            f"some {self.zero:,.0f} are closer to zero, and their signs are not known (estimated)"
+        )
 
 
 def index(H: Operator, *, probes: int = 10, steps: int = 100, progress: bool = True) -> Index:
@@ -230,7 +234,8 @@ def index(H: Operator, *, probes: int = 10, steps: int = 100, progress: bool = T
 
     An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count the share is n · eps
     of the operator's type. In an estimate it is 1e-2: most eigenvalues of a network are close to zero, and there the
-    signs of the estimate's nodes are chance.
+    signs of the estimate's nodes are chance. So an estimate says how many eigenvalues are below −1e-2 of the largest
+    |λ|, and how many are too close to zero to tell: many more may be negative than its error suggests.
 
     Args:
         H: The operator, as for `gpulab.saddles.spectral_density`.

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from gpulab.errors import DataError, UsageError
 from gpulab.models import LinearAutoencoder
-from gpulab.saddles.hessians import Batch, Hessian, hessian
+from gpulab.saddles.hessians import Hessian, hessian
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,11 +97,11 @@ class LinearAutoencoderSaddle:
         return dataclasses.replace(self, model=_model(self.basis, self.components, mixing), mixing=mixing)
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets, which are the same."""
         return self.data, self.data
 
-    def objective(self, model: nn.Module, batch: Batch | None = None) -> Tensor:
+    def objective(self, model: nn.Module, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Compute the mean squared error of a model.
 
         Args:

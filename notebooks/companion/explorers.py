@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -32,10 +33,10 @@ from gpulab.plots.runs import decided
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
-from gpulab.saddles.descents import trajectory
+from gpulab.saddles.escapes import Descent, Weights, chosen_optimizer
 from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
-from gpulab.settings import available_settings
+from gpulab.settings import Setting, available_settings
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.recorded import recorded_folder
@@ -197,6 +198,25 @@ def small_saddle() -> CriticalPoint:
     return find_critical_point(_TwoWeights(small), nn.functional.mse_loss, (data, data), progress=False)
 
 
+def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float, push: float) -> pd.DataFrame:
+    """An optimiser's way from a saddle, in the plane of its least and its greatest curvature; a row for each step.
+
+    Columns are the signed distances `along` and `across`, and the `loss`. It ends where they become infinite or NaN.
+    """
+    rows: list[list[float]] = []
+    with Setting.parse(setting).apply() as parsed:
+        weights = Weights(saddle.model, parsed)
+        descent = Descent(saddle, weights, chosen_optimizer(saddle, weights, optimizer, rate))
+        plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
+        weights.move_to(descent.saddle + push * plane[0])
+        for loss, displacement in itertools.islice(descent.walk(), STEPS + 1):
+            row = [*(plane @ displacement).tolist(), float(loss)]
+            if not all(map(math.isfinite, row)):
+                break
+            rows.append(row)
+    return pd.DataFrame(rows, columns=["along", "across", "loss"])
+
+
 class SaddleExplorer(Explorer):
     """A ball that an optimiser rolls down from a saddle, in an arithmetic, on a surface that can be turned.
 
@@ -235,8 +255,8 @@ class SaddleExplorer(Explorer):
         return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, title)
 
     def _roll(self, _: Any = None) -> None:
-        options = {"optimizer": self.optimizer.value, "learning_rate": self.rate.value, "perturbation": self.push.value}
-        self.path = trajectory(self.saddle, FORMATS[self.format.value], steps=STEPS, **options)
+        setting, optimizer = FORMATS[self.format.value], self.optimizer.value
+        self.path = trajectory(self.saddle, setting, optimizer, self.rate.value, self.push.value)
         self.draw()
 
 

@@ -205,8 +205,8 @@ EXPLAINED = {
     "a shape": (with_a_function(lambda h: h.view(*[(2, 120), (4, 60)][under_b()]).tanh().view(8, 30)), B),
     "a number format's epsilon": (with_a_function(lambda h: h.clamp(min=torch.finfo(h.dtype).eps)), SHORT),
     "new memory": (new_memory, B),
-    "another order of sums": (CONVOLUTION, "cpu:emulate=pascal,order=pairwise"),
-    "a difference of roundings": (difference_of_roundings, "cpu:emulate=pascal,order=pairwise"),
+    "another order of sums": (CONVOLUTION, "cpu:order=pairwise"),
+    "a difference of roundings": (difference_of_roundings, "cpu:order=pairwise"),
     **{
         f"{name} under {b}": (step, b)
         for b in (B, TF32, SHORT)

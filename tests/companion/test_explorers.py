@@ -101,12 +101,12 @@ def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
 def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_numbers():
     saddle = explorers.small_saddle()
     options = {"optimizer": "momentum", "learning_rate": 0.05, "perturbation": 1e-3}
-    path = gl.saddles.trajectory(saddle, "cpu:precision=float64", **options)
-    history = gl.saddles.escape(saddle.model, saddle, "cpu:precision=float64", progress=False, **options).history
+    path = explorers.trajectory(saddle, "cpu:precision=float64", optimizer="momentum", rate=0.05, push=1e-3)
+    history = gl.saddles.escape(saddle, "cpu:precision=float64", progress=False, **options).history
     same = path[: len(history)]
     np.testing.assert_allclose(np.hypot(same.along, same.across), history.distance, rtol=1e-12)
     np.testing.assert_allclose(same.loss, history.loss, rtol=1e-12)
-    path = gl.saddles.trajectory(saddle, "cpu", learning_rate=10.0, perturbation=0.1)
+    path = explorers.trajectory(saddle, "cpu", optimizer="sgd", rate=10.0, push=0.1)
     assert 1 < len(path) < 100
     assert np.isfinite(path).all(axis=None)
 

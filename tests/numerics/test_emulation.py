@@ -83,8 +83,7 @@ def test_chips_round_as_their_libraries_do():
     """A tie: TF32's neighbours of 1 + 2^-11 are 1 and 1 + 2^-10."""
     tie, one = torch.tensor([[1 + 2.0**-11]]), torch.ones(1, 1)
     image, kernel = tie.view(1, 1, 1, 1), one.view(1, 1, 1, 1).requires_grad_()
-    expected = {"pascal": (tie, tie, tie), "turing": (tie, tie, tie)}
-    expected |= {"ampere": (1.0, 1 + 2.0**-10, 1 + 2.0**-10), "hopper": (1.0, 1.0, 1.0)}
+    expected = {"ampere": (1.0, 1 + 2.0**-10, 1 + 2.0**-10), "hopper": (1.0, 1.0, 1.0)}
     for chip, (product, convolution, gradient) in expected.items():
         kernel.grad = None
         with gl.setting(f"cpu:{'tf32=on,' if chip in TF32_CARDS else ''}emulate={chip}"):
@@ -95,13 +94,21 @@ def test_chips_round_as_their_libraries_do():
         assert kernel.grad == gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
-def test_other_types_and_float32_on_old_cards_are_left_alone(dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16, torch.float16], ids=str)
+def test_other_types_are_left_alone_whatever_the_order(dtype):
     a, b = A.to(dtype), B.to(dtype)
     plain = a @ b
-    for name in ("pascal", "turing") if dtype == torch.float32 else KNOWN:
-        with emulate(name):
+    for name, order in itertools.product(KNOWN, (None, "tensor-core", "pairwise")):
+        with emulate(replace(KNOWN[name], order=order)):
             assert torch.equal(a @ b, plain)
+
+
+def test_float32_on_a_card_that_may_not_use_tf32_does_not_pass_its_tensor_cores():
+    points = draw(40, 6)
+    plain = torch.cdist(points, points)
+    with gl.setting("cpu:tf32=off,emulate=hopper,order=tensor-core"):
+        assert torch.equal(A @ B, PLAIN)
+        assert torch.equal(torch.cdist(points, points), plain)
 
 
 def test_subnormal_numbers_are_zero_where_they_are_flushed_and_there_alone():
@@ -136,8 +143,24 @@ def test_products_that_are_not_emulated_are_named():
     q, attention = draw(1, 2, 4, 8), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with pytest.raises(gl.GpulabError, match=f"inside {attention.__name__}: write it"), emulate("tf32"):
         attention(q, q, q)
-    with pytest.raises(gl.GpulabError, match="this one runs over 3"), emulate(order="pairwise"):
-        F.conv3d(draw(1, 2, 4, 4, 4), draw(3, 2, 2, 2, 2, seed=1))
+
+
+@pytest.mark.parametrize("order", ["pairwise", "split-2", "tensor-core"])
+def test_convolutions_whose_order_of_summation_is_not_emulated_are_named(order):
+    """Forward and backward; under a format alone all of them are emulated."""
+    images, kernel = draw(2, 4, 6, 5).requires_grad_(), draw(4, 4, 3, 3, seed=1)
+    for words, function in (
+        ("has 3, ", lambda: F.conv3d(draw(1, 2, 4, 4, 4).requires_grad_(), draw(3, 2, 2, 2, 2, seed=1))),
+        ("has 1, ", lambda: F.conv1d(images[:, :, 0], kernel[:, :, 0])),
+        ("transposed=True", lambda: F.conv_transpose2d(images, kernel)),
+        ("groups=2", lambda: F.conv2d(images, kernel[:, :2], groups=2)),
+        (r"dilation=\[2, 2\]", lambda: F.conv2d(images, kernel, dilation=2)),
+    ):
+        with pytest.raises(gl.GpulabError, match=words), emulate("tf32", order=order):
+            function()
+        out = function()
+        with pytest.raises(gl.GpulabError, match=words), emulate("tf32", order=order):
+            out.sum().backward()
 
 
 def sequential(a, b):
@@ -224,43 +247,23 @@ def test_matrices_without_numbers_or_of_zeros_have_sums_of_zero_in_every_order(n
         assert torch.equal(torch.zeros(rows, terms) @ torch.zeros(terms, columns), torch.zeros(rows, columns))
 
 
-GEOMETRIES = itertools.product((1, 2), (1, 2, 3), (0, 1, 2), (1, 2), (1, 2), (False, True))
-
-
 @pytest.mark.parametrize("order", [*ORDERS, "split-3", "tensor-core+split-2"])
 def test_convolutions_of_every_geometry_in_every_order_match_float64(order):
     name, tolerance = ("tf32", 5e-3) if "tensor" in order else ("float32", 1e-5)
-    plain, backwards = (F.conv1d, F.conv2d), (F.conv_transpose1d, F.conv_transpose2d)
-    for sides, stride, padding, dilation, groups, transposed in GEOMETRIES:
-        x = draw(2, 4, *[6, 5][:sides]).requires_grad_()
-        shape = (4, 6 // groups) if transposed else (6, 4 // groups)
-        weight, bias = draw(*shape, *[3, 2][:sides], seed=1).requires_grad_(), draw(6, seed=2).requires_grad_()
-        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        if transposed and stride > 1:
-            options["output_padding"] = 1
-        if sides == 2 and not transposed:
-            options["stride"] = (stride, stride % 3 + 1)
-        function = (backwards if transposed else plain)[sides - 1]
-        right = function(x.double(), weight.double(), bias.double(), **options)
-        flow = draw(*right.shape, seed=3)
-        expected = right, *torch.autograd.grad(right, (x, weight, bias), flow.double())
-        with emulate(name, order=order):
-            out = function(x, weight, bias, **options)
-            made = out, *torch.autograd.grad(out, (x, weight, bias), flow)
-        for got, wanted in zip(made, expected, strict=True):
-            assert got.shape == wanted.shape
-            assert apart(got.detach(), wanted.detach()) < tolerance, (options, transposed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sixteen_bit_numbers_take_the_tensor_cores_of_old_cards_too(dtype):
-    a, b = draw(20, 300).to(dtype), draw(300, 10, seed=1).to(dtype)
-    how = replace(CHIPS["turing"], order="tensor-core", block=8)
-    with emulate("turing", order="tensor-core"):
-        result = a @ b
-        assert torch.equal(A @ B, PLAIN), "float32 numbers do not"
-    assert result.dtype == dtype
-    assert torch.equal(result, how.summed(a.float(), b.float()).to(dtype))
+    for stride in itertools.product((1, 2, 3), (1, 2)):
+        for padding in itertools.product((0, 1, 2), (0, 1)):
+            options = {"stride": stride, "padding": padding}
+            x, weight = draw(2, 4, 6, 5).requires_grad_(), draw(6, 4, 3, 2, seed=1).requires_grad_()
+            bias = draw(6, seed=2).requires_grad_()
+            right = F.conv2d(x.double(), weight.double(), bias.double(), **options)
+            flow = draw(*right.shape, seed=3)
+            expected = right, *torch.autograd.grad(right, (x, weight, bias), flow.double())
+            with emulate(name, order=order):
+                out = F.conv2d(x, weight, bias, **options)
+                made = out, *torch.autograd.grad(out, (x, weight, bias), flow)
+            for got, wanted in zip(made, expected, strict=True):
+                assert got.shape == wanted.shape
+                assert apart(got.detach(), wanted.detach()) < tolerance, options
 
 
 def test_an_inner_emulation_replaces_the_outer_one_and_leaves_it_in_place():
@@ -282,7 +285,8 @@ def test_unknown_names_are_refused_naming_what_there_is():
     for options, named in (
         ("emulate=tf23", ["'tf23'", *FORMATS, *CHIPS]),
         ("emulate=tf32,order=split-0", ["'split-0'", "1 to 9999", *ORDERS]),
-        ("emulate=pascal,order=tensor-core", ["no tensor cores for pascal", "tf32, ampere or hopper"]),
+        ("emulate=float32,order=tensor-core", ["no tensor cores for float32", "tf32, ampere or hopper"]),
+        ("emulate=turing", ["'turing'", *CHIPS]),
     ):
         with pytest.raises(gl.UsageError) as error, gl.setting(f"cpu:{options}"):
             pass

@@ -45,7 +45,7 @@ def symmetric(values, seed=0):
 
 
 def escape(saddle, setting=FLOAT64, **options):
-    return gl.saddles.escape(saddle.model, saddle, setting, progress=False, **options)
+    return gl.saddles.escape(saddle, setting, progress=False, **options)
 
 
 class Model(nn.Module):

@@ -80,12 +80,12 @@ def test_from_a_saddle_that_was_found():
     found = gl.saddles.find_critical_point(net, nn.functional.mse_loss, (x, x), progress=False)
     seen = escape(found, perturbation=1e-4, radius=1e-2)
     assert abs(seen.steps - seen.expected) <= 0.05 * seen.expected
-    escapes = gl.saddles.escape_table(found, [FLOAT64], perturbations=[1e-4], radius=1e-2, progress=False)
+    escapes = gl.saddles.escape_table(found, [FLOAT64], perturbations=[1e-4], progress=False)
     assert escapes.table.left.all(), "it has one set of weights, whatever the seed"
 
 
 def test_a_table_has_a_row_for_each_training_and_its_figure_says_who_never_left(saddle):
-    options = {"batch_sizes": [None, 20], "seeds": 2, "learning_rate": 0.3, "progress": False}
+    options = {"batch_sizes": [None, 20], "seeds": 2, "optimizers": {"sgd": [0.3]}, "progress": False}
     escapes = gl.saddles.escape_table(saddle, [FLOAT64, "cpu:emulate=bfloat16"], **options)
     assert escapes.table.emulated.sum() == 4
     assert len(escapes.paths.groupby(["setting", "perturbation", "batch_size", "seed"])) == 8

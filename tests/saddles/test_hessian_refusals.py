@@ -69,7 +69,7 @@ REFUSED = {
     ),
     r"1 \(Dropout\) is in training mode: call model.eval": in_training(nn.Dropout(0.5)),
     r"1 \(BatchNorm1d\) is in training mode: call model.eval": in_training(nn.BatchNorm1d(3)),
-    "0.weight changes each time": looked_up(max_norm=0.1),
+    r"0 shortens its own weights each time .* \(max_norm=0.1\): shorten them once": looked_up(max_norm=0.1),
     "sparse gradients: .* sparse=False": looked_up(sparse=True),
     "OnceBackward has no second derivatives: it is marked once_differentiable": of_layer(
         lambda s, x: Once.apply(s.layer(x))
@@ -101,6 +101,18 @@ def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
         hessian_by(method, model, lambda: loss_of(model, x))
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_embedding_with_max_norm_has_a_hessian_once_it_is_shortened_as_the_refusal_says():
+    table, head = nn.Embedding(7, 4, max_norm=0.5).double(), nn.Linear(4, 2).double()
+    model = nn.Sequential(table, head)
+    with pytest.raises(UsageError, match=r"weight.data.renorm_\(norm_type, 0, max_norm\), and set max_norm = None"):
+        gl.hessian(model.eval(), lambda: loss_of(model, TOKENS))
+    table.weight.data.renorm_(table.norm_type, 0, table.max_norm)
+    table.max_norm = None
+    assert table.weight.norm(dim=1).max() < 0.5 + 1e-6
+    H = gl.hessian(model, lambda: loss_of(model, TOKENS))
+    assert (H @ rand(H.shape[0])).norm() > 0
 
 
 @pytest.mark.parametrize("method", [FORWARD, REVERSE])

@@ -40,14 +40,11 @@ REQUESTS = {
     "component 6: the data have 6, numbered from 0 to 5": lambda: saddle_of(SIX_SCALES, [6]),
     "each can be held once": lambda: saddle_of(SIX_SCALES, [1, 1]),
     "no direction leads down": lambda: escape(MINIMUM),
-    "those of the saddle are": lambda: gl.saddles.escape(nn.Linear(6, 6), SADDLE),
-    r"learning_rate=0.1: optimizers=\{'adam'": lambda: leave_table(optimizers={"adam": [1e-3]}, learning_rate=0.1),
     "'lion': expected sgd, momentum, rmsprop, adam, or a function": lambda: leave(optimizer="lion"),
     "it returned a list, no torch.optim.Optimizer": lambda: leave(optimizer=lambda weights, **_: weights),
     "does not use the learning rate it is given": lambda: leave(
         optimizer=lambda weights, lr: torch.optim.SGD(weights, min(lr, 1e-9))
     ),
-    "SparseAdam does not support dense": lambda: leave(optimizer=torch.optim.SparseAdam),
 }
 DATA = {
     "values that are not finite": lambda: search(network(math.nan)),

@@ -1,4 +1,5 @@
 import math
+import re
 
 import numpy as np
 import pytest
@@ -85,7 +86,19 @@ def test_the_index_of_a_network_is_estimated_with_an_error_that_holds(known):
         assert index.threshold == pytest.approx(threshold)
         misses.append(abs(index.value - truth) / index.error)
     assert np.median(misses) < 2
-    assert "about" in repr(index)
+
+
+def test_an_estimated_index_says_how_many_signs_it_cannot_tell(monkeypatch):
+    """Of 68 negative eigenvalues 37 are closer to zero than it can see: not "31 are negative"."""
+    monkeypatch.setattr("gpulab.saddles.spectrum.SMALL", 100)
+    values = [*np.linspace(-1, -0.1, 31), *np.linspace(-1e-3, -1e-4, 37), *np.linspace(0.1, 1, 132)]
+    index = gl.saddles.index(symmetric(values), progress=False)
+    assert abs(index.value - 31) < 3 * index.error
+    assert abs(index.zero - 37) < 12
+    said = (
+        rf"about {int(index)} ± \d+ of 200 eigenvalues are below -1.0e-02; some \d+ are closer to zero, and their signs"
+    )
+    assert re.match(said, repr(index))
 
 
 def test_the_index_of_a_small_matrix_is_counted_and_a_gap_around_zero_makes_the_estimate_sharp(monkeypatch):
