@@ -150,5 +150,5 @@ def test_theory_agrees_with_the_dense_hessian_for_every_set_of_components(name):
 
 
 def test_a_network_whose_hessian_is_too_large_to_write_out_is_refused():
-    with pytest.raises(gl.UsageError, match="5,100 parameters: .* at most 5,000"):
+    with pytest.raises(gl.UsageError, match=r"5,100 parameters: .* at most 5,000"):
         find_critical_point(nn.Linear(50, 100), MSE, (torch.ones(2, 50), torch.ones(2, 100)))
