@@ -100,7 +100,7 @@ def spectra(frame: pd.DataFrame) -> Picture:
         >>> frame = gl.saddles.recorded_curvature()
         >>> picture = gl.plots.spectra(frame[(frame.experiment == "autoencoder") & (frame.setting == "cpu")])
         >>> print(picture.alt.partition(". ")[0])
-        Histograms of the Hessian's eigenvalues along trainings; seeds: 10
+        Histograms of the Hessian's eigenvalues along trainings; seeds: 6
 
     References:
         Ghorbani, Krishnan, Xiao 2019 (arXiv 1901.10159), who follow spectra of networks through training.
