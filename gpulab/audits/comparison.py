@@ -51,11 +51,11 @@ class Pair:
 class Origin:
     """Where two values that should be one come from.
 
-    `alone` are the operations of each that ran under its setting only, the nearest first. `before` are the pairs of
-    operations that these began with, by the one of the first setting, with their values.
+    `alone` are the operations that ran under one setting only, those of the second one first, and the nearest first.
+    `before` are the pairs of operations that these began with, by the one of the first setting, with their values.
     """
 
-    alone: tuple[list[Operation], list[Operation]]
+    alone: list[Operation]
     before: list[tuple[Operation, Values]]
 
 
@@ -123,6 +123,10 @@ class Comparison:
     @cached_property
     def _calls(self) -> list[Counter[tuple[str, str, str]]]:
         return [Counter(map(call_of, trace.operations)) for trace in (self.a, self.b)]
+
+    def pair_of(self, op: Operation) -> tuple[Operation, ...]:
+        """The operations that stand for each other and of which this is one; or it alone."""
+        return self.partners.get(op, (op,))
 
     def in_doubt(self, op: Operation) -> bool:
         """Whether its module called it more often under one setting: which call stands for which is a guess."""
@@ -199,21 +203,18 @@ class Comparison:
 
     def origin(self, x: str, y: str, user: Operation) -> Origin:
         """What led to two values that should be one: a pair of operations, or what ran under one setting alone."""
-        origin = Origin(([], []), [])
         if common := self.common(x, y, user):
-            origin.before.append((common[0], (x, y)))
-            return origin
-        for side, (first, alone) in enumerate(zip((x, y), origin.alone, strict=True)):
-            front = [first]
+            return Origin([], [(common[0], (x, y))])
+        origin = Origin([], [])
+        for side, front in ((1, [y]), (0, [x])):
             for value in front:  # which grows
                 op = self.maker(side, value)
                 if op in self.partners:
                     a, b = self.partners[op]
-                    number = op.outputs.index(value) if value in op.outputs else 0
-                    number = number if number < min(len(a.outputs), len(b.outputs)) else 0
-                    origin.before.append((a, (a.outputs[number], b.outputs[number])))
-                elif op is not None and op not in alone:
-                    alone.append(op)
+                    results = list(zip(a.outputs, b.outputs, strict=False))
+                    origin.before.append((a, next((both for both in results if both[side] == value), results[0])))
+                elif op is not None and op not in origin.alone:
+                    origin.alone.append(op)
                     front += op.inputs
         return origin
 

@@ -76,7 +76,9 @@ DETAILS = {
     "rounded before": "its factors were rounded to {format} before",
     "rounded by kernel": "its factors are rounded to {format} by the kernel; error {error:.1e}",
     "flushed": "took numbers below 1.2e-38 for zero; error {error:.1e}",
-    "data": "was given data or weights that are {gap:.1e} (relative) from those under {there}, as one rounding makes it",
+    "data": (
+        "was given data or weights that are {gap:.1e} (relative) from those under {there}, as one rounding makes it"
+    ),
     "as by TF32": "what it makes is {gap:.1e} (relative) from what there is under {there}, as by TF32",
     "wrong": "its error against float64 is {error:.1e}, {times}",
     "other draw": "drew other numbers than under {there}",

@@ -7,7 +7,7 @@ Each names a case of `benchmarks/public_cases.py` that it is for, a question tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 
@@ -35,12 +35,15 @@ def judge(comparison: Comparison) -> list[Finding]:
     findings = _united(*(list(_overwritten(trace)) for trace in (comparison.a, comparison.b)))
     if len(comparison.not_finite) == 2:
         findings += _united(*([_not_finite(comparison, origin)] for origin in comparison.not_finite.values()))
+    blamed: set[Operation | None] = set()  # side by side, each once
     for pair in comparison.pairs:
-        findings += list(_judge_pair(comparison, findings, pair))
+        new = [one for one in _judge_pair(comparison, pair) if not (one.side_by_side and one.op in blamed)]
+        blamed |= {finding.op for finding in new if finding.side_by_side}
+        findings += new
     return [*findings, _rounding(comparison)]
 
 
-def _judge_pair(comparison: Comparison, findings: Sequence[Finding], pair: Pair) -> Iterator[Finding]:
+def _judge_pair(comparison: Comparison, pair: Pair) -> Iterator[Finding]:
     """What an operation shows by itself under either setting, and beside the one that stands for it."""
     alone = _united(*(list(_by_itself(comparison, op)) if op else [] for op in (pair.a, pair.b)))
     yield from alone
@@ -52,7 +55,7 @@ def _judge_pair(comparison: Comparison, findings: Sequence[Finding], pair: Pair)
         return
     beside = list(_other_arguments(comparison, pair.a, pair.b))
     if not beside and all(finding.kind == "reduced precision" for finding in alone):
-        beside = list(_side_by_side(comparison, findings, pair.a, pair.b, rightly=not alone))
+        beside = list(_side_by_side(comparison, pair.a, pair.b, rightly=not alone))
     yield from beside
 
 
@@ -153,9 +156,7 @@ def _other_arguments(comparison: Comparison, a: Operation, b: Operation) -> Iter
         yield finding_between(comparison, "mismatch", b, max(gaps), "other arguments", "other arguments", **words)
 
 
-def _side_by_side(
-    comparison: Comparison, findings: Sequence[Finding], a: Operation, b: Operation, rightly: bool
-) -> Iterator[Finding]:
+def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:
     """What shows only when two are laid side by side; if both compute `rightly`, they should make the same.
 
     Other draws are for `dropout`.
@@ -174,12 +175,13 @@ def _side_by_side(
     if a.name == b.name:  # kernels of other names take what they are given in another order
         same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
         for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
-            if gap > same and not comparison.common(x, y, a):
-                found = _other_origin(comparison, a, b, (x, y), gap)
-                if found is not None:
-                    if not any(earlier.side_by_side and earlier.op is found.op for earlier in findings):
-                        yield found
-                    return
+            if (
+                gap > same
+                and not comparison.common(x, y, a)
+                and (found := _other_origin(comparison, a, b, (x, y), gap))
+            ):
+                yield found
+                return
     if rightly and max(gaps, default=0.0) <= tol.SAME_INPUTS:
         yield from _another_kernel(comparison, a, b, exactly=not any(gaps))
 
@@ -195,21 +197,19 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
     makers = comparison.maker(0, values[0]), comparison.maker(1, values[1])
     there, here = (f"what {described(maker)} makes" if maker else "data or weights" for maker in makers)
     origin = comparison.origin(*values, a)
-    alone = [*origin.alone[1], *origin.alone[0]]
-    if not alone:
+    if not origin.alone:
         return finding_between(
             comparison, "mismatch", b, gap, "other wiring", "other function", maker=here, other=there
         )
-    random = next((op for op in alone if op.random), None)
+    random = next((op for op in origin.alone if op.random), None)
     if random:  # then nobody can tell what else they did
         return finding_between(comparison, "different random numbers", random, gap, "other draw")
     begins = (comparison.gap(values) for _, values in origin.before)
-    if gap <= tol.INHERITED * max([0.0, *begins, *(op.error or 0.0 for op in alone)]):
+    if gap <= tol.INHERITED * max([0.0, *begins, *(op.error or 0.0 for op in origin.alone)]):
         return None
-    for of_one in reversed(origin.alone):
-        kernel = max((op for op in of_one if op.error is None), key=lambda op: len(op.inputs), default=None)
-        if kernel and kernel.inputs and _tf32_explains(comparison, gap, kernel):
-            return _as_by_tf32(comparison, kernel, gap)
+    kernels = [op for op in origin.alone if op.error is None and op.inputs and _tf32_explains(comparison, gap, op)]
+    if kernels:
+        return _as_by_tf32(comparison, max(kernels, key=lambda op: len(op.inputs)), gap)
     if comparison.is_short(a, b) or gap <= tol.UNEXPLAINED:
         return None
     # Two values that should be one come from different operations: blame the one that made it, not its user.
