@@ -21,7 +21,7 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, Values
-from gpulab.audits.findings import DETAILS, KINDS, Finding
+from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import cause_not_found
 from gpulab.audits.operations import Operation
 
@@ -185,8 +185,8 @@ def _lost_before_nan(comparison: Comparison) -> tuple[Operation | None, str]:
     front = [origin.op]
     for op in front:  # which grows
         if op.format or op.dtype in tol.SHORT:
-            name, phase, line = origin.op.name, origin.op.phase, origin.op.line
-            return op, DETAILS["becomes NaN"].format(name=name, phase=phase, line=line)
+            what = f"{origin.op.name} ({origin.op.phase}), at {origin.op.line}"
+            return op, f"; what follows from it becomes NaN in {what}"
         makers = [comparison.maker(side, value) for value in op.inputs]
         front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
     return None, ""

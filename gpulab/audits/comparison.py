@@ -137,9 +137,13 @@ class Comparison:
         place = self.position[op]
         return self.a if place < len(self.a.operations) and self.a.operations[place] is op else self.b
 
-    def other_trace(self, op: Operation) -> Trace:
-        """The trace that an operation is not of."""
-        return self.b if self.trace_of(op) is self.a else self.a
+    def here(self, op: Operation) -> str:
+        """What the setting is called that an operation ran under."""
+        return self.trace_of(op).title
+
+    def there(self, op: Operation) -> str:
+        """What the other setting is called."""
+        return (self.b if self.trace_of(op) is self.a else self.a).title
 
     # --- how far values are apart ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What an audit may find: the kinds of findings, what each says, and what to do about it."""
+"""What an audit may find: the kinds of findings, and what to do about each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gpulab.audits.comparison import Comparison
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import FLUSHED
 from gpulab.audits.tolerances import SHORT
-from gpulab.audits.traces import Trace
 from gpulab.settings import Setting
 
 # Worst first, where findings explain as much of the difference.
@@ -48,60 +47,6 @@ ADVICE = {
         "look at this line and those before it: what they do outside of torch's operations (NumPy, hooks, other "
         "libraries, control flow) is not seen"
     ),
-    # of findings that know more than their kind
-    "anew": (
-        "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
-        "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
-        "with the same weights and the same optimizer"
-    ),
-    "other arguments": "see why {place} calls it with other arguments under {setting}: " + ANOTHER_FUNCTION,
-    "other function": "see what {place} does under {setting}: " + ANOTHER_FUNCTION,
-    "other kernel": "compare the kernels registered for both settings: " + ANOTHER_FUNCTION,
-    "data": "keep what {place} is given in float32 if it was meant to be: it is a parameter or buffer, or in the batch",
-    "counted": (
-        "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
-    ),
-    "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
-}
-DETAILS = {
-    "makes it": "makes {what} of numbers; {reaches}{of}{exact}",
-    "is given it": (
-        "is given {what}, which no operation of the step made: it is in the data or the weights; {reaches}{exact}"
-    ),
-    "of infinity": "; it was given the infinity that {maker} makes",
-    "anew": "was given other values when the step was done again, which no operation of the step had made",
-    "restless": "gave other bits when the step was done again",
-    "spread": "gave other bits when the step was done again, {spread:.1e} (relative) apart",
-    "short type": "computed in {dtype}",
-    "rounded before": "its factors were rounded to {format} before",
-    "rounded by kernel": "its factors are rounded to {format} by the kernel; error {error:.1e}",
-    "flushed": "took numbers below 1.2e-38 for zero; error {error:.1e}",
-    "data": (
-        "was given data or weights that are {gap:.1e} (relative) from those under {there}, as one rounding makes it"
-    ),
-    "as by TF32": "what it makes is {gap:.1e} (relative) from what there is under {there}, as by TF32",
-    "wrong": "its error against float64 is {error:.1e}, {times}",
-    "other draw": "drew other numbers than under {there}",
-    "other arguments": "called with {arguments}; under {there} with {others}{line}",
-    "other wiring": "is given {maker}; under {there} {other}, {gap:.1e} (relative) apart",
-    "other function": (
-        "what it makes is {gap:.1e} (relative) from {other}, which is in its place under {there}, though each computes "
-        "rightly what it is asked to; first used by {user}"
-    ),
-    "other kernel": (
-        "of the same inputs it makes what is {gap:.1e} (relative) from its result under {there}; roundings lead to "
-        "{tolerance:.1e}"
-    ),
-    "not unique": "each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer",
-    "missing": "under {there} there is none",
-    "no cause": (
-        "the results are up to {gap:.1e} (relative) from what they are under {there}, and most of that comes from what "
-        "this was given, which no operation made so"
-    ),
-    "rounding": "{count} operations within what rounding explains; this one comes nearest, {ratio:.2f} of it",
-    "no twin": "no operation has a twin in float64",
-    "becomes NaN": "; what follows from it becomes NaN in {name} ({phase}), at {line}",
-    "overwritten": "what it needed had been overwritten since it was saved: {why}",
 }
 
 
@@ -169,12 +114,16 @@ def finding_of(comparison: Comparison, kind: str, op: Operation, detail: str, ad
 
 
 def finding_between(
-    comparison: Comparison, kind: str, op: Operation, gap: float, about: str, advice: str = "", **words: Any
+    comparison: Comparison, kind: str, op: Operation, gap: float, detail: str, advice: str = ""
 ) -> Finding:
-    """A finding that shows side by side: what is said `about` it, of an operation that is so far from its twin."""
-    detail = DETAILS[about].format(gap=gap, there=comparison.other_trace(op).title, **words)
-    text = ADVICE[advice or kind].format(place=place_of(op), setting=comparison.trace_of(op).title)
-    return finding_of(comparison, kind, op, detail, text, size=gap, side_by_side=True)
+    """A finding that shows side by side, of an operation that is so far from its twin."""
+    return finding_of(comparison, kind, op, detail, advice, size=gap, side_by_side=True)
+
+
+def another_function(comparison: Comparison, op: Operation, gap: float, detail: str, look: str) -> Finding:
+    """A mismatch that shows side by side: an operation computes something else than its twin."""
+    advice = f"{look} {comparison.here(op)}: {ANOTHER_FUNCTION}"
+    return finding_between(comparison, "mismatch", op, gap, detail, advice)
 
 
 def in_module(module: str) -> str:
@@ -199,9 +148,9 @@ def place_of(op: Operation) -> str:
     return op.module or op.line or "the step"
 
 
-def advice_on_precision(op: Operation, trace: Trace) -> str:
+def advice_on_precision(comparison: Comparison, op: Operation) -> str:
     """Which switch lets an operation keep all digits, by what had rounded them."""
-    setting = Setting.parse(trace.setting)
+    setting = Setting.parse(comparison.trace_of(op).setting)
     convolution = op.name.startswith("convolution")
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
@@ -210,7 +159,7 @@ def advice_on_precision(op: Operation, trace: Trace) -> str:
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
     if setting.emulated:
-        return f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
+        return f"{setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
     if setting.kind == "cuda":
         backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
