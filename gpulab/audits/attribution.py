@@ -62,7 +62,7 @@ class Attribution:
             pairs = zip(of_group, sizes, strict=True)
             apart = [gap * (size or 1.0) if (gap := comparison.gap(values)) else 0.0 for (_, values), size in pairs]
             whole = math.hypot(*apart) / (math.hypot(*sizes) or 1.0)
-            amount = min(1.0, whole) if math.isfinite(whole) else 1.0
+            amount = min(1.0, whole)  # which is 1 where nobody can tell how far
             for (a, values), fraction in zip(of_group, _fractions(apart), strict=True):
                 self._arrive(values, amount * fraction, a)
             total += amount
@@ -71,14 +71,11 @@ class Attribution:
     def _pass_back(self, a: Operation, b: Operation, values: Values, amount: float) -> None:
         """Leave with a pair of operations what they make of a difference, and pass the rest to what they were given."""
         inputs = [pair for pair in self.comparison.inputs(a, b) if pair[0] != pair[1]]
-        gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
-        kept = _square(_own(a, b), apart)
+        kept = _square(_own(a, b), self.comparison.gap(values))
         if a in self.others and not any(self.comparison.common(*pair, a) for pair in inputs):
             kept = 1.0
         self.kept[a] += amount * kept
-        if not any(gaps) and apart > self.comparison.tolerance(a, b):
-            self.lost[a] += amount * (1 - kept)
-        for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
+        for pair, fraction in zip(inputs, _fractions(list(map(self.comparison.gap, inputs))), strict=True):
             if fraction and kept < 1:
                 self._arrive(pair, amount * (1 - kept) * fraction, a)
 
@@ -133,22 +130,18 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
     """The findings of a comparison, what explains most of the difference first."""
     attribution = Attribution(comparison, findings)
     lost, becomes = _lost_before_nan(comparison)
-    findings = [
-        replace(f, share=attribution.share(f), detail=f.detail + becomes * (lost is not None and f.op is lost))
-        for f in findings
-    ]
+    findings = [replace(f, share=attribution.share(f), detail=f.detail + becomes * (f.op is lost)) for f in findings]
     explained = any(f.kind not in ("reduced precision", "nondeterminism", "rounding") for f in findings)
     if not explained and not comparison.not_finite:
         findings += cause_not_found(comparison, attribution.lost, attribution.total)
-    origins = [comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op]
+    begins = min((comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op), default=0)
 
     def order(finding: Finding) -> tuple[int, float, int]:
-        if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < min(origins, default=0):
+        if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < begins:
             return -2, 0.0, 0
-        first = lost is not None and finding.op is lost
+        tier = 1 if finding.op and finding.op is lost else _tier(comparison, finding)
         # Of shares that are shown as the same, the first operation's comes first, and what follows from it later.
-        share = 0.0 if math.isnan(finding.share) else round(finding.share, 2)
-        return 1 if first else _tier(comparison, finding), -share, KINDS.index(finding.kind)
+        return tier, -round(np.nan_to_num(finding.share), 2), KINDS.index(finding.kind)
 
     return sorted(findings, key=order)
 

@@ -60,8 +60,8 @@ class Finding:
     difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
     computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
 
-    `op` is the operation in its trace; `side_by_side` says whether it was found by comparing the two settings, each
-    of which computes rightly what it is asked to.
+    `op` is the operation in its trace. `under_both` says whether both settings show it; `side_by_side` whether it was
+    found by comparing the two settings, each of which computes rightly what it is asked to.
     """
 
     kind: str
@@ -78,16 +78,7 @@ class Finding:
     bounded: bool = True
     op: Operation | None = field(default=None, repr=False, compare=False)
     side_by_side: bool = field(default=False, repr=False, compare=False)
-
-    @property
-    def under_both(self) -> bool:
-        """Whether both settings show it."""
-        return " and " in self.setting
-
-    @property
-    def place(self) -> str:
-        """The line; the module or the operation where there is none."""
-        return self.line or self.module or self.operation
+    under_both: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         at = f"\n      at {self.line}" if self.line else ""

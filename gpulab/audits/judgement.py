@@ -144,8 +144,8 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
     merged = []
     for one in first:
         if other := others.pop(key(one), None):
-            title = f"{one.setting} and {other.setting}"
-            one = replace(one, setting=title, size=math.hypot(one.size, other.size))
+            titles, size = f"{one.setting} and {other.setting}", math.hypot(one.size, other.size)
+            one = replace(one, setting=titles, size=size, under_both=True)
         merged.append(one)
     return merged + list(others.values())
 

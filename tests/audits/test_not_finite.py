@@ -130,6 +130,21 @@ def test_audit_says_last_what_both_settings_share():
     assert headline.startswith(f"{A} against {B}: identical to the last bit; under both ")
 
 
+def test_audit_with_two_formats_of_autocast_under_one_setting_counts_them_there():
+    def step(setting):
+        w = drawn(8, 8).to(setting.dtype).requires_grad_()
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype, enabled=under_b()):
+                loss = (w @ w).float().square().mean()
+            loss.backward()
+        return loss
+
+    headline = str(audited(step)).partition(". ")[0]
+    assert headline.startswith(f"{A} against {B}, autocast to bfloat16 and float16: ")
+    assert "reduced precision" in headline
+    assert "under both" not in headline
+
+
 def test_audit_says_that_no_gradient_was_compared():
     report = audited(lambda setting: torch.ones(3, dtype=setting.dtype).exp().sum())
     assert "It left no gradient and updated nothing" in str(report).partition("\n")[0]
