@@ -188,17 +188,13 @@ def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: b
         detail = f"computed in {short.dtype}"
         yield finding_between(comparison, "reduced precision", short, gap, detail, COUNTED)
         return
+    same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
+    for values in comparison.inputs(a, b):
+        gap = comparison.gap(values)
+        if gap > same and (found := _other_origin(comparison, a, b, values, gap)):
+            yield found
+            return
     gaps = comparison.gaps(a.inputs, b.inputs)
-    if a.name == b.name:  # kernels of other names take what they are given in another order
-        same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
-        for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
-            if (
-                gap > same
-                and not comparison.common(x, y, a)
-                and (found := _other_origin(comparison, a, b, (x, y), gap))
-            ):
-                yield found
-                return
     if rightly and max(gaps, default=0.0) <= tol.SAME_INPUTS:
         yield from _another_kernel(comparison, a, b, exactly=not any(gaps))
 
@@ -209,7 +205,7 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
     For the faults in forward code, such as "a transposed weight", and `reset_gate_before_or_after`. None where nothing
     can be said of them.
     """
-    if comparison.in_doubt(b):
+    if comparison.in_doubt(b) or comparison.common(*values, a):
         return None
     makers = comparison.maker(0, values[0]), comparison.maker(1, values[1])
     there, here = (f"what {described(maker)} makes" if maker else "data or weights" for maker in makers)
