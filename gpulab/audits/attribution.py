@@ -71,11 +71,14 @@ class Attribution:
     def _pass_back(self, a: Operation, b: Operation, values: Values, amount: float) -> None:
         """Leave with a pair of operations what they make of a difference, and pass the rest to what they were given."""
         inputs = [pair for pair in self.comparison.inputs(a, b) if pair[0] != pair[1]]
-        kept = _square(_own(a, b), self.comparison.gap(values))
+        gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
+        kept = _square(_own(a, b), apart)
         if a in self.others and not any(self.comparison.common(*pair, a) for pair in inputs):
             kept = 1.0
         self.kept[a] += amount * kept
-        for pair, fraction in zip(inputs, _fractions(list(map(self.comparison.gap, inputs))), strict=True):
+        if not any(gaps) and apart > self.comparison.tolerance(a, b):
+            self.lost[a] += amount * (1 - kept)
+        for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
             if fraction and kept < 1:
                 self._arrive(pair, amount * (1 - kept) * fraction, a)
 
