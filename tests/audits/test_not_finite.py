@@ -39,6 +39,7 @@ def test_audit_tells_nan_of_a_masked_sentence_before_tf32(b):
     assert "the infinity that masked_fill (forward) in Attention makes; so it is in float64" in first.detail
     assert report.faulty
     assert "mismatch" not in {finding.kind for finding in report.findings}
+    assert report.table.so_far_b.notna().mean() > 0.5, "a NaN leaves the errors of other operations in the table"
 
 
 def test_audit_tells_nan_of_gradients_behind_a_finite_loss():
