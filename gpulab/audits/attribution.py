@@ -21,7 +21,7 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, Values
-from gpulab.audits.findings import DETAILS, KINDS, Finding
+from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import cause_not_found
 from gpulab.audits.operations import Operation
 
@@ -31,11 +31,11 @@ class Attribution:
 
     def __init__(self, comparison: Comparison, findings: Sequence[Finding]) -> None:
         self.comparison = comparison
-        found = (finding.op for finding in findings if finding.side_by_side and finding.op)
-        self.others = {op for one in found for op in comparison.partners.get(one, (one,))}
+        # Each pair of operations by its first: those that were found to be others than their twins, what a pair keeps,
+        # what goes back to nothing (by who was given it), and what arrived at the values that a pair made.
+        self.others = {comparison.pair_of(f.op)[0] for f in findings if f.side_by_side and f.op}
         self.kept: dict[Operation, float] = defaultdict(float)
-        self.lost: dict[Operation, float] = defaultdict(float)  # what goes back to nothing, by who was given it
-        # What is on its way: by the operation of the first setting, the values that it made and what arrived there.
+        self.lost: dict[Operation, float] = defaultdict(float)
         self.arrived: dict[Operation, dict[Values, float]] = defaultdict(lambda: defaultdict(float))
         self.total = self._begin()
         for a, b in reversed(comparison.matched):
@@ -46,10 +46,9 @@ class Attribution:
         """How much of the difference goes back to a finding; NaN where there is none, or it cannot be told."""
         if finding.op is None or not self.total or finding.kind in ("rounding", "not finite"):
             return math.nan
-        if finding.side_by_side:
-            return self.kept[finding.op] / self.total
-        of_both = self.comparison.partners.get(finding.op, (finding.op,)) if finding.under_both else (finding.op,)
-        return sum(self.kept[op] * _square(finding.size, _own(op)) for op in of_both) / self.total
+        pair = self.comparison.pair_of(finding.op)
+        part = 1.0 if finding.side_by_side else _square(finding.size, _own(*pair))
+        return self.kept[pair[0]] * part / self.total
 
     def _begin(self) -> float:
         """Loss, gradients and what was updated count by how far each of these is apart as a whole, relative to it."""
@@ -63,7 +62,7 @@ class Attribution:
             pairs = zip(of_group, sizes, strict=True)
             apart = [gap * (size or 1.0) if (gap := comparison.gap(values)) else 0.0 for (_, values), size in pairs]
             whole = math.hypot(*apart) / (math.hypot(*sizes) or 1.0)
-            amount = min(1.0, whole) if math.isfinite(whole) else 1.0
+            amount = min(1.0, whole)  # which is 1 where nobody can tell how far
             for (a, values), fraction in zip(of_group, _fractions(apart), strict=True):
                 self._arrive(values, amount * fraction, a)
             total += amount
@@ -73,13 +72,10 @@ class Attribution:
         """Leave with a pair of operations what they make of a difference, and pass the rest to what they were given."""
         inputs = [pair for pair in self.comparison.inputs(a, b) if pair[0] != pair[1]]
         gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
-        kept = _square(math.hypot(_own(a), _own(b)), apart)
-        for op, fraction in zip((a, b), _fractions([_own(a), _own(b)]), strict=True):
-            self.kept[op] += amount * kept * fraction
-        if self.others & {a, b} and not any(self.comparison.common(*pair, a) for pair in inputs):
-            for op in (a, b):
-                self.kept[op] += amount * (1 - kept)
+        kept = _square(_own(a, b), apart)
+        if a in self.others and not any(self.comparison.common(*pair, a) for pair in inputs):
             kept = 1.0
+        self.kept[a] += amount * kept
         if not any(gaps) and apart > self.comparison.tolerance(a, b):
             self.lost[a] += amount * (1 - kept)
         for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
@@ -90,28 +86,27 @@ class Attribution:
         """Bring an amount to who made two values: a pair of operations, or those of one setting alone before them."""
         comparison = self.comparison
         origin = comparison.origin(*values, user)
-        alone = [*origin.alone[1], *origin.alone[0]]
-        sizes = [*map(_own, alone), *(comparison.gap(pair) for _, pair in origin.before)]
+        sizes = [*map(_own, origin.alone), *(comparison.gap(pair) for _, pair in origin.before)]
         inherited = amount * _square(tol.INHERITED * math.hypot(0.0, *sizes), comparison.gap(values))
-        makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *alone)
-        blamed = next((op for op in makers if op in self.others), None)
-        if blamed is not None:
-            self.kept[blamed] += amount - inherited
-        elif all(op.error is not None or len(op.inputs) < 2 for op in alone):  # none is a kernel that nobody checked
+        makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *origin.alone)
+        blamed = [one for op in makers if op and (one := comparison.pair_of(op)[0]) in self.others]
+        if blamed:
+            self.kept[blamed[0]] += amount - inherited
+        elif all(op.error is not None or len(op.inputs) < 2 for op in origin.alone):  # no kernel that nobody checked
             self.lost[user] += amount - inherited
         fractions = _fractions(sizes)
-        for op, fraction in zip(alone, fractions, strict=False):
+        for op, fraction in zip(origin.alone, fractions, strict=False):
             self.kept[op] += inherited * fraction
-        for (a, pair), fraction in zip(origin.before, fractions[len(alone) :], strict=True):
+        for (a, pair), fraction in zip(origin.before, fractions[len(origin.alone) :], strict=True):
             if fraction and comparison.position[a] < comparison.position[user]:
                 self.arrived[a][pair] += inherited * fraction
             else:  # a value that is made again later, as by transposing twice, goes back to nothing that was before
                 self.lost[user] += inherited * fraction
 
 
-def _own(op: Operation) -> float:
-    """What an operation's own error and what does not repeat of it make, relative to its result."""
-    sizes = (op.error or 0.0, op.spread or 0.0)
+def _own(*operations: Operation) -> float:
+    """What the own errors of operations and what does not repeat of them make, relative to their result."""
+    sizes = [size or 0.0 for op in operations for size in (op.error, op.spread)]
     return math.inf if any(map(math.isnan, sizes)) else math.hypot(*sizes)
 
 
@@ -138,22 +133,18 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
     """The findings of a comparison, what explains most of the difference first."""
     attribution = Attribution(comparison, findings)
     lost, becomes = _lost_before_nan(comparison)
-    findings = [
-        replace(f, share=attribution.share(f), detail=f.detail + becomes * (lost is not None and f.op is lost))
-        for f in findings
-    ]
+    findings = [replace(f, share=attribution.share(f), detail=f.detail + becomes * (f.op is lost)) for f in findings]
     explained = any(f.kind not in ("reduced precision", "nondeterminism", "rounding") for f in findings)
     if not explained and not comparison.not_finite:
         findings += cause_not_found(comparison, attribution.lost, attribution.total)
-    origins = [comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op]
+    begins = min((comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op), default=0)
 
     def order(finding: Finding) -> tuple[int, float, int]:
-        if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < min(origins, default=0):
+        if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < begins:
             return -2, 0.0, 0
-        first = lost is not None and finding.op is lost
+        tier = 1 if finding.op and finding.op is lost else _tier(comparison, finding)
         # Of shares that are shown as the same, the first operation's comes first, and what follows from it later.
-        share = 0.0 if math.isnan(finding.share) else round(finding.share, 2)
-        return 1 if first else _tier(comparison, finding), -share, KINDS.index(finding.kind)
+        return tier, -round(np.nan_to_num(finding.share), 2), KINDS.index(finding.kind)
 
     return sorted(findings, key=order)
 
@@ -190,8 +181,8 @@ def _lost_before_nan(comparison: Comparison) -> tuple[Operation | None, str]:
     front = [origin.op]
     for op in front:  # which grows
         if op.format or op.dtype in tol.SHORT:
-            name, phase, line = origin.op.name, origin.op.phase, origin.op.line
-            return op, DETAILS["becomes NaN"].format(name=name, phase=phase, line=line)
+            what = f"{origin.op.name} ({origin.op.phase}), at {origin.op.line}"
+            return op, f"; what follows from it becomes NaN in {what}"
         makers = [comparison.maker(side, value) for value in op.inputs]
         front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
     return None, ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -154,7 +154,7 @@ def audit(
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
         check_same_step(*traces)
         files = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
-        return compare(*_named_apart(traces[0], traces[1], *files))
+        return compare(*_named_apart(traces[0], traces[1], files))
     if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
         raise UsageError('audit of a step: expected two settings, as audit(step, "cpu", "cuda")')
     check_step(step)
@@ -170,13 +170,12 @@ def audit(
     return compare(*_named_apart(trace, record(step, b, reference=trace, on=on, progress=progress)))
 
 
-def _named_apart(a: Trace, b: Trace, file_a: str = "", file_b: str = "") -> list[Trace]:
+def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
     """Two traces of two names: their own; or else by file, by what differs in machine or flags, or by order."""
-    if a.title == b.title:
-        about_a, about_b = (trace.passport | trace.arithmetic for trace in (a, b))
-        differing = [name for name in about_a if name in about_b and about_a[name] != about_b[name]]
-        by_machine = [f"{differing[0]} {about[differing[0]]}" if differing else "" for about in (about_a, about_b)]
-        pairs = ((file_a, file_b), by_machine, ("first", "second"))
-        names = next(pair for pair in pairs if all(pair) and pair[0] != pair[1])
-        return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]
-    return [a, b]
+    if a.title != b.title:
+        return [a, b]
+    about_a, about_b = (trace.passport | trace.arithmetic for trace in (a, b))
+    differing = next((name for name in about_a if name in about_b and about_a[name] != about_b[name]), None)
+    by_machine = [f"{differing} {about[differing]}" if differing else "" for about in (about_a, about_b)]
+    names = next(pair for pair in (files, by_machine, ("first", "second")) if all(pair) and pair[0] != pair[1])
+    return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]

@@ -51,11 +51,11 @@ class Pair:
 class Origin:
     """Where two values that should be one come from.
 
-    `alone` are the operations of each that ran under its setting only, the nearest first. `before` are the pairs of
-    operations that these began with, by the one of the first setting, with their values.
+    `alone` are the operations that ran under one setting only, those of the second one first, and the nearest first.
+    `before` are the pairs of operations that these began with, by the one of the first setting, with their values.
     """
 
-    alone: tuple[list[Operation], list[Operation]]
+    alone: list[Operation]
     before: list[tuple[Operation, Values]]
 
 
@@ -124,6 +124,10 @@ class Comparison:
     def _calls(self) -> list[Counter[tuple[str, str, str]]]:
         return [Counter(map(call_of, trace.operations)) for trace in (self.a, self.b)]
 
+    def pair_of(self, op: Operation) -> tuple[Operation, ...]:
+        """The operations that stand for each other and of which this is one; or it alone."""
+        return self.partners.get(op, (op,))
+
     def in_doubt(self, op: Operation) -> bool:
         """Whether its module called it more often under one setting: which call stands for which is a guess."""
         return self._calls[0][call_of(op)] != self._calls[1][call_of(op)]
@@ -133,9 +137,13 @@ class Comparison:
         place = self.position[op]
         return self.a if place < len(self.a.operations) and self.a.operations[place] is op else self.b
 
-    def other_trace(self, op: Operation) -> Trace:
-        """The trace that an operation is not of."""
-        return self.b if self.trace_of(op) is self.a else self.a
+    def here(self, op: Operation) -> str:
+        """What the setting is called that an operation ran under."""
+        return self.trace_of(op).title
+
+    def there(self, op: Operation) -> str:
+        """What the other setting is called."""
+        return (self.b if self.trace_of(op) is self.a else self.a).title
 
     # --- how far values are apart ---------------------------------------------------------------------------
 
@@ -199,21 +207,18 @@ class Comparison:
 
     def origin(self, x: str, y: str, user: Operation) -> Origin:
         """What led to two values that should be one: a pair of operations, or what ran under one setting alone."""
-        origin = Origin(([], []), [])
         if common := self.common(x, y, user):
-            origin.before.append((common[0], (x, y)))
-            return origin
-        for side, (first, alone) in enumerate(zip((x, y), origin.alone, strict=True)):
-            front = [first]
+            return Origin([], [(common[0], (x, y))])
+        origin = Origin([], [])
+        for side, front in ((1, [y]), (0, [x])):
             for value in front:  # which grows
                 op = self.maker(side, value)
                 if op in self.partners:
                     a, b = self.partners[op]
-                    number = op.outputs.index(value) if value in op.outputs else 0
-                    number = number if number < min(len(a.outputs), len(b.outputs)) else 0
-                    origin.before.append((a, (a.outputs[number], b.outputs[number])))
-                elif op is not None and op not in alone:
-                    alone.append(op)
+                    results = list(zip(a.outputs, b.outputs, strict=False))
+                    origin.before.append((a, next((both for both in results if both[side] == value), results[0])))
+                elif op is not None and op not in origin.alone:
+                    origin.alone.append(op)
                     front += op.inputs
         return origin
 
@@ -254,13 +259,11 @@ def check_same_step(a: Trace, b: Trace) -> None:
     if any(op.repeats is False for trace in (a, b) for op in trace.operations):
         return  # a step that does not repeat itself may well begin differently
     for first, second in common:
-        if first.random and distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > tol.SAME_STEP:
-            return  # another version of torch may draw other numbers from one seed
-        if first.phase != "forward" or first.random:
-            continue
         values = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False)
         apart = max((distance(b.sketches[y], a.sketches[x]) for x, y in values), default=0.0)
-        if apart > tol.SAME_STEP or first.shape != second.shape:
+        if first.random and apart > tol.SAME_STEP:
+            return  # another version of torch may draw other numbers from one seed
+        if first.phase == "forward" and (apart > tol.SAME_STEP or first.shape != second.shape):
             raise DataError(
                 f"the traces are of different data or weights, or of different steps: {first.name} in "
                 f"{first.module or first.line or 'the step'} has values {apart:.1e} apart in float64, of the shapes "

@@ -44,13 +44,11 @@ class Compared:
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
         graphs: How many graphs the compiler made of it.
-        breaks: How often it had to leave a line of Python uncompiled.
         repeats: Whether the compiled step gave the same bits again.
     """
 
     table: pd.DataFrame
     graphs: int
-    breaks: int
     repeats: bool
 
     @property
@@ -107,11 +105,10 @@ class CompiledAudit(Answer):
         alike = "all is well: rounding alone" if self.table.difference.any() else "identical to the last bit"
         error, plain_error = self.table.error, self.table.plain_error
         nearer, further = (error < plain_error).sum(), (error > plain_error).sum()
-        breaks = f" and {self.compared.breaks} breaks between them" if self.compared.breaks else ""
         return (
             f"{self.titles[0]} against {self.titles[1]}: {found or alike}. {len(self.table)} results were compared; "
             f"with the compiler {nearer} of them are nearer to float64, and {further} further away. It made "
-            f"{self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}{breaks}."
+            f"{self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}."
         )
 
     def words(self) -> Markup:
@@ -169,7 +166,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     counters.clear()
     with _random_numbers_as_uncompiled():
         found, again = (results_of(step, compiled) for _ in range(2))
-    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    graphs = counters["stats"]["unique_graphs"]
     missing = torch.full((), math.nan, device=plain.device)
     rows = []
     for name in sorted(written.keys() | found.keys()):
@@ -177,7 +174,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
         rows.append({"result": name, **_apart(x, y, z, moved)})
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
-    return Compared(table, graphs, breaks, _same_bits(found, again))
+    return Compared(table, graphs, _same_bits(found, again))
 
 
 def _same_bits(results: Results, others: Results) -> bool:

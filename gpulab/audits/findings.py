@@ -1,4 +1,4 @@
-"""What an audit may find: the kinds of findings, what each says, and what to do about it."""
+"""What an audit may find: the kinds of findings, and what to do about each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gpulab.audits.comparison import Comparison
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import FLUSHED
 from gpulab.audits.tolerances import SHORT
-from gpulab.audits.traces import Trace
 from gpulab.settings import Setting
 
 # Worst first, where findings explain as much of the difference.
@@ -48,6 +47,7 @@ ADVICE = {
         "look at this line and those before it: what they do outside of torch's operations (NumPy, hooks, other "
         "libraries, control flow) is not seen"
     ),
+<<<<<<< HEAD
     # of findings that know more than their kind
     "anew": (
         "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
@@ -100,6 +100,8 @@ DETAILS = {
     "no twin": "no operation has a twin in float64",
     "becomes NaN": "; what follows from it becomes NaN in {name} ({phase}), at {line}",
     "overwritten": "what it needed had been overwritten since it was saved: {why}",
+=======
+>>>>>>> thin-audits-said
 }
 
 
@@ -113,8 +115,8 @@ class Finding:
     difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
     computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
 
-    `op` is the operation in its trace; `side_by_side` says whether it was found by comparing the two settings, each
-    of which computes rightly what it is asked to.
+    `op` is the operation in its trace. `under_both` says whether both settings show it; `side_by_side` whether it was
+    found by comparing the two settings, each of which computes rightly what it is asked to.
     """
 
     kind: str
@@ -131,16 +133,7 @@ class Finding:
     bounded: bool = True
     op: Operation | None = field(default=None, repr=False, compare=False)
     side_by_side: bool = field(default=False, repr=False, compare=False)
-
-    @property
-    def under_both(self) -> bool:
-        """Whether both settings show it."""
-        return " and " in self.setting
-
-    @property
-    def place(self) -> str:
-        """The line; the module or the operation where there is none."""
-        return self.line or self.module or self.operation
+    under_both: bool = field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         at = f"\n      at {self.line}" if self.line else ""
@@ -167,12 +160,16 @@ def finding_of(comparison: Comparison, kind: str, op: Operation, detail: str, ad
 
 
 def finding_between(
-    comparison: Comparison, kind: str, op: Operation, gap: float, about: str, advice: str = "", **words: Any
+    comparison: Comparison, kind: str, op: Operation, gap: float, detail: str, advice: str = ""
 ) -> Finding:
-    """A finding that shows side by side: what is said `about` it, of an operation that is so far from its twin."""
-    detail = DETAILS[about].format(gap=gap, there=comparison.other_trace(op).title, **words)
-    text = ADVICE[advice or kind].format(place=place_of(op), setting=comparison.trace_of(op).title)
-    return finding_of(comparison, kind, op, detail, text, size=gap, side_by_side=True)
+    """A finding that shows side by side, of an operation that is so far from its twin."""
+    return finding_of(comparison, kind, op, detail, advice, size=gap, side_by_side=True)
+
+
+def another_function(comparison: Comparison, op: Operation, gap: float, detail: str, look: str) -> Finding:
+    """A mismatch that shows side by side: an operation computes something else than its twin."""
+    advice = f"{look} {comparison.here(op)}: {ANOTHER_FUNCTION}"
+    return finding_between(comparison, "mismatch", op, gap, detail, advice)
 
 
 def in_module(module: str) -> str:
@@ -197,9 +194,9 @@ def place_of(op: Operation) -> str:
     return op.module or op.line or "the step"
 
 
-def advice_on_precision(op: Operation, trace: Trace) -> str:
+def advice_on_precision(comparison: Comparison, op: Operation) -> str:
     """Which switch lets an operation keep all digits, by what had rounded them."""
-    setting = Setting.parse(trace.setting)
+    setting = Setting.parse(comparison.trace_of(op).setting)
     convolution = op.name.startswith("convolution")
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
@@ -208,7 +205,7 @@ def advice_on_precision(op: Operation, trace: Trace) -> str:
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
     if setting.emulated:
-        return f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
+        return f"{setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
     if setting.kind == "cuda":
         backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"

@@ -7,21 +7,22 @@ Each names a case of `benchmarks/public_cases.py` that it is for, a question tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, Pair, Values, differing
 from gpulab.audits.findings import (
-    ADVICE,
-    DETAILS,
+    ANOTHER_FUNCTION,
     Finding,
     advice_on_precision,
+    another_function,
     described,
     finding_between,
     finding_of,
     named,
+    place_of,
 )
 from gpulab.audits.not_finite import NotFinite, find_not_finite, is_infinite
 from gpulab.audits.operations import RESULT, Operation
@@ -29,30 +30,42 @@ from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
 from gpulab.audits.traces import Trace
 from gpulab.settings import Setting
 
+GIVEN_OTHER_VALUES = (
+    "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
+    "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
+    "with the same weights and the same optimizer"
+)
+COUNTED = (
+    "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
+)
+
 
 def judge(comparison: Comparison) -> list[Finding]:
     """Go through the pairs of a comparison, and say of each what is to be said."""
     findings = _united(*(list(_overwritten(trace)) for trace in (comparison.a, comparison.b)))
     if len(comparison.not_finite) == 2:
         findings += _united(*([_not_finite(comparison, origin)] for origin in comparison.not_finite.values()))
+    blamed: set[Operation | None] = set()  # side by side, each once
     for pair in comparison.pairs:
-        findings += list(_judge_pair(comparison, findings, pair))
+        new = [one for one in _judge_pair(comparison, pair) if not (one.side_by_side and one.op in blamed)]
+        blamed |= {finding.op for finding in new if finding.side_by_side}
+        findings += new
     return [*findings, _rounding(comparison)]
 
 
-def _judge_pair(comparison: Comparison, findings: Sequence[Finding], pair: Pair) -> Iterator[Finding]:
+def _judge_pair(comparison: Comparison, pair: Pair) -> Iterator[Finding]:
     """What an operation shows by itself under either setting, and beside the one that stands for it."""
     alone = _united(*(list(_by_itself(comparison, op)) if op else [] for op in (pair.a, pair.b)))
     yield from alone
     if not (pair.a and pair.b):
         if pair.one.phase == RESULT:
-            there = comparison.other_trace(pair.one).title
-            detail, advice = DETAILS["missing"].format(there=there), ADVICE["missing"].format(setting=there)
-            yield finding_of(comparison, "mismatch", pair.one, detail, advice, bounded=False)
+            there = comparison.there(pair.one)
+            advice = f"see why {there} computes none: {ANOTHER_FUNCTION}"
+            yield finding_of(comparison, "mismatch", pair.one, f"under {there} there is none", advice, bounded=False)
         return
     beside = list(_other_arguments(comparison, pair.a, pair.b))
     if not beside and all(finding.kind == "reduced precision" for finding in alone):
-        beside = list(_side_by_side(comparison, findings, pair.a, pair.b, rightly=not alone))
+        beside = list(_side_by_side(comparison, pair.a, pair.b, rightly=not alone))
     yield from beside
 
 
@@ -62,7 +75,7 @@ def _judge_pair(comparison: Comparison, findings: Sequence[Finding], pair: Pair)
 def _overwritten(trace: Trace) -> Iterator[Finding]:
     """What the guard found: memory that the backward pass needed had changed (`one_buffer_for_every_frame`)."""
     for entry in trace.overwritten:
-        detail = DETAILS["overwritten"].format(why=entry["why"])
+        detail = f"what it needed had been overwritten since it was saved: {entry['why']}"
         location = (entry["operation"], "backward", "", entry["line"])
         yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], bounded=False)
 
@@ -71,15 +84,16 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
     """A result is NaN or infinite under both settings (the faults "addmm in layers: NaN")."""
     first, *others = origin.results
     more = f" and {len(others)} more results" if others else ""
-    words = {"what": origin.what, "reaches": f"it reaches {described(first)}{more}", "of": "", "exact": ""}
-    exact = find_not_finite(replace(comparison.a, operations=comparison.a.reference))
-    if exact is not None:
-        words["exact"] = "; so it is in float64"
-    elif first.name not in ("gradient", "updated"):  # of large gradients in float64 nobody knows
-        words["exact"] = "; in float64, the loss is finite"
+    detail = f"makes {origin.what} of numbers"
+    if not origin.made:
+        detail = f"is given {origin.what}, which no operation of the step made: it is in the data or the weights"
+    detail += f"; it reaches {described(first)}{more}"
     if origin.infinity is not None:
-        words["of"] = DETAILS["of infinity"].format(maker=named(origin.infinity))
-    detail = DETAILS["makes it" if origin.made else "is given it"].format(**words)
+        detail += f"; it was given the infinity that {named(origin.infinity)} makes"
+    if find_not_finite(replace(comparison.a, operations=comparison.a.reference)):
+        detail += "; so it is in float64"
+    elif first.name not in ("gradient", "updated"):  # of large gradients in float64 nobody knows
+        detail += "; in float64, the loss is finite"
     return finding_of(comparison, "not finite", origin.op, detail)
 
 
@@ -89,24 +103,27 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
     `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
     """
     if op.anew:
-        yield finding_of(comparison, "nondeterminism", op, DETAILS["anew"], ADVICE["anew"], side_by_side=True)
+        detail = "was given other values when the step was done again, which no operation of the step had made"
+        yield finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
     elif op.repeats is False:
-        detail = DETAILS["restless" if op.spread is None else "spread"].format(spread=op.spread)
+        apart = "" if op.spread is None else f", {op.spread:.1e} (relative) apart"
+        detail = f"gave other bits when the step was done again{apart}"
         yield finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
     if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
-        about = "short type"
+        detail = f"computed in {op.dtype}"
         if op.format == FLUSHED:
-            about = "flushed"
+            detail = f"took numbers below 1.2e-38 for zero; error {error:.1e}"
+        elif op.format and (op.rounded_before or op.error is None):
+            detail = f"its factors were rounded to {op.format} before"
         elif op.format:
-            about = "rounded before" if op.rounded_before or op.error is None else "rounded by kernel"
-        detail = DETAILS[about].format(dtype=op.dtype, format=op.format, error=op.error)
-        advice = advice_on_precision(op, comparison.trace_of(op))
-        yield finding_of(comparison, "reduced precision", op, detail, advice, size=size)
+            detail = f"its factors are rounded to {op.format} by the kernel; error {error:.1e}"
+        yield finding_of(comparison, "reduced precision", op, detail, advice_on_precision(comparison, op), size=size)
     elif op.ratio is not None and not op.ratio <= 1:
         times = "rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
-        yield finding_of(comparison, "mismatch", op, DETAILS["wrong"].format(error=error, times=times), size=size)
+        detail = f"its error against float64 is {error:.1e}, {times}"
+        yield finding_of(comparison, "mismatch", op, detail, size=size)
 
 
 def _rounding(comparison: Comparison) -> Finding:
@@ -114,9 +131,10 @@ def _rounding(comparison: Comparison) -> Finding:
     operations = (*comparison.a.operations, *comparison.b.operations)
     fine = [op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None]
     if not fine:
-        return Finding("rounding", "", "", "", "", "", math.nan, DETAILS["no twin"], "")
+        return Finding("rounding", "", "", "", "", "", math.nan, "no operation has a twin in float64", "")
     op = max(fine, key=attrgetter("ratio"))
-    return finding_of(comparison, "rounding", op, DETAILS["rounding"].format(count=len(fine), ratio=op.ratio))
+    nearest = f"this one comes nearest, {op.ratio:.2f} of it"
+    return finding_of(comparison, "rounding", op, f"{len(fine)} operations within what rounding explains; {nearest}")
 
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
@@ -126,8 +144,8 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
     merged = []
     for one in first:
         if other := others.pop(key(one), None):
-            title = f"{one.setting} and {other.setting}"
-            one = replace(one, setting=title, size=math.hypot(one.size, other.size))
+            titles, size = f"{one.setting} and {other.setting}", math.hypot(one.size, other.size)
+            one = replace(one, setting=titles, size=size, under_both=True)
         merged.append(one)
     return merged + list(others.values())
 
@@ -148,38 +166,35 @@ def _other_arguments(comparison: Comparison, a: Operation, b: Operation) -> Iter
     gaps = [*comparison.result_gaps(a, b), *comparison.gaps(a.changed, b.changed)]
     of_inputs = max(comparison.gaps(a.inputs, b.inputs), default=0.0)
     if max(gaps, default=0.0) > max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
-        listed_b, listed_a = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
-        words = {"arguments": listed_b, "others": listed_a, "line": f", at {a.line}" if a.line != b.line else ""}
-        yield finding_between(comparison, "mismatch", b, max(gaps), "other arguments", "other arguments", **words)
+        here, there = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
+        line = f", at {a.line}" if a.line != b.line else ""
+        detail = f"called with {here}; under {comparison.there(b)} with {there}{line}"
+        look = f"see why {place_of(b)} calls it with other arguments under"
+        yield another_function(comparison, b, max(gaps), detail, look)
 
 
-def _side_by_side(
-    comparison: Comparison, findings: Sequence[Finding], a: Operation, b: Operation, rightly: bool
-) -> Iterator[Finding]:
+def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:
     """What shows only when two are laid side by side; if both compute `rightly`, they should make the same.
 
     Other draws are for `dropout`.
     """
     if a.random or b.random:
         if not comparison.same_bits(a, b):
-            gap = max(comparison.result_gaps(a, b))
-            yield finding_between(comparison, "different random numbers", b, gap, "other draw")
+            yield _other_draw(comparison, b, max(comparison.result_gaps(a, b)))
         return
     short = next((op for op in (b, a) if op.dtype in tol.SHORT), None)
     if short and not (a.inputs or b.inputs) and a.dtype != b.dtype and not comparison.same_bits(a, b):
         gap = max(comparison.result_gaps(a, b))  # such as places, counted by `arange`
-        yield finding_between(comparison, "reduced precision", short, gap, "short type", "counted", dtype=short.dtype)
+        detail = f"computed in {short.dtype}"
+        yield finding_between(comparison, "reduced precision", short, gap, detail, COUNTED)
         return
+    same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
+    for values in comparison.inputs(a, b):
+        gap = comparison.gap(values)
+        if gap > same and (found := _other_origin(comparison, a, b, values, gap)):
+            yield found
+            return
     gaps = comparison.gaps(a.inputs, b.inputs)
-    if a.name == b.name:  # kernels of other names take what they are given in another order
-        same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
-        for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
-            if gap > same and not comparison.common(x, y, a):
-                found = _other_origin(comparison, a, b, (x, y), gap)
-                if found is not None:
-                    if not any(earlier.side_by_side and earlier.op is found.op for earlier in findings):
-                        yield found
-                    return
     if rightly and max(gaps, default=0.0) <= tol.SAME_INPUTS:
         yield from _another_kernel(comparison, a, b, exactly=not any(gaps))
 
@@ -190,33 +205,38 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
     For the faults in forward code, such as "a transposed weight", and `reset_gate_before_or_after`. None where nothing
     can be said of them.
     """
-    if comparison.in_doubt(b):
+    if comparison.in_doubt(b) or comparison.common(*values, a):
         return None
     makers = comparison.maker(0, values[0]), comparison.maker(1, values[1])
     there, here = (f"what {described(maker)} makes" if maker else "data or weights" for maker in makers)
     origin = comparison.origin(*values, a)
-    alone = [*origin.alone[1], *origin.alone[0]]
-    if not alone:
-        return finding_between(
-            comparison, "mismatch", b, gap, "other wiring", "other function", maker=here, other=there
-        )
-    random = next((op for op in alone if op.random), None)
+    if not origin.alone:
+        detail = f"is given {here}; under {comparison.there(b)} {there}, {gap:.1e} (relative) apart"
+        return another_function(comparison, b, gap, detail, f"see what {place_of(b)} does under")
+    random = next((op for op in origin.alone if op.random), None)
     if random:  # then nobody can tell what else they did
-        return finding_between(comparison, "different random numbers", random, gap, "other draw")
+        return _other_draw(comparison, random, gap)
     begins = (comparison.gap(values) for _, values in origin.before)
-    if gap <= tol.INHERITED * max([0.0, *begins, *(op.error or 0.0 for op in alone)]):
+    if gap <= tol.INHERITED * max([0.0, *begins, *(op.error or 0.0 for op in origin.alone)]):
         return None
-    for of_one in reversed(origin.alone):
-        kernel = max((op for op in of_one if op.error is None), key=lambda op: len(op.inputs), default=None)
-        if kernel and kernel.inputs and _tf32_explains(comparison, gap, kernel):
-            return _as_by_tf32(comparison, kernel, gap)
+    kernels = [op for op in origin.alone if op.error is None and op.inputs and _tf32_explains(comparison, gap, op)]
+    if kernels:
+        return _as_by_tf32(comparison, max(kernels, key=lambda op: len(op.inputs)), gap)
     if comparison.is_short(a, b) or gap <= tol.UNEXPLAINED:
         return None
     # Two values that should be one come from different operations: blame the one that made it, not its user.
     blamed, other = (makers[1], there) if makers[1] else (makers[0], here)
     assert blamed is not None
-    words = {"other": other, "user": named(b)}
-    return finding_between(comparison, "mismatch", blamed, gap, "other function", "other function", **words)
+    detail = (
+        f"what it makes is {gap:.1e} (relative) from {other}, which is in its place under {comparison.there(blamed)}, "
+        f"though each computes rightly what it is asked to; first used by {named(b)}"
+    )
+    return another_function(comparison, blamed, gap, detail, f"see what {place_of(blamed)} does under")
+
+
+def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
+    detail = f"drew other numbers than under {comparison.there(op)}"
+    return finding_between(comparison, "different random numbers", op, gap, detail)
 
 
 def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly: bool) -> Iterator[Finding]:
@@ -232,20 +252,24 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly:
     twins, tolerance = a.ratio is not None and b.ratio is not None, comparison.tolerance(a, b)
     for gap in comparison.result_gaps(a, b):
         if a.name in NOT_UNIQUE and gap > tol.UNEXPLAINED:
-            yield finding_between(comparison, "another valid answer", b, gap, "not unique")
+            detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
+            yield finding_between(comparison, "another valid answer", b, gap, detail)
             return
         in_tf32 = next((op for op in (a, b) if not twins and _tf32_explains(comparison, gap, op)), None)
         if in_tf32 is not None:
             yield _as_by_tf32(comparison, in_tf32, gap)
             return
         if gap > tolerance:
-            yield finding_between(comparison, "mismatch", b, gap, "other kernel", "other kernel", tolerance=tolerance)
+            from_there = f"{gap:.1e} (relative) from its result under {comparison.there(b)}"
+            detail = f"of the same inputs it makes what is {from_there}; roundings lead to {tolerance:.1e}"
+            advice = f"compare the kernels registered for both settings: {ANOTHER_FUNCTION}"
+            yield finding_between(comparison, "mismatch", b, gap, detail, advice)
             return
 
 
 def _as_by_tf32(comparison: Comparison, op: Operation, gap: float) -> Finding:
-    finding = finding_between(comparison, "reduced precision", op, gap, "as by TF32", "rounding")
-    return replace(finding, advice=advice_on_precision(op, comparison.trace_of(op)))
+    detail = f"what it makes is {gap:.1e} (relative) from what there is under {comparison.there(op)}, as by TF32"
+    return finding_between(comparison, "reduced precision", op, gap, detail, advice_on_precision(comparison, op))
 
 
 def _tf32_explains(comparison: Comparison, apart: float, op: Operation) -> bool:
@@ -270,7 +294,15 @@ def cause_not_found(comparison: Comparison, lost: dict[Operation, float], total:
         a, b = comparison.partners[max(lost, key=lambda op: lost[op])]
         of_data = max((gap for gap in comparison.gaps(a.inputs, b.inputs)), default=0.0)
         if comparison.short_setting and 0 < of_data <= tol.SHORT_SIZE:
-            finding = finding_between(comparison, "reduced precision", b, of_data, "data", "data")
+            from_there = f"{of_data:.1e} (relative) from those under {comparison.there(b)}"
+            detail = f"was given data or weights that are {from_there}, as one rounding makes it"
+            kept = f"keep what {place_of(b)} is given in float32 if it was meant to be"
+            advice = f"{kept}: it is a parameter or buffer, or in the batch"
+            finding = finding_between(comparison, "reduced precision", b, of_data, detail, advice)
         else:
-            finding = finding_between(comparison, "cause not found", b, max(gaps), "no cause")
+            detail = (
+                f"the results are up to {max(gaps):.1e} (relative) from what they are under {comparison.there(b)}, and "
+                "most of that comes from what this was given, which no operation made so"
+            )
+            finding = finding_between(comparison, "cause not found", b, max(gaps), detail)
         yield replace(finding, share=share)

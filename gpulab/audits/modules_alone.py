@@ -67,13 +67,12 @@ class _Whole(PreparedStep):
     def __init__(self, step: Step, setting: Setting, nudge: int = 0) -> None:
         super().__init__(step, setting)
         self.setting, self.nudge, self.generator = setting, nudge, torch.Generator().manual_seed(nudge)
-        if nudge:  # the batch may be the user's memory
-            self.batch = tree_map(lambda value: self._nudged(value) if _rounds(value) else value, self.batch)
+        self.outputs = Results()
+        self.batch = tree_map(self._nudged, self.batch)  # in other memory, since this may be the user's
 
     def __call__(self) -> Any:
-        if self.setting.compile:
-            self._compile(self.model)
-        for parameter in self.model.parameters() if self.nudge else ():
+        self._watch(self.model)
+        for parameter in self.model.parameters():
             parameter.data.copy_(self._nudged(parameter.data))
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
@@ -82,40 +81,33 @@ class _Whole(PreparedStep):
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
 
-    def _nudged(self, tensor: Tensor) -> Tensor:
-        signs = 2 * torch.randint(0, 2, tensor.shape, generator=self.generator).to(tensor.device) - 1
-        return tensor * (1 + min(LEEWAY * rounding_unit(self.setting), FURTHEST) * signs)
+    def _nudged(self, value: Any) -> Any:
+        if not self.nudge or not isinstance(value, Tensor) or not rounds(value):
+            return value
+        signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
+        return value * (1 + min(LEEWAY * rounding_unit(self.setting), FURTHEST) * signs)
 
-    def _compile(self, model: Any) -> None:
-        """Have the model compiled whenever it is called, until the step has ended, like all that the model holds."""
+    def _watch(self, model: Any) -> None:
+        """Keep what the model returns, and have it compiled under such a setting, until the step has ended."""
 
         def call(*args: Any, **kwargs: Any) -> Any:  # torch's own modules are not compiled by their own `compile`
             return model._call_impl(*args, **kwargs)
 
-        model._compiled_call_impl = self.setting.compiled(call)
+        run = self.setting.compiled(call) if self.setting.compile else call
+
+        def call_and_keep(*args: Any, **kwargs: Any) -> Any:  # a hook would be compiled with it
+            output = run(*args, **kwargs)
+            self.outputs |= named_tensors("output", output)
+            return output
+
+        model._compiled_call_impl = call_and_keep
 
     def results(self) -> Results:
         """What is computed, after the backward pass."""
-        model: Any = _Watched(self.model)
-        loss, self.loss_taken = loss_of(model, self.batch, self.loss)
+        loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
-        return {"loss": loss} | model.outputs
-
-
-class _Watched:
-    """A model that keeps what it returns; a hook would be compiled with it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.outputs = model, dict[str, Tensor]()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.model(*args, **kwargs)
-        self.outputs |= named_tensors("output", output)
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+        return {"loss": loss} | self.outputs
 
 
 class _Alone(_Whole):
@@ -129,21 +121,17 @@ class _Alone(_Whole):
             tensor.requires_grad_()
         # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
         args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
-        outputs = named_tensors("output", self.model(*args, **kwargs))
-        followed = [name for name, out in outputs.items() if name in gradients and out.requires_grad]
+        self.model(*args, **kwargs)
+        followed = {name: out for name, out in self.outputs.items() if name in gradients and out.requires_grad}
         if followed:
-            torch.autograd.backward([outputs[n] for n in followed], [gradients[n] for n in followed])
-        return outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
+            torch.autograd.backward([*followed.values()], [gradients[name] for name in followed])
+        return self.outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
 
 
 def named_tensors(what: str, values: Any) -> Results:
     """The floating-point tensors among nested values, each by its place."""
     leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(values)[0] if isinstance(leaf, Tensor)]
     return {f"{what}{keystr(path)}": leaf for path, leaf in leaves if rounds(leaf)}
-
-
-def _rounds(value: Any) -> bool:
-    return isinstance(value, Tensor) and rounds(value)
 
 
 def rounding_unit(setting: Setting) -> float:

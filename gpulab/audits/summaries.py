@@ -64,8 +64,8 @@ def _extent(comparison: Comparison) -> list[str]:
 def by_line(findings: Sequence[Finding]) -> list[str]:
     """The findings as text, those of one kind and line together."""
     lines: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        lines.setdefault((finding.kind, finding.setting, finding.place, finding.advice), []).append(finding)
+    for f in findings:
+        lines.setdefault((f.kind, f.setting, f.line or f.module or f.operation, f.advice), []).append(f)
     texts = []
     for first, *alike in lines.values():
         operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
@@ -80,29 +80,24 @@ def operations_table(comparison: Comparison, findings: Sequence[Finding]) -> pd.
     """A row for each operation, in the order in which they ran, as `Audit.table` says."""
     a, b = comparison.a, comparison.b
 
-    def size(op: Operation) -> float:
-        return float(np.linalg.norm(a.sketches[op.outputs[0]]))
-
     def apart(trace: Trace, op: Operation | None, exact: Operation | None) -> float:
-        if op is None or exact is None:
-            return math.nan
-        return distance(trace.sketches[op.outputs[0]], a.sketches[exact.outputs[0]])
+        return distance(trace.sketches[op.outputs[0]], a.sketches[exact.outputs[0]]) if op and exact else math.nan
 
-    sizes = [size(pair.exact) for pair in comparison.pairs if pair.exact and not pair.exact.nans]
-    zero = 2.0**-36 * float(np.median(sizes)) if sizes else 0.0  # what roundings leave of it
     kinds = {finding.op: finding.kind for finding in reversed(findings)}
-    rows = []
+    rows, sizes = [], []
     for pair in comparison.pairs:
-        op = pair.one
         of_both = [kinds[one] for one in pair.operations if one in kinds]
-        row: dict[str, Any] = {"operation": op.name, "phase": op.phase, "module": op.module, "line": op.line}
+        row: dict[str, Any] = {name: getattr(pair.one, name) for name in ("name", "phase", "module", "line")}
         row["kind"] = min(of_both, key=KINDS.index, default="rounding")
-        exact = pair.exact if pair.exact and size(pair.exact) > zero else None
-        for side, trace, mine in (("a", a, pair.a), ("b", b, pair.b)):
-            row |= {f"{name}_{side}": getattr(mine, name, None) for name in ("error", "bound", "ratio")}
-            row[f"so_far_{side}"] = apart(trace, mine, exact)
+        for side, trace, op in (("a", a, pair.a), ("b", b, pair.b)):
+            row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
+            row[f"so_far_{side}"] = apart(trace, op, pair.exact)
         row["difference"] = apart(b, pair.b, pair.a)
         row["same_bits"] = bool(pair.a and pair.b and comparison.same_bits(pair.a, pair.b))
         rows.append(row)
-    numbers = [f"{name}_{side}" for name in ("error", "bound", "ratio") for side in "ab"]
-    return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
+        sizes.append(float(np.linalg.norm(a.sketches[pair.exact.outputs[0]])) if pair.exact else math.nan)
+    table, size = pd.DataFrame(rows).rename(columns={"name": "operation"}), pd.Series(sizes)
+    table.loc[~(size > 2.0**-36 * size.median()), ["so_far_a", "so_far_b"]] = (
+        math.nan
+    )  # what roundings leave of nothing
+    return table

@@ -62,7 +62,7 @@ class Masked(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mask, self.inner = Above(), CASES["product_in_bfloat16"].step().model
+        self.mask, self.inner = Above(), nn.Linear(16, 16)
 
     def forward(self, x):
         return torch.where(self.mask(x), self.inner(x), x)
