@@ -67,74 +67,66 @@ class Step:
 
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""
-        return self.prepared(setting)()
+        with self.prepared(setting) as once:
+            return once()
 
     def prepared(self, setting: Setting) -> PreparedStep:
-        """The step with its model and batch in place; call it once."""
+        """The step, to be done inside of a `with` block."""
         return PreparedStep(self, setting)
 
 
 class PreparedStep:
-    """A step, ready to be done once. Inside a `with` block of it the model stays as the step left it.
+    """A step under a setting. Inside of a `with` block its model is there, and stays as the step left it.
 
     Attributes:
-        parameters: Afterwards, the model's parameters by name as they were under the setting, with their gradients.
+        model: The model, where it is; the gradients of its parameters afterwards are those of the step alone.
         loss_taken: Afterwards, in words, what was differentiated where the step names no loss.
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
-        self.loss, self.parameters = step.loss, dict[str, nn.Parameter]()
+        self.setting, self.loss = setting, step.loss
         # What is lazy becomes another class when it is first used.
         any_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
         self.model = copy.deepcopy(step.model) if any_lazy else step.model
 
-        def converted(tensor: Tensor) -> Tensor:
-            dtype = setting.dtype if tensor.is_floating_point() else None
-            if tensor.is_complex():  # torch computes with no smaller ones than of two float32
-                dtype = torch.complex128 if setting.dtype == torch.float64 else torch.complex64
-            moved = tensor.to(setting.device)
-            return moved if dtype is None else moved.to(dtype)  # float64 is made where it is needed, and not sent there
-
-        def moved_value(value: Any) -> Any:
+        def moved(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
-                return {name: tree_map(moved_value, item) for name, item in value.items()}
-            moved = converted(value) if isinstance(value, Tensor) else value
-            return value.clone() if isinstance(moved, Tensor) and moved is value else moved  # the user's stays as it is
+                return {name: tree_map(moved, item) for name, item in value.items()}
+            there = self._converted(value) if isinstance(value, Tensor) else value
+            return value.clone() if isinstance(value, Tensor) and there is value else there  # the user's stays as it is
 
-        self.batch = tree_map(moved_value, step.batch)
+        self.batch = tree_map(moved, step.batch)
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        dtype = self.setting.dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.is_complex():  # torch computes with no smaller ones than of two float32
+            dtype = torch.complex128 if self.setting.dtype == torch.float64 else torch.complex64
+        return tensor.to(self.setting.device).to(dtype)  # float64 is made where it is needed, and not sent there
+
+    def __enter__(self) -> PreparedStep:
         before = State([self.model])
-        any_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(before.restore)
             for tensor, _, _, _ in before.tensors:
                 tensor.grad = None
-            self.model._apply(converted)
+            self.model._apply(self._converted)
             # Some models' own `to` notes where they are; of dtypes it would make complex numbers real.
-            self.model.to(setting.device, None if any_complex else setting.dtype)
+            any_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
+            self.model.to(self.setting.device, None if any_complex else self.setting.dtype)
             for tensor, data, _, _ in before.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
                     tensor.data = data.clone()
-            self.state = State([self.model])
-        finally:
-            before.restore()
-
-    def __enter__(self) -> PreparedStep:
-        self.before = State([self.model])
-        self.state.restore()
+            self.restored = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.before.restore()
-        del self.before
+        self.restored.close()
 
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
-        with contextlib.nullcontext() if hasattr(self, "before") else self:
-            loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-            loss.backward()
-            for name, parameter in self.model.named_parameters():
-                self.parameters[name] = nn.Parameter(parameter.data, parameter.requires_grad)
-                self.parameters[name].grad = parameter.grad
-            return loss.detach()
+        loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
+        loss.backward()
+        return loss.detach()
 
 
 class State:
@@ -298,8 +290,7 @@ def _elsewhere(tensor: Tensor, setting: Setting) -> bool:
 def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
     """The step as a function without arguments, under a setting that is in force."""
     if hasattr(step, "prepared"):
-        once = step.prepared(setting)
-        with once if isinstance(once, PreparedStep) else contextlib.nullcontext():
+        with step.prepared(setting) as once:
             yield once
         return
     parameters = inspect.signature(step).parameters

@@ -26,14 +26,15 @@ def performed(step, setting="cpu"):
     before = everything(step.model)
     with parsed.apply(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        once = step.prepared(parsed)
+        prepared = step.prepared(parsed)
         assert everything(step.model) == before
-        assert once.parameters == {}
-        loss = once()
+        with prepared as once:
+            loss = once()
+            there = {name: (parameter.data, parameter.grad) for name, parameter in once.model.named_parameters()}
     assert everything(step.model) == before
     for name, parameter in step.model.named_parameters():
-        assert torch.equal(once.parameters[name], parameter.to(once.parameters[name])), "as it was before"
-    return loss, {name: parameter.grad for name, parameter in once.parameters.items()}
+        assert torch.equal(there[name][0], parameter.to(there[name][0])), "as it was before"
+    return loss, {name: gradient for name, (_, gradient) in there.items()}
 
 
 def by_hand(model, loss, setting="cpu"):
