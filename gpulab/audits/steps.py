@@ -195,52 +195,54 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
 
 def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
     """What a model calls its loss, as `Step` says; where it names none, the mean square of what it gives."""
-    name = "training_step" if hasattr(model, "training_step") else "output"
-    if name == "output":
-        output = _output(model, batch)
+    trains_itself = hasattr(model, "training_step")
+    if trains_itself:
+        numbers = [0] * (_needed(model.training_step) - 1)  # of the batch, and whatever else it counts
+        output, source = model.training_step(batch, *numbers), "what training_step gives"
     else:
-        _, *others = inspect.signature(model.training_step).parameters.values()
-        needed = [p for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        numbers = {"batch_idx": 0} if "batch_idx" in (p.name for p in others) else {}
-        output = model.training_step(batch, **numbers) if numbers else model.training_step(batch, *[0] * len(needed))
+        output, source = _output(model, batch), "the output"
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if named is None else named
-    source = "what training_step gives" if name == "training_step" else "the output's loss"
-    if named is None and name == "output":
-        source = "the output"
+    if named is not None and not trains_itself:
+        source = "the output's loss"
     if isinstance(loss, list | tuple) and loss and isinstance(loss[0], Tensor) and loss[0].ndim == 0:
         loss, source = loss[0], f"the first of {source}"
-    if isinstance(loss, Tensor) and (loss.ndim == 0 or name == "training_step"):
+    if isinstance(loss, Tensor) and (trains_itself or loss.ndim == 0):
         return loss, source
-    if named is not None or name == "training_step":
-        raise UsageError(f"the {name} of {type(model).__name__} gives no loss, but {_described(output)}; give loss=")
+    name = type(model).__name__
+    if trains_itself or named is not None:
+        gave = "training_step" if trains_itself else "output"
+        raise UsageError(f"the {gave} of {name} gives no loss, but {_described(output)}; give loss=")
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors or (isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)):
-        raise UsageError(f"which loss is meant? {type(model).__name__} gave {_described(output)}; give loss=")
+        raise UsageError(f"which loss is meant? {name} gave {_described(output)}; give loss=")
     return tensors[0].square().mean(), "the mean square of the output"
+
+
+def _needed(function: Callable[..., Any]) -> int:
+    """How many arguments a function cannot be called without, by position."""
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def _output(model: nn.Module, inputs: Any, drop_unknown: bool = False) -> Any:
     """What a model makes of its inputs; with `drop_unknown`, of those that it takes."""
-    if isinstance(inputs, list | tuple) and len(inputs) == 2:
-        try:
-            return model(inputs)
-        except TypeError as error:
-            message = f"{type(model).__name__} got a pair as its one input ({error})"
-            raise UsageError(f"{message}; with loss= a batch is (inputs, targets)") from error
-    if not isinstance(inputs, Mapping):
+    name = type(model).__name__
+    if isinstance(inputs, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        accepted = {key: value for key, value in inputs.items() if anything or key in parameters}
+        if accepted and len(accepted) < len(inputs) and not drop_unknown:
+            unknown = ", ".join(inputs.keys() - accepted.keys())
+            raise UsageError(f"the batch has {unknown}, which {name} does not take ({', '.join(parameters)})")
+        return model(**accepted) if accepted else model(inputs)
+    try:
         return model(inputs)
-    parameters = inspect.signature(model.forward).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    accepted = {name: value for name, value in inputs.items() if anything or name in parameters}
-    if not accepted:
-        return model(inputs)
-    if len(accepted) < len(inputs) and not drop_unknown:
-        raise UsageError(
-            f"the batch has {', '.join(inputs.keys() - accepted.keys())}, which {type(model).__name__} does not take "
-            f"({', '.join(parameters)})"
-        )
-    return model(**accepted)
+    except TypeError as error:
+        if not isinstance(inputs, list | tuple) or len(inputs) != 2:
+            raise
+        message = f"{name} got a pair as its one input ({error}); with loss= a batch is (inputs, targets)"
+        raise UsageError(message) from error
 
 
 def _described(value: Any) -> str:
@@ -293,10 +295,7 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
         with step.prepared(setting) as once:
             yield once
         return
-    parameters = inspect.signature(step).parameters
-    if "setting" in parameters or any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
-    ):
+    if "setting" in inspect.signature(step).parameters or _needed(step):
         yield functools.partial(step, setting)
     else:
         elsewhere = torch.device(setting.device) != torch.get_default_device()
