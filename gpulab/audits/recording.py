@@ -119,7 +119,8 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
     ]
     notes = {"loss": getattr(run, "loss_taken", ""), "autocast": " and ".join(dict.fromkeys(formats))}
     # Torch runs a model as it is written where it is watched.
-    notes["compiled"] = "not compiled" * watcher.results.compiled
+    compiled = (hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules(run))
+    notes["compiled"] = "not compiled" * any(compiled)
     notes = {name: words for name, words in notes.items() if words}
     return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)
 

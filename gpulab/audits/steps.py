@@ -8,7 +8,7 @@ import functools
 import inspect
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ class PreparedStep:
         return tensor.to(self.setting.device).to(dtype)  # float64 is made where it is needed, and not sent there
 
     def __enter__(self) -> PreparedStep:
-        before = State([self.model])
+        before = State(self.model)
         with contextlib.ExitStack() as stack:
             stack.callback(before.restore)
             for tensor, _, _, _ in before.tensors:
@@ -130,26 +130,26 @@ class PreparedStep:
 
 
 class State:
-    """All that models hold: the attributes of their modules, what is in them, and the memory of their tensors.
+    """What a module holds: the attributes of all inside it, what is in them, and the memory of their tensors.
 
-    That of other `tensors`, too. With an `owner` what lies in the memory is copied, and an optimizer that is the owner
-    is put back as well.
+    Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the memory is copied, too.
     """
 
-    def __init__(self, models: Sequence[nn.Module], tensors: Sequence[Tensor] = (), owner: Any = None) -> None:
-        self.modules = [(vars(module), dict(vars(module))) for model in models for module in model.modules()]
+    def __init__(self, owner: nn.Module | Tensor | torch.optim.Optimizer, with_contents: bool = False) -> None:
+        modules = owner.modules() if isinstance(owner, nn.Module) else ()
+        self.modules = [(vars(module), dict(vars(module))) for module in modules]
         attribute_values = (value for _, attributes in self.modules for value in attributes.values())
         self.containers = [
             (value, copy.copy(value)) for value in attribute_values if type(value) in (dict, OrderedDict, list, set)
         ]
-        of_models = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
         self.tensors = [
             (tensor, tensor.data, tensor.grad, tensor.requires_grad)
-            for tensor in (*of_models, *tensors)
-            if not is_lazy(tensor)
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and not is_lazy(tensor)
         ]
         held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
-        self.contents = [(memory, memory.clone()) for memory in held if owner is not None]
+        self.contents = [(memory, memory.clone()) for memory in held if with_contents]
         self.optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
