@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,3 +154,9 @@ def distance(x: np.ndarray, reference: np.ndarray) -> float:
         same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
         size, apart = (float(np.linalg.norm(values[~same])) for values in (reference, x - reference))
     return apart / size if size else (math.inf if apart else 0.0)
+
+
+def spread(sketches: Mapping[str, np.ndarray], values: Sequence[str], others: Sequence[str]) -> float:
+    """How far the values of one execution are from those of another at most, relative to these."""
+    distances = (distance(sketches[x], sketches[y]) for x, y in zip(values, others, strict=False))
+    return max(distances, default=math.inf)

@@ -22,8 +22,8 @@ class Operation:
     are those of the call by the names of torch's schema, defaults included, as JSON has them (a tensor
     is "Tensor"). `error` is its own error against float64 from the same inputs,
     `bound` what rounding explains, both relative to the exact result; `format` the short number format
-    that a product was computed in. `steady` says whether the operation gave the same bits when it was
-    called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
+    that a product was computed in. `repeats` says whether the operation gave the same bits when it was
+    called again at once, and in the whole step done again as well. `nans`
     says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
     relative to the first, where they were not the same. `anew` says that it was given values that no operation
     made and that were others when the step was done again. `bound` is that of the output that is worst beside it, and
@@ -44,7 +44,6 @@ class Operation:
     changed: list[str] = field(default_factory=list)
     random: bool = False
     repeats: bool | None = None
-    steady: bool = True
     error: float | None = None
     bound: float | None = None
     format: str | None = None

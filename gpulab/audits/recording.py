@@ -132,13 +132,12 @@ def _autocast(setting: Setting) -> Iterator[list[str]]:
     allowed, enter, kind = setting.dtype != torch.float64, torch.autocast.__enter__, setting.kind
 
     def enter_and_note(self: torch.autocast) -> Any:
+        entered = enter(self)
         if self._enabled:
             formats.append(str(self.fast_dtype).removeprefix("torch."))
-        enabled, self._enabled = self._enabled, self._enabled and allowed
-        try:
-            return enter(self)
-        finally:
-            self._enabled = enabled
+        if not allowed:
+            torch.set_autocast_enabled(self.device, False)  # until the block ends, which puts back what was before
+        return entered
 
     torch.clear_autocast_cache()  # which holds weights that another execution has cast
     around = torch.is_autocast_enabled(kind)
@@ -156,16 +155,15 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue
+        same = before is not None
         if before is not None and before.inputs != op.inputs:
             pairs = zip(before.inputs, op.inputs, strict=False)
             op.anew = any(x != y and x not in values_made_before and y not in values_made for x, y in pairs)
-        made = (op.outputs, op.changed)
-        same = before is not None and (before.inputs != op.inputs or (before.outputs, before.changed) == made)
-        op.repeats = op.steady and same and not op.anew
-        if before is not None and before.inputs == op.inputs and before.outputs != op.outputs:
-            outputs = zip(before.outputs, op.outputs, strict=False)
-            distances = [sk.distance(trace.sketches[x], trace.sketches[y]) for x, y in outputs]
-            op.spread = max([op.spread or 0.0, *distances])
+        elif before is not None:
+            same = (before.outputs, before.changed) == (op.outputs, op.changed)
+            if before.outputs != op.outputs:
+                op.spread = max(op.spread or 0.0, sk.spread(trace.sketches, before.outputs, op.outputs))
+        op.repeats = op.repeats is not False and same and not op.anew
 
 
 def _values_made(trace: Trace) -> set[str]:

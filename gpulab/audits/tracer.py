@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -42,12 +41,7 @@ class Tracer(UncompiledDispatchMode):
         measured: whether each operation's error and steadiness are measured.
     """
 
-    def __init__(
-        self,
-        sketches: dict[str, np.ndarray],
-        tell: Callable[[], Any] = lambda: None,
-        measured: bool = False,
-    ) -> None:
+    def __init__(self, sketches: dict[str, np.ndarray], tell: Callable[[], Any], measured: bool = False) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
         self.results = StepResults(self._value)
@@ -86,11 +80,6 @@ class Tracer(UncompiledDispatchMode):
             return out
         rounded = [t for t in results if sk.rounds(t)]
         measured = self.measured and not random and not operation.is_view and bool(rounded or name in NOT_UNIQUE)
-        again = None
-        if measured:
-            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
-            again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
-        steady = again is None or _same(again, results)
         phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
         op = Operation(
             name=name,
@@ -106,12 +95,15 @@ class Tracer(UncompiledDispatchMode):
             random=random,
             nans=self.measured and any(map(_has_nan, rounded)),
         )
-        if again is not None:
+        if measured:
+            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
+            again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
+            repeated = self._values(again)
+            if repeated != op.outputs:
+                op.repeats, op.spread = False, sk.spread(self.sketches, repeated, op.outputs)
             plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
             error = forward_error(operation, name, before[0], before[1], raw_results) if plain else ForwardError()
             op.error, op.bound, op.format, op.rounded_before, op.loosest = astuple(error)
-            op.steady = steady
-            op.spread = None if steady else _spread(again, results)
         self.operations.append(op)
         self.tell()
         return out
@@ -143,8 +135,8 @@ class Tracer(UncompiledDispatchMode):
     def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
         """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
         leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
-        before_and_after = [(then, now) for then, now in leaves if now.numel() and sk.is_plain(now)]
-        changed = [now for then, now in before_and_after if then.shape != now.shape or not _same_bits(then, now)]
+        plain = [(then, now) for then, now in leaves if now.numel() and sk.is_plain(now)]
+        changed = [now for then, now in plain if sk.name(then) != sk.name(now)]
         bases = [now._base for now in changed if now._base is not None]  # which has changed with its part
         return [self._value(t) for t in ([] if blind else changed) + bases]
 
@@ -174,30 +166,9 @@ def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:
     return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
 
 
-def _spread(again: list[Tensor], results: list[Tensor]) -> float:
-    """How far the results of an operation that was called again are from the first ones, relative to these."""
-    distances = [
-        sk.distance(sk.sketch(repeated), sk.sketch(original))
-        for repeated, original in zip(again, results, strict=False)
-        if sk.rounds(original)
-    ]
-    return max(distances, default=math.inf)
-
-
 def _has_nan(tensor: Tensor) -> bool:
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
-
-
-def _same(again: list[Tensor], results: list[Tensor]) -> bool:
-    return len(again) == len(results) and all(map(_same_bits, again, results))
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    if x.dtype != y.dtype or x.shape != y.shape:
-        return False
-    integer_type = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)
-    return torch.equal(*(t.detach().contiguous().view(-1).view(integer_type) for t in (x, y)))
 
 
 def _copy(value: Any) -> Any:
