@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.audits.count_sketch import factors, mapped, rounds
+from gpulab.audits.count_sketch import factors, leaves, mapped, rounds
 from gpulab.audits.definitions import DEFINITIONS, repeats
+from gpulab.audits.operations import Accuracy
 from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
@@ -58,27 +59,9 @@ ROUNDINGS = (
 )
 
 
-@dataclass(frozen=True)
-class ForwardError:
-    """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
-
-    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
-    off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
-    factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
-    numbers were taken for zero.
-    None where there is nothing to say: no twin in float64, no product.
-    """
-
-    error: float | None = None
-    bound: float | None = None
-    format: str | None = None
-    rounded_before: bool = False
-    loosest: float | None = None
-
-
 def forward_error(
     operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> ForwardError:
+) -> Accuracy:
     """Compare what an operation returned with the same operation in float64, on the same device.
 
     Args:
@@ -88,9 +71,8 @@ def forward_error(
         kwargs: named arguments of the call.
         out: what it returned; or wrote, where it returns nothing.
     """
-    unknown = ForwardError()
     if name in RECURRENT or gave_up(operation, out):
-        return unknown  # what a factorisation leaves when it fails is each library's own
+        return Accuracy()  # what a factorisation leaves when it fails is each library's own
     if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
         out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
     results = rounded_results(out)
@@ -101,35 +83,35 @@ def forward_error(
     twin = Twin(operation, args, kwargs, len(results))
     try:
         if name in DEFINITIONS:
-            made = mapped(in_float64, out)
-            answer = DEFINITIONS[name](
-                operation, name, twin.named, list(made) if isinstance(made, list | tuple) else [made]
-            )
+            answer = DEFINITIONS[name](operation, name, twin.named, leaves(mapped(in_float64, out)))
             if answer is not None:
                 error, roundings = answer
                 unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
-                return ForwardError(error, None if roundings is None else SAFETY * roundings * unit)
-        exact = twin()
-        if not exact or [e.shape for e in exact] != [r.shape for r in results]:
-            return unknown
-        sizes = list(map(norm, exact))
-        if not all(map(math.isfinite, sizes)):
-            return unknown
-        unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
-        copies = [t.numel() for t in twin.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
-        if copies and not any(map(distance, results, exact)):  # the rest would say nothing
-            return ForwardError(0.0, unit)
-        terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
-        reaches = [SAFETY * math.sqrt(n) for n in terms]
-        if name in PRODUCTS:
-            bounds = _bounds_of_products(name, twin, exact, reaches, unit)
-        else:
-            moves, cancelled = _moves(name, twin, exact, unit), _one_pass(name, twin, exact, reaches, unit)
-            bounds = [reach * move + loss for reach, move, loss in zip(reaches, moves, cancelled, strict=True)]
-            if name in SUMS_BY_INDEX:
-                bounds[0] += terms[0] * unit * sizes[0]
+                return Accuracy(error=error, bound=None if roundings is None else SAFETY * roundings * unit)
+        return _beside_twin(name, args, results, twin)
     except RuntimeError:  # a kernel of one device alone, or none for float64
-        return unknown
+        return Accuracy()
+
+
+def _beside_twin(name: str, args: Sequence[Any], results: list[Tensor], twin: Twin) -> Accuracy:
+    """The error of that result which is worst, and what rounds as it does."""
+    exact = twin()
+    sizes = list(map(norm, exact))
+    if not exact or [e.shape for e in exact] != [r.shape for r in results] or not all(map(math.isfinite, sizes)):
+        return Accuracy()
+    unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
+    copies = [t.numel() for t in twin.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
+    if copies and not any(map(distance, results, exact)):  # the rest would say nothing
+        return Accuracy(error=0.0, bound=unit)
+    terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
+    reaches = [SAFETY * math.sqrt(max(1.0, n)) for n in terms]
+    if name in PRODUCTS:
+        bounds = _bounds_of_products(name, twin, exact, reaches, unit)
+    else:
+        moves, cancelled = _moves(name, twin, exact, unit), _one_pass(name, twin, exact, reaches, unit)
+        bounds = [reach * move + loss for reach, move, loss in zip(reaches, moves, cancelled, strict=True)]
+        if name in SUMS_BY_INDEX:
+            bounds[0] += terms[0] * unit * sizes[0]
     # Numbers too small for the format are lost: below the smallest subnormal one; and where a unit takes those for
     # zero, all below the smallest normal one.
     formats = [torch.finfo(result.dtype) for result in results]
@@ -138,34 +120,29 @@ def forward_error(
     ]
     bounds = [bound + loss * f.eps for bound, loss, f in zip(bounds, lost, formats, strict=True)]
     exact = [torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)]  # overflow
-    errors = [(distance(r, e), bound) for r, e, bound in zip(results, exact, bounds, strict=True)]
-    worst = max(range(len(errors)), key=lambda index: _ratio(*errors[index]))
-    error, bound = errors[worst]
+    errors = list(map(distance, results, exact))
+    ratios = [Accuracy(error=error, bound=bound).ratio for error, bound in zip(errors, bounds, strict=True)]
+    worst = int(np.argmax(ratios))  # NaN is the largest
+    error, bound, size = errors[worst], bounds[worst], norm(exact[worst]) or 1.0
     if math.isnan(bound):  # next to inputs for which there is no result
-        return unknown
-    by_kernel = before = None
+        return Accuracy()
+    loosest = max(bound / (norm(e) or 1.0) for e, bound in zip(exact, bounds, strict=True))
+    seen = Accuracy(error=error / size, bound=bound / size, loosest=loosest)
     factors = [args[index] for index in FACTORS.get(name, ())]
     if error > bound and _is_flushed(twin, results[worst], worst, bound + lost[worst]):
-        by_kernel = FLUSHED
+        seen.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
         # Where a format shorter than float32 was used, the error is at least half of one rounding; and where all
         # products have one sign, which the sum of n of them hides best, 2^-12 / sqrt(n) of the result.
-        half = 0.5 * bound / reaches[worst] if name in PRODUCTS else bound
-        shortest = 2.0**-15 / math.sqrt(terms[worst] if name in PRODUCTS else 1) * sizes[worst]
-        if not error <= max(half, shortest):
+        reach = reaches[worst] if name in PRODUCTS else SAFETY
+        if not error <= max(bound / 2, SAFETY * 2.0**-15 * sizes[worst]) / reach:
             # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
             worst_error = math.inf if math.isnan(error) else error
-            by_kernel = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
-        before = next(filter(None, map(rounded_format, factors)), None)
-    size, rounded_before = norm(exact[worst]) or 1.0, by_kernel is None and before is not None
-    loosest = max(bound / (norm(e) or 1.0) for e, bound in zip(exact, bounds, strict=True))
-    return ForwardError(error / size, bound / size, by_kernel or before, rounded_before, loosest)
-
-
-def _ratio(error: float, bound: float) -> float:
-    if math.isnan(error):
-        return math.inf
-    return error / bound if bound else (math.inf if error else 0.0)
+            seen.format = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
+        if seen.format is None:
+            seen.format = next(filter(None, map(rounded_format, factors)), None)
+            seen.rounded_before = seen.format is not None
+    return seen
 
 
 # --- how far rounding may lead --------------------------------------------------------------------------------

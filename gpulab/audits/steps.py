@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
@@ -60,10 +59,9 @@ class Step:
     def __post_init__(self) -> None:
         if isinstance(self.batch, DataLoader):
             with torch.random.fork_rng(devices=[]):
-                for first in self.batch:
-                    object.__setattr__(self, "batch", first)
-                    return
-            raise UsageError("the DataLoader given as a batch has none")
+                object.__setattr__(self, "batch", next(iter(self.batch), None))
+            if self.batch is None:
+                raise UsageError("the DataLoader given as a batch has none")
 
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""
@@ -84,10 +82,7 @@ class PreparedStep:
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
-        self.setting, self.loss = setting, step.loss
-        # What is lazy becomes another class when it is first used.
-        any_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
-        self.model = copy.deepcopy(step.model) if any_lazy else step.model
+        self.setting, self.model, self.loss = setting, step.model, step.loss
 
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
@@ -110,9 +105,7 @@ class PreparedStep:
             for tensor, _, _, _ in before.tensors:
                 tensor.grad = None
             self.model._apply(self._converted)
-            # Some models' own `to` notes where they are; of dtypes it would make complex numbers real.
-            any_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
-            self.model.to(self.setting.device, None if any_complex else self.setting.dtype)
+            self.model.to(self.setting.device)  # some models' own `to` notes where they are
             for tensor, data, _, _ in before.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
                     tensor.data = data.clone()
@@ -144,9 +137,7 @@ class State:
         ]
         tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
         self.tensors = [
-            (tensor, tensor.data, tensor.grad, tensor.requires_grad)
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and not is_lazy(tensor)
+            (tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors if isinstance(tensor, Tensor)
         ]
         held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
         self.contents = [(memory, memory.clone()) for memory in held if with_contents]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.operations import Operation, as_json
-from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
+from gpulab.audits.rounding import NOT_UNIQUE, forward_error
 from gpulab.audits.step_results import StepResults
 from gpulab.audits.twins import named_arguments, outcome, writes
 from gpulab.guards.own_work import at_work
@@ -68,10 +67,11 @@ class Tracer(UncompiledDispatchMode):
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
         before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
-        arguments = {key: as_json(value) for key, value in named_arguments(operation, args, kwargs).items()}
+        named = named_arguments(operation, *before)
+        arguments = {key: as_json(value) for key, value in named.items()}
         random = _is_random(operation, arguments)
         blind = changes and (random or name in OVERWRITES)
-        inputs = self._values(sk.leaves(_without_notes(operation._schema.arguments, *before))[blind:])
+        inputs = self._values(sk.leaves([value for key, value in named.items() if key not in NOTES])[blind:])
         self.results.find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         raw_results = outcome(operation, args, out)
@@ -102,8 +102,8 @@ class Tracer(UncompiledDispatchMode):
             if repeated != op.outputs:
                 op.repeats, op.spread = False, sk.spread(self.sketches, repeated, op.outputs)
             plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
-            error = forward_error(operation, name, before[0], before[1], raw_results) if plain else ForwardError()
-            op.error, op.bound, op.format, op.rounded_before, op.loosest = astuple(error)
+            if plain:
+                vars(op).update(vars(forward_error(operation, name, *before, raw_results)))
         self.operations.append(op)
         self.tell()
         return out
@@ -149,17 +149,10 @@ def _numeric_tensors(values: Any) -> list[Tensor]:
 
 def _results(operation: Any, raw_results: Any) -> list[Tensor]:
     """What an operation made of tensors, without its notes."""
-    if isinstance(raw_results, tuple) and len(raw_results) == len(operation._schema.returns):
-        raw_results, _ = _without_notes(operation._schema.returns, raw_results, {})
+    returns = operation._schema.returns
+    if isinstance(raw_results, tuple) and len(raw_results) == len(returns):
+        raw_results = [value for entry, value in zip(returns, raw_results, strict=True) if entry.name not in NOTES]
     return _numeric_tensors(raw_results)
-
-
-def _without_notes(
-    names: Sequence[Any], values: Sequence[Any], named: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Values of a schema's arguments or returns, and those given by name, with None for what is a kernel's note."""
-    placed = [None if entry.name in NOTES else value for entry, value in zip(names, values, strict=False)]
-    return placed, {name: None if name in NOTES else value for name, value in named.items()}
 
 
 def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:

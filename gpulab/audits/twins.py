@@ -43,21 +43,17 @@ class Twin:
     ) -> list[Tensor]:
         """The results of arguments that are changed first, all or those at some places."""
 
-        def copied(value: Any) -> Any:  # what an operation in place overwrites is still needed
-            return value.clone() if self.in_place and isinstance(value, Tensor) else value
-
         def changed(value: Any) -> Any:
-            value = copied(value)
             return change(value) if isinstance(value, Tensor) and rounds(value) else value
 
-        placed = [
-            mapped(changed if positions is None or position in positions else copied, value)
-            for position, value in enumerate(self.args)
-        ]
-        out = self.operation(*placed, **mapped(copied if positions is not None else changed, self.kwargs))
+        args, kwargs = (self.args, self.kwargs)
+        if self.in_place:  # what the operation overwrites is still needed
+            args, kwargs = mapped(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
+        args = [mapped(changed, arg) if positions is None or i in positions else arg for i, arg in enumerate(args)]
+        out = self.operation(*args, **(mapped(changed, kwargs) if positions is None else kwargs))
         if gave_up(self.operation, out):
             raise RuntimeError("a factorisation failed")
-        return rounded_results(outcome(self.operation, placed, out))[: self.results]
+        return rounded_results(outcome(self.operation, args, out))[: self.results]
 
 
 def in_float64(value: Any) -> Any:
