@@ -83,6 +83,4 @@ def as_json(argument: Any) -> Any:
         return TENSOR
     if isinstance(argument, list | tuple):
         return [as_json(item) for item in argument]
-    if isinstance(argument, complex):
-        return str(argument)
     return argument if isinstance(argument, bool | int | float | str) else None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from gpulab.audits.count_sketch import leaves
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
@@ -172,16 +173,7 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
         inputs, targets = batch
     else:
         raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
-    output = _output(model, inputs, drop_unknown=targets is batch)
-    try:
-        return loss(output, targets), ""
-    except (TypeError, AttributeError) as error:
-        if isinstance(output, Tensor):
-            raise
-        raise UsageError(
-            f"loss cannot take what {type(model).__name__} gives, {_described(output)} ({error}); give "
-            "loss=lambda output, targets: …, which chooses from it"
-        ) from error
+    return loss(_output(model, inputs, drop_unknown=targets is batch), targets), ""
 
 
 def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
@@ -259,24 +251,19 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
 
     That is a tensor of another format or device which is a plain attribute of a module: `Module.to` does not reach it.
     """
-    left = [
-        f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})"
+    left = {
+        f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})": None
         for module in modules
         for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers")
-        for tensor in tree_leaves(value)
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and _elsewhere(tensor, setting)
-    ]
+        for tensor in leaves(value)
+        if tensor.is_floating_point() and (tensor.dtype, tensor.device.type) != (setting.dtype, setting.kind)
+    }
     if not left and setting.dtype == torch.float32:
         return error
     words = next(iter(str(error).splitlines()), type(error).__name__)
     if left:
-        words += f"; .to() does not reach {', '.join(dict.fromkeys(left))}: keep it as a buffer, by register_buffer"
+        words += f"; .to() does not reach {', '.join(left)}: keep it as a buffer, by register_buffer"
     return UsageError(f"the step cannot be done under {setting}: {words}")
-
-
-def _elsewhere(tensor: Tensor, setting: Setting) -> bool:
-    return tensor.dtype != setting.dtype or tensor.device.type != setting.kind
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from gpulab.audits import count_sketch as sk
@@ -61,6 +62,9 @@ class Tracer(UncompiledDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
+        if name == "_euclidean_dist":  # the distances of many points: a product and its root, each seen by itself
+            with self:
+                return get_decompositions([operation])[operation](*args)
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
@@ -80,21 +84,11 @@ class Tracer(UncompiledDispatchMode):
             return out
         rounded = [t for t in results if sk.rounds(t)]
         measured = self.measured and not random and not operation.is_view and bool(rounded or name in NOT_UNIQUE)
-        phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
-        op = Operation(
-            name=name,
-            phase=phase,
-            module=module,
-            line=line,
-            inputs=inputs,
-            outputs=self._values(results),
-            shape=list(results[0].shape),
-            dtype=str(results[0].dtype).removeprefix("torch."),
-            arguments=arguments,
-            changed=self._changed(before, (args, kwargs), blind) if changes else [],
-            random=random,
-            nans=self.measured and any(map(_has_nan, rounded)),
-        )
+        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
+        shape, dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
+        op = Operation(name, *caller, inputs, self._values(results), shape, dtype, arguments, random=random)
+        op.changed = self._changed(before, (args, kwargs), blind) if changes else []
+        op.nans = self.measured and any(map(_has_nan, rounded))
         if measured:
             again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))

@@ -300,7 +300,6 @@ class Detector(nn.Linear):
 
 WRONG = {
     "losses of several names": (Detector(4, 2), X, None, r"which loss .* Detector gave a dict with \['classes'"),
-    "an object for a function of tensors": (Classifier(), (X, Y), F.cross_entropy, r"Answer with \['loss', 'logits'\]"),
     "an object without a loss": (Classifier(), {"values": X}, None, "which loss is meant"),
     "keywords unknown": (Classifier(), {"values": X, "classes": Y}, None, "has classes, which Classifier"),
     "a pair without a loss": (plain(), (X, Y), None, r"got a pair as its one input .* with loss="),
