@@ -115,11 +115,10 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
         {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
         for f in (report.findings if report else [])
     ]
-    notes = {"loss": getattr(run, "loss_taken", ""), "autocast": " and ".join(dict.fromkeys(formats))}
     # Torch runs a model as it is written where it is watched.
-    compiled = (hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules(run))
-    notes["compiled"] = "not compiled" * any(compiled)
-    notes = {name: words for name, words in notes.items() if words}
+    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules(run))
+    about = (getattr(run, "loss_taken", ""), " and ".join(dict.fromkeys(formats)), "not compiled" * compiled)
+    notes = {name: words for name, words in zip(("loss", "autocast", "compiled"), about, strict=True) if words}
     return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,7 +118,7 @@ def _beside_twin(name: str, args: Sequence[Any], results: list[Tensor], twin: Tw
     exact = [torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)]  # overflow
     errors = list(map(distance, results, exact))
     ratios = [Accuracy(error=error, bound=bound).ratio for error, bound in zip(errors, bounds, strict=True)]
-    worst = int(np.argmax(ratios))  # NaN is the largest
+    worst = int(np.argmax(np.array(ratios, float)))  # NaN is the largest
     error, bound, size = errors[worst], float(bounds[worst]), norm(exact[worst]) or 1.0
     if math.isnan(bound):  # next to inputs for which there is no result
         return Accuracy()
@@ -257,8 +256,11 @@ def _explaining_format(
     """The format whose rounding of the factors explains the error best, if any explains half of it."""
     best, least = None, 1 - (EXPLAINED if result.numel() > FEW else FEW_EXPLAINED)
     for format_, mode, of_result in ROUNDINGS:
-        rounded = partial(rounded_factor, name=format_, rounding=mode)
-        candidate = twin(lambda x, rounded=rounded: rounded(x.float()).double(), factor_positions)[output_index]
+
+        def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
+            return rounded_factor(x.float(), format_, mode).double()
+
+        candidate = twin(rounded, factor_positions)[output_index]
         if of_result is not None:  # it overflows where the format ends
             candidate = round_to(candidate.float(), of_result).double()
         remaining = (distance(result, candidate) / error) ** 2

@@ -115,7 +115,9 @@ class StepResults:
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
                 label = "loss" if len(returned_leaves) == 1 else f"result {keystr(path)}"
                 entries.append((label, "", self._names_of(tensor)))
-        names = {p: _as_written(name) for root in reversed(self.roots) for name, p in root.named_parameters()}
+        names: dict[Tensor, str] = {}
+        for root in reversed(self.roots):  # a parameter of two has its name in the first
+            names |= {parameter: _as_written(name) for name, parameter in root.named_parameters()}
         for number, (leaf, contents) in enumerate(self.leaves.items(), 1):
             name, values = names.get(leaf, f"tensor {number} of shape {tuple(leaf.shape)}"), self._names_of(leaf)
             entries.append(("gradient", name, self.gradients.get(leaf, [])))

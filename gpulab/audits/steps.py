@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
 
 from gpulab.audits.count_sketch import leaves
 from gpulab.errors import UsageError
@@ -33,8 +32,8 @@ class Step:
     Args:
         model: The network.
         batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the inputs alone. A
-            mapping becomes keyword arguments where `forward` has parameters of these names. Of a `DataLoader`
-            it is the first batch, drawn once.
+            mapping becomes keyword arguments where `forward` has parameters of these names. Of a `DataLoader` give
+            the first batch, `next(iter(loader))`.
         loss: A function of outputs and targets; of outputs and the whole batch where that is a mapping, of which the
             model gets what it takes. Without it, what is differentiated is what the model calls its loss:
             what `training_step(batch, 0)` gives of a model that has one (Lightning's have), the output's `loss`, a
@@ -56,13 +55,6 @@ class Step:
     model: nn.Module
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.batch, DataLoader):
-            with torch.random.fork_rng(devices=[]):
-                object.__setattr__(self, "batch", next(iter(self.batch), None))
-            if self.batch is None:
-                raise UsageError("the DataLoader given as a batch has none")
 
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""

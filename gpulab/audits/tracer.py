@@ -62,7 +62,7 @@ class Tracer(UncompiledDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-        if name == "_euclidean_dist":  # the distances of many points: a product and its root, each seen by itself
+        if name == "_euclidean_dist":  # which has no kernel of its own: the root of a product, each seen by itself
             with self:
                 return get_decompositions([operation])[operation](*args)
         if is_composite(operation):
@@ -97,7 +97,7 @@ class Tracer(UncompiledDispatchMode):
                 op.repeats, op.spread = False, sk.spread(self.sketches, repeated, op.outputs)
             plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
             if plain:
-                vars(op).update(vars(forward_error(operation, name, *before, raw_results)))
+                vars(op).update(vars(forward_error(operation, name, before[0], before[1], raw_results)))
         self.operations.append(op)
         self.tell()
         return out
