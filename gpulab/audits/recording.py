@@ -31,6 +31,7 @@ def record(
     *,
     reference: Trace | None = None,
     on: str = "cpu",
+    label: str = "",
     progress: bool = True,
 ) -> Trace:
     """Do a step under a setting and note what every operation computed.
@@ -46,6 +47,7 @@ def record(
         file: where the trace is kept, if anywhere.
         reference: another trace of the step, whose execution in float64 serves again.
         on: the device of the execution in float64; traces for other machines need the CPU's.
+        label: what reports call the trace, instead of its setting.
         progress: whether to show a bar.
 
     Returns:
@@ -79,7 +81,7 @@ def record(
         trace = perform(step, parsed, watched(measured=True))
         trace.reference = reference.reference if reference else perform(step, exact_setting, watched()).operations
     _compare_executions(first, trace)
-    trace.passport = dict(passport())
+    trace.label, trace.passport = label, dict(passport())
     trace.sketches = {value: sketches[value] for op in (*trace.operations, *trace.reference) for value in op.values}
     if file is not None:
         trace.save(file)
