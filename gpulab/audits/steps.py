@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpulab.audits.count_sketch import leaves
@@ -75,7 +76,10 @@ class PreparedStep:
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
-        self.setting, self.model, self.loss = setting, step.model, step.loss
+        self.setting, self.loss = setting, step.loss
+        # What is lazy becomes another class when it is first used.
+        any_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
+        self.model = copy.deepcopy(step.model) if any_lazy else step.model
 
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
@@ -130,7 +134,9 @@ class State:
         ]
         tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
         self.tensors = [
-            (tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors if isinstance(tensor, Tensor)
+            (tensor, tensor.data, tensor.grad, tensor.requires_grad)
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and not is_lazy(tensor)
         ]
         held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
         self.contents = [(memory, memory.clone()) for memory in held if with_contents]
