@@ -284,9 +284,10 @@ def record(
     setting: OneSetting = "cpu",
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
-    from gpulab.audits import recording, steps
+    from gpulab.audits import recording
+    from gpulab.user_code import find_function
 
-    trace = recording.record(steps.find_step(step), setting, trace_file)
+    trace = recording.record(find_function(step, "step"), setting, trace_file)
     say(f"{trace}\nkept in {trace_file}")
 
 
@@ -307,15 +308,16 @@ def audit(
     first, second, *third = compared
     for setting in (second, *third) if third else ():
         prepared(setting)
-    from gpulab.audits import audits, steps
+    from gpulab.audits import audits
     from gpulab.audits.findings import KINDS
+    from gpulab.user_code import find_function
 
     for kind in fail_on or ():
         if kind not in KINDS:
             raise UsageError(f"--fail-on {kind!r}: expected one of {', '.join(KINDS)}")
     try:
         if third:
-            report = audits.audit(steps.find_step(first), second, *third)
+            report = audits.audit(find_function(first, "step"), second, *third)
         else:
             report = audits.audit(files.shipped(first), files.shipped(second))
     except GpulabError as error:

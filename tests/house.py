@@ -9,7 +9,7 @@ PICTURE = PACKAGE.parent / "docs" / "house.svg"
 # Imports run downwards only; a line is a floor, the lowest first. A package is one room.
 FLOORS = [
     ["_lazy", "errors", "files", "progress"],
-    ["report", "passports", "content"],
+    ["report", "passports", "content", "user_code"],
     ["numerics", "stats", "sources"],
     ["settings"],
     ["store"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,17 +89,17 @@ def sketch(tensor: Tensor) -> np.ndarray:
     numbers = tensor.reshape(-1)
     if numbers.numel() <= IN_FULL:
         return numbers.to("cpu", torch.float64, copy=True).numpy()
-    if numbers.numel() <= BLOCK:
-        sums = _sums(numbers, 0)
-    else:
-        sums = np.sum([_sums(block, block_index) for block_index, block in enumerate(numbers.split(BLOCK))], axis=0)
-    if not np.isfinite(sums).all():
-        within = numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST)
-        sums = np.sum([_sums(block, block_index) for block_index, block in enumerate(within.split(BLOCK))], axis=0)
-    return sums
+    sums = _sums(numbers)
+    return sums if np.isfinite(sums).all() else _sums(numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST))
 
 
-def _sums(numbers: Tensor, block_index: int) -> np.ndarray:
+def _sums(numbers: Tensor) -> np.ndarray:
+    """The sketch of many numbers: the sum of those of all blocks, each with shifts and a sign of its own."""
+    blocks = enumerate(numbers.split(BLOCK))
+    return np.sum([_sums_of_block(block, number % SKETCH) * (-1) ** number for number, block in blocks], axis=0)
+
+
+def _sums_of_block(numbers: Tensor, shift: int) -> np.ndarray:
     """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
     count = numbers.numel()
     if numbers.dtype not in (torch.float32, torch.float64):  # of which torch cannot multiply all
@@ -108,8 +108,7 @@ def _sums(numbers: Tensor, block_index: int) -> np.ndarray:
     torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
     folded = signed.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
-        shifted = folded.ravel()[_shifts(block_index % SKETCH)].sum(0)
-    return -shifted if block_index % 2 else shifted
+        return folded.ravel()[_shifts(shift)].sum(0)
 
 
 @functools.cache
@@ -128,19 +127,14 @@ def _signs(device: str) -> Tensor:
     return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(device)
 
 
-@functools.cache
-def _factors(device: str, by: float) -> Tensor:
-    return 1 + by * _signs(device)
-
-
 def factors(like: Tensor, draw: int, by: float) -> Tensor:
     """1 plus or minus `by`, at random by the looks, for each number of a tensor, others for each `draw`: float64."""
     count = like.numel()
     start = draw * 7919 % (BLOCK - min(count, BLOCK) + 1)
-    stretch = _factors(str(like.device), by)[start : start + count]
+    signs = _signs(str(like.device))[start : start + count]
     if count > BLOCK:
-        stretch = stretch.repeat(math.ceil(count / BLOCK))[:count]
-    return stretch.view(like.shape)
+        signs = signs.repeat(math.ceil(count / BLOCK))[:count]
+    return 1 + by * signs.view(like.shape)
 
 
 def distance(x: np.ndarray, reference: np.ndarray) -> float:
@@ -154,3 +148,9 @@ def distance(x: np.ndarray, reference: np.ndarray) -> float:
         same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
         size, apart = (float(np.linalg.norm(values[~same])) for values in (reference, x - reference))
     return apart / size if size else (math.inf if apart else 0.0)
+
+
+def spread(sketches: Mapping[str, np.ndarray], values: Sequence[str], others: Sequence[str]) -> float:
+    """How far the values of one execution are from those of another at most, relative to these."""
+    distances = (distance(sketches[x], sketches[y]) for x, y in zip(values, others, strict=False))
+    return max(distances, default=math.inf)

@@ -110,11 +110,9 @@ def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results
         upper = arguments["UPLO"] == "U"
         matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
         matrix, product, bases = matrix @ factors[1], factors[1] * factors[0].unsqueeze(-2), factors[1:]
-    errors = [norm(matrix - product) / (norm(matrix) or 1.0)]
-    for basis in bases:
-        unity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-        errors.append(norm(basis.mT @ basis - unity) / math.sqrt(basis[..., 0, :].numel()))
-    return max(errors), float(max(matrix.shape[-2:]))
+    angles = [basis.mT @ basis for basis in bases]
+    right = [torch.eye(each.shape[-1], dtype=each.dtype, device=each.device).expand_as(each) for each in angles]
+    return max(map(_relative, [product, *angles], [matrix, *right])), float(max(matrix.shape[-2:]))
 
 
 _SELECTIONS = """

@@ -12,22 +12,44 @@ RESULT = "result"  # the phase of what is no operation: loss, gradients, and wha
 TENSOR = "Tensor"  # what stands for one among an operation's arguments
 
 
-@dataclass(eq=False)
-class Operation:
-    """What one operation did.
+@dataclass(kw_only=True)
+class Accuracy:
+    """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
+
+    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
+    off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
+    factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
+    numbers were taken for zero.
+    None where there is nothing to say: no twin in float64, no product.
+    """
+
+    error: float | None = None
+    bound: float | None = None
+    format: str | None = None
+    rounded_before: bool = False
+    loosest: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The error in units of what rounding explains."""
+        if self.error is None or self.bound is None:
+            return None
+        return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
+
+
+@dataclass
+class Operation(Accuracy):
+    """What one operation did, and how exactly.
 
     `name` is torch's, without device or overload; `module` the path of the module that called it
     (for the backward pass: that called what is differentiated); `line` the line of the user's code;
     `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
     are those of the call by the names of torch's schema, defaults included, as JSON has them (a tensor
-    is "Tensor"). `error` is its own error against float64 from the same inputs,
-    `bound` what rounding explains, both relative to the exact result; `format` the short number format
-    that a product was computed in. `steady` says whether the operation gave the same bits when it was
-    called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
+    is "Tensor"). `repeats` says whether the operation gave the same bits when it was
+    called again at once, and in the whole step done again as well. `nans`
     says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
     relative to the first, where they were not the same. `anew` says that it was given values that no operation
-    made and that were others when the step was done again. `bound` is that of the output that is worst beside it, and
-    `loosest` the largest of any output.
+    made and that were others when the step was done again.
 
     In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
     """
@@ -44,27 +66,15 @@ class Operation:
     changed: list[str] = field(default_factory=list)
     random: bool = False
     repeats: bool | None = None
-    steady: bool = True
-    error: float | None = None
-    bound: float | None = None
-    format: str | None = None
-    rounded_before: bool = False
     nans: bool = False
     anew: bool = False
     spread: float | None = None
-    loosest: float | None = None
+    __eq__, __hash__ = object.__eq__, object.__hash__  # each call is an operation of its own
 
     @property
     def values(self) -> list[str]:
         """The names of all values that it met."""
         return [*self.inputs, *self.outputs, *self.changed]
-
-    @property
-    def ratio(self) -> float | None:
-        """The error in units of what rounding explains."""
-        if self.error is None or self.bound is None:
-            return None
-        return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
 
 
 def as_json(argument: Any) -> Any:
@@ -73,6 +83,4 @@ def as_json(argument: Any) -> Any:
         return TENSOR
     if isinstance(argument, list | tuple):
         return [as_json(item) for item in argument]
-    if isinstance(argument, complex):
-        return str(argument)
     return argument if isinstance(argument, bool | int | float | str) else None

@@ -117,10 +117,10 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
         {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
         for f in (report.findings if report else [])
     ]
-    notes = {"loss": getattr(run, "loss_taken", ""), "autocast": " and ".join(dict.fromkeys(formats))}
     # Torch runs a model as it is written where it is watched.
-    notes["compiled"] = "not compiled" * watcher.results.compiled
-    notes = {name: words for name, words in notes.items() if words}
+    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules(run))
+    about = (getattr(run, "loss_taken", ""), " and ".join(dict.fromkeys(formats)), "not compiled" * compiled)
+    notes = {name: words for name, words in zip(("loss", "autocast", "compiled"), about, strict=True) if words}
     return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)
 
 
@@ -131,13 +131,12 @@ def _autocast(setting: Setting) -> Iterator[list[str]]:
     allowed, enter, kind = setting.dtype != torch.float64, torch.autocast.__enter__, setting.kind
 
     def enter_and_note(self: torch.autocast) -> Any:
+        entered = enter(self)
         if self._enabled:
             formats.append(str(self.fast_dtype).removeprefix("torch."))
-        enabled, self._enabled = self._enabled, self._enabled and allowed
-        try:
-            return enter(self)
-        finally:
-            self._enabled = enabled
+        if not allowed:
+            torch.set_autocast_enabled(self.device, False)  # until the block ends, which puts back what was before
+        return entered
 
     torch.clear_autocast_cache()  # which holds weights that another execution has cast
     around = torch.is_autocast_enabled(kind)
@@ -155,16 +154,15 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue
+        same = before is not None
         if before is not None and before.inputs != op.inputs:
             pairs = zip(before.inputs, op.inputs, strict=False)
             op.anew = any(x != y and x not in values_made_before and y not in values_made for x, y in pairs)
-        made = (op.outputs, op.changed)
-        same = before is not None and (before.inputs != op.inputs or (before.outputs, before.changed) == made)
-        op.repeats = op.steady and same and not op.anew
-        if before is not None and before.inputs == op.inputs and before.outputs != op.outputs:
-            outputs = zip(before.outputs, op.outputs, strict=False)
-            distances = [sk.distance(trace.sketches[x], trace.sketches[y]) for x, y in outputs]
-            op.spread = max([op.spread or 0.0, *distances])
+        elif before is not None:
+            same = (before.outputs, before.changed) == (op.outputs, op.changed)
+            if before.outputs != op.outputs:
+                op.spread = max(op.spread or 0.0, sk.spread(trace.sketches, before.outputs, op.outputs))
+        op.repeats = op.repeats is not False and same and not op.anew
 
 
 def _values_made(trace: Trace) -> set[str]:

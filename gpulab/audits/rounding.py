@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.audits.count_sketch import factors, mapped, rounds
+from gpulab.audits.count_sketch import factors, leaves, mapped, rounds
 from gpulab.audits.definitions import DEFINITIONS, repeats
+from gpulab.audits.operations import Accuracy
 from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
@@ -30,7 +31,7 @@ FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38,
 # The operands that are multiplied with each other, by position. What else there is (a bias) is added.
 PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
 PRODUCTS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
-PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2), "_euclidean_dist": (0, 1)}
+PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
 ATTENTION: dict[str, tuple[int, ...]] = {
     f"_scaled_dot_product_{kernel}": (0, 1, 2)
     for kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -58,27 +59,9 @@ ROUNDINGS = (
 )
 
 
-@dataclass(frozen=True)
-class ForwardError:
-    """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
-
-    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
-    off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
-    factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
-    numbers were taken for zero.
-    None where there is nothing to say: no twin in float64, no product.
-    """
-
-    error: float | None = None
-    bound: float | None = None
-    format: str | None = None
-    rounded_before: bool = False
-    loosest: float | None = None
-
-
 def forward_error(
     operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> ForwardError:
+) -> Accuracy:
     """Compare what an operation returned with the same operation in float64, on the same device.
 
     Args:
@@ -88,84 +71,74 @@ def forward_error(
         kwargs: named arguments of the call.
         out: what it returned; or wrote, where it returns nothing.
     """
-    unknown = ForwardError()
     if name in RECURRENT or gave_up(operation, out):
-        return unknown  # what a factorisation leaves when it fails is each library's own
+        return Accuracy()  # what a factorisation leaves when it fails is each library's own
     if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
         out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
     results = rounded_results(out)
-    if name in ATTENTION:
-        operation, results = _attention(operation), results[:1]
-    if name == "_euclidean_dist":
-        operation, args = _distances, _lengthened(*args)
+    results = results[:1] if name in ATTENTION else results
     twin = Twin(operation, args, kwargs, len(results))
+    if name in ATTENTION:
+        twin.compute = _attention(operation)
     try:
         if name in DEFINITIONS:
-            made = mapped(in_float64, out)
-            answer = DEFINITIONS[name](
-                operation, name, twin.named, list(made) if isinstance(made, list | tuple) else [made]
-            )
+            answer = DEFINITIONS[name](operation, name, twin.named, leaves(mapped(in_float64, out)))
             if answer is not None:
                 error, roundings = answer
                 unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
-                return ForwardError(error, None if roundings is None else SAFETY * roundings * unit)
-        exact = twin()
-        if not exact or [e.shape for e in exact] != [r.shape for r in results]:
-            return unknown
-        sizes = list(map(norm, exact))
-        if not all(map(math.isfinite, sizes)):
-            return unknown
-        unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
-        copies = [t.numel() for t in twin.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
-        if copies and not any(map(distance, results, exact)):  # the rest would say nothing
-            return ForwardError(0.0, unit)
-        terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
-        reaches = [SAFETY * math.sqrt(n) for n in terms]
-        if name in PRODUCTS:
-            bounds = _bounds_of_products(name, twin, exact, reaches, unit)
-        else:
-            moves, cancelled = _moves(name, twin, exact, unit), _one_pass(name, twin, exact, reaches, unit)
-            bounds = [reach * move + loss for reach, move, loss in zip(reaches, moves, cancelled, strict=True)]
-            if name in SUMS_BY_INDEX:
-                bounds[0] += terms[0] * unit * sizes[0]
+                return Accuracy(error=error, bound=None if roundings is None else SAFETY * roundings * unit)
+        return _beside_twin(name, args, results, twin)
     except RuntimeError:  # a kernel of one device alone, or none for float64
-        return unknown
+        return Accuracy()
+
+
+def _beside_twin(name: str, args: Sequence[Any], results: list[Tensor], twin: Twin) -> Accuracy:
+    """The error of that result which is worst, and what rounds as it does."""
+    exact = twin()
+    sizes = list(map(norm, exact))
+    if not exact or [e.shape for e in exact] != [r.shape for r in results] or not all(map(math.isfinite, sizes)):
+        return Accuracy()
+    unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
+    copies = [t.numel() for t in twin.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
+    if copies and not any(map(distance, results, exact)):  # the rest would say nothing
+        return Accuracy(error=0.0, bound=unit)
+    terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
+    reaches = SAFETY * np.sqrt(np.maximum(1.0, terms))
+    if name in PRODUCTS:
+        bounds = reaches * _moves_of_products(twin, unit)
+    else:
+        bounds = reaches * (_moves(name, twin, exact, unit) + _one_pass(name, twin, exact, unit))
+        if name in SUMS_BY_INDEX:
+            bounds[0] += terms[0] * unit * sizes[0]
     # Numbers too small for the format are lost: below the smallest subnormal one; and where a unit takes those for
     # zero, all below the smallest normal one.
     formats = [torch.finfo(result.dtype) for result in results]
-    lost = [
-        reach * math.sqrt(e.numel()) * f.smallest_normal for reach, e, f in zip(reaches, exact, formats, strict=True)
-    ]
-    bounds = [bound + loss * f.eps for bound, loss, f in zip(bounds, lost, formats, strict=True)]
+    lost = reaches * np.sqrt([e.numel() for e in exact]) * [f.smallest_normal for f in formats]
+    bounds = bounds + lost * [f.eps for f in formats]
     exact = [torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)]  # overflow
-    errors = [(distance(r, e), bound) for r, e, bound in zip(results, exact, bounds, strict=True)]
-    worst = max(range(len(errors)), key=lambda index: _ratio(*errors[index]))
-    error, bound = errors[worst]
+    errors = list(map(distance, results, exact))
+    ratios = [Accuracy(error=error, bound=bound).ratio for error, bound in zip(errors, bounds, strict=True)]
+    worst = int(np.argmax(np.array(ratios, float)))  # NaN is the largest
+    error, bound, size = errors[worst], float(bounds[worst]), norm(exact[worst]) or 1.0
     if math.isnan(bound):  # next to inputs for which there is no result
-        return unknown
-    by_kernel = before = None
+        return Accuracy()
+    loosest = float(max(bounds / [norm(e) or 1.0 for e in exact]))
+    seen = Accuracy(error=error / size, bound=bound / size, loosest=loosest)
     factors = [args[index] for index in FACTORS.get(name, ())]
     if error > bound and _is_flushed(twin, results[worst], worst, bound + lost[worst]):
-        by_kernel = FLUSHED
+        seen.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
         # Where a format shorter than float32 was used, the error is at least half of one rounding; and where all
         # products have one sign, which the sum of n of them hides best, 2^-12 / sqrt(n) of the result.
-        half = 0.5 * bound / reaches[worst] if name in PRODUCTS else bound
-        shortest = 2.0**-15 / math.sqrt(terms[worst] if name in PRODUCTS else 1) * sizes[worst]
-        if not error <= max(half, shortest):
+        reach = reaches[worst] if name in PRODUCTS else SAFETY
+        if not error <= max(bound / 2, SAFETY * 2.0**-15 * sizes[worst]) / reach:
             # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
             worst_error = math.inf if math.isnan(error) else error
-            by_kernel = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
-        before = next(filter(None, map(rounded_format, factors)), None)
-    size, rounded_before = norm(exact[worst]) or 1.0, by_kernel is None and before is not None
-    loosest = max(bound / (norm(e) or 1.0) for e, bound in zip(exact, bounds, strict=True))
-    return ForwardError(error / size, bound / size, by_kernel or before, rounded_before, loosest)
-
-
-def _ratio(error: float, bound: float) -> float:
-    if math.isnan(error):
-        return math.inf
-    return error / bound if bound else (math.inf if error else 0.0)
+            seen.format = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
+        if seen.format is None:
+            seen.format = next(filter(None, map(rounded_format, factors)), None)
+            seen.rounded_before = seen.format is not None
+    return seen
 
 
 # --- how far rounding may lead --------------------------------------------------------------------------------
@@ -211,20 +184,18 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
     return [max(1.0, longest, most / e.numel()) for e in exact]
 
 
-def _bounds_of_products(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], unit: float) -> list[float]:
-    """sqrt(n) u |A| |B|, by Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)), which holds for any order of summation.
+def _moves_of_products(twin: Twin, unit: float) -> np.ndarray:
+    """The norms of u |A| |B|, of which sqrt(n) bound the error whatever the order of summation.
+
+    See Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)).
 
     Of norms, it also leaves room for convolutions by Winograd's algorithm (Barabasz et al. 2020, ACM TOMS 46(4)) and by
     Fourier's transform, and for complex products by three real ones (Higham 1992, SIAM J. Matrix Anal. Appl. 13(3)).
-    A distance is the root of a product, which the rounding of the squares moves by itself where they cancel.
     """
-    products = twin(torch.abs)
-    if name == "_euclidean_dist":
-        return [_move_of_root(exact[0], reaches[0] * unit * products[0].square())]
-    return [reach * unit * norm(p) for reach, p in zip(reaches, products, strict=True)]
+    return unit * np.array([norm(product) for product in twin(torch.abs)])
 
 
-def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> list[float]:
+def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.ndarray:
     """How far the result moves when every input is off by one rounding, and one more for the result. Norms.
 
     The roundings have random signs, in two draws, so that one lucky sign does not hide a movement; and then one sign,
@@ -239,23 +210,23 @@ def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> list[floa
     def lowered(x: Tensor) -> Tensor:
         return x * (1 - unit * torch.sgn(x).conj())
 
-    sums = torch.Tag.pointwise not in getattr(twin.operation, "tags", ())
+    sums = torch.Tag.pointwise not in twin.operation.tags
     moved = [twin(change) for change in ([shrunk, shrunk, lowered] if sums else [shrunk, shrunk])]
-    moves = [math.hypot(*(norm(m - e) for m in of_one)) for e, *of_one in zip(exact, *moved, strict=True)]
+    moves = np.array([math.hypot(*(norm(m - e) for m in of_one)) for e, *of_one in zip(exact, *moved, strict=True)])
     sizes = list(map(norm, exact))
     if name in ATTENTION:
         # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA guide).
         sizes = [4 * norm(t) for t in twin(torch.abs, (2,))]
-    return [move + unit * size for move, size in zip(moves, sizes, strict=True)]
+    return moves + unit * np.array(sizes)
 
 
-def _one_pass(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], unit: float) -> list[float]:
+def _one_pass(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.ndarray:
     """What is lost where the variance is the mean of squares minus the square of the mean, which cancels.
 
     oneDNN documents that for its batch normalisation, and compilers make it of others (Chan, Golub, LeVeque 1983,
     American Statistician 37(3)). In units of the roundings of a sum.
     """
-    lost = [0.0] * len(exact)
+    lost = np.zeros(len(exact))
     if "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
         # These are the result, the means and the reciprocal deviations.
         x, result, _, reciprocal = twin.args[0], *exact[:3]
@@ -264,14 +235,9 @@ def _one_pass(name: str, twin: Twin, exact: list[Tensor], reaches: list[float], 
         x, result = (t.reshape(reciprocal.numel(), -1) for t in (x, result))
         steepness = x.square().mean(1).sqrt() * reciprocal.flatten()  # the numbers' size in units of their deviation
         by = steepness + steepness.square() / 2
-        lost[0] = reaches[0] * unit * norm(by * torch.linalg.vector_norm(result, dim=1))
-        lost[2] = reaches[2] * unit * norm(by * reciprocal.flatten())
+        lost[0] = unit * norm(by * torch.linalg.vector_norm(result, dim=1))
+        lost[2] = unit * norm(by * reciprocal.flatten())
     return lost
-
-
-def _move_of_root(root: Tensor, by: Tensor) -> float:
-    """How far the square root moves when the number moves by so much."""
-    return norm((root.square() + by).sqrt() - root)
 
 
 # --- which number format --------------------------------------------------------------------------------------
@@ -280,10 +246,8 @@ def _move_of_root(root: Tensor, by: Tensor) -> float:
 def _is_flushed(twin: Twin, result: Tensor, output_index: int, bound: float) -> bool:
     """Whether taking subnormal numbers for zero explains a result; the bound allows those that it may lose."""
     smallest = torch.finfo(result.dtype).smallest_normal
-    return (
-        result.dtype != torch.float16
-        and distance(result, twin(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]) <= bound
-    )
+    flushed = twin(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
+    return result.dtype != torch.float16 and distance(result, flushed) <= bound
 
 
 def _explaining_format(
@@ -317,14 +281,3 @@ def _attention(operation: Any) -> Callable[..., Tensor]:
         )
 
     return attend
-
-
-def _lengthened(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of the product that makes squared distances: |x|² − 2 x·y + |y|²."""
-    x_squared, y_squared = (t.square().sum(-1, keepdim=True) for t in (x, y))
-    left = torch.cat([-2 * x, x_squared, torch.ones_like(x_squared)], -1)
-    return left, torch.cat([y, torch.ones_like(y_squared), y_squared], -1)
-
-
-def _distances(left: Tensor, right: Tensor) -> Tensor:
-    return (left @ right.mT).clamp_min(0).sqrt()

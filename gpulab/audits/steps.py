@@ -5,16 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
-import os
 import random
-import sys
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
 
-from gpulab.errors import UsageError, in_one_line
-from gpulab.files import shipped
+from gpulab.audits.count_sketch import leaves
+from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
 
@@ -39,8 +33,8 @@ class Step:
     Args:
         model: The network.
         batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the inputs alone. A
-            mapping becomes keyword arguments where `forward` has parameters of these names. Of a `DataLoader`
-            it is the first batch, drawn once.
+            mapping becomes keyword arguments where `forward` has parameters of these names. Of a `DataLoader` give
+            the first batch, `next(iter(loader))`.
         loss: A function of outputs and targets; of outputs and the whole batch where that is a mapping, of which the
             model gets what it takes. Without it, what is differentiated is what the model calls its loss:
             what `training_step(batch, 0)` gives of a model that has one (Lightning's have), the output's `loss`, a
@@ -63,107 +57,89 @@ class Step:
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.batch, DataLoader):
-            with torch.random.fork_rng(devices=[]):
-                for first in self.batch:
-                    object.__setattr__(self, "batch", first)
-                    return
-            raise UsageError("the DataLoader given as a batch has none")
-
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""
-        return self.prepared(setting)()
+        with self.prepared(setting) as once:
+            return once()
 
     def prepared(self, setting: Setting) -> PreparedStep:
-        """The step with its model and batch in place; call it once."""
+        """The step, to be done inside of a `with` block."""
         return PreparedStep(self, setting)
 
 
 class PreparedStep:
-    """A step, ready to be done once. Inside a `with` block of it the model stays as the step left it.
+    """A step under a setting. Inside of a `with` block its model is there, and stays as the step left it.
 
     Attributes:
-        parameters: Afterwards, the model's parameters by name as they were under the setting, with their gradients.
+        model: The model, where it is; the gradients of its parameters afterwards are those of the step alone.
         loss_taken: Afterwards, in words, what was differentiated where the step names no loss.
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
-        self.loss, self.parameters = step.loss, dict[str, nn.Parameter]()
+        self.setting, self.loss = setting, step.loss
         # What is lazy becomes another class when it is first used.
         any_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
         self.model = copy.deepcopy(step.model) if any_lazy else step.model
 
-        def converted(tensor: Tensor) -> Tensor:
-            dtype = setting.dtype if tensor.is_floating_point() else None
-            if tensor.is_complex():  # torch computes with no smaller ones than of two float32
-                dtype = torch.complex128 if setting.dtype == torch.float64 else torch.complex64
-            moved = tensor.to(setting.device)
-            return moved if dtype is None else moved.to(dtype)  # float64 is made where it is needed, and not sent there
-
-        def moved_value(value: Any) -> Any:
+        def moved(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
-                return {name: tree_map(moved_value, item) for name, item in value.items()}
-            moved = converted(value) if isinstance(value, Tensor) else value
-            return value.clone() if isinstance(moved, Tensor) and moved is value else moved  # the user's stays as it is
+                return {name: tree_map(moved, item) for name, item in value.items()}
+            there = self._converted(value) if isinstance(value, Tensor) else value
+            return value.clone() if isinstance(value, Tensor) and there is value else there  # the user's stays as it is
 
-        self.batch = tree_map(moved_value, step.batch)
-        before = State([self.model])
-        any_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
-        try:
+        self.batch = tree_map(moved, step.batch)
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        dtype = self.setting.dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.is_complex():  # torch computes with no smaller ones than of two float32
+            dtype = torch.complex128 if self.setting.dtype == torch.float64 else torch.complex64
+        return tensor.to(self.setting.device).to(dtype)  # float64 is made where it is needed, and not sent there
+
+    def __enter__(self) -> PreparedStep:
+        before = State(self.model)
+        with contextlib.ExitStack() as stack:
+            stack.callback(before.restore)
             for tensor, _, _, _ in before.tensors:
                 tensor.grad = None
-            self.model._apply(converted)
-            # Some models' own `to` notes where they are; of dtypes it would make complex numbers real.
-            self.model.to(setting.device, None if any_complex else setting.dtype)
+            self.model._apply(self._converted)
+            self.model.to(self.setting.device)  # some models' own `to` notes where they are
             for tensor, data, _, _ in before.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
                     tensor.data = data.clone()
-            self.state = State([self.model])
-        finally:
-            before.restore()
-
-    def __enter__(self) -> PreparedStep:
-        self.before = State([self.model])
-        self.state.restore()
+            self.restored = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.before.restore()
-        del self.before
+        self.restored.close()
 
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
-        with contextlib.nullcontext() if hasattr(self, "before") else self:
-            loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-            loss.backward()
-            for name, parameter in self.model.named_parameters():
-                self.parameters[name] = nn.Parameter(parameter.data, parameter.requires_grad)
-                self.parameters[name].grad = parameter.grad
-            return loss.detach()
+        loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
+        loss.backward()
+        return loss.detach()
 
 
 class State:
-    """All that models hold: the attributes of their modules, what is in them, and the memory of their tensors.
+    """What a module holds: the attributes of all inside it, what is in them, and the memory of their tensors.
 
-    That of other `tensors`, too. With an `owner` what lies in the memory is copied, and an optimizer that is the owner
-    is put back as well.
+    Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the memory is copied, too.
     """
 
-    def __init__(self, models: Sequence[nn.Module], tensors: Sequence[Tensor] = (), owner: Any = None) -> None:
-        self.modules = [(vars(module), dict(vars(module))) for model in models for module in model.modules()]
+    def __init__(self, owner: nn.Module | Tensor | torch.optim.Optimizer, with_contents: bool = False) -> None:
+        modules = owner.modules() if isinstance(owner, nn.Module) else ()
+        self.modules = [(vars(module), dict(vars(module))) for module in modules]
         attribute_values = (value for _, attributes in self.modules for value in attributes.values())
         self.containers = [
             (value, copy.copy(value)) for value in attribute_values if type(value) in (dict, OrderedDict, list, set)
         ]
-        of_models = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
         self.tensors = [
             (tensor, tensor.data, tensor.grad, tensor.requires_grad)
-            for tensor in (*of_models, *tensors)
-            if not is_lazy(tensor)
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and not is_lazy(tensor)
         ]
         held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
-        self.contents = [(memory, memory.clone()) for memory in held if owner is not None]
+        self.contents = [(memory, memory.clone()) for memory in held if with_contents]
         self.optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
@@ -195,66 +171,59 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
         inputs, targets = batch
     else:
         raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
-    output = _output(model, inputs, drop_unknown=targets is batch)
-    try:
-        return loss(output, targets), ""
-    except (TypeError, AttributeError) as error:
-        if isinstance(output, Tensor):
-            raise
-        raise UsageError(
-            f"loss cannot take what {type(model).__name__} gives, {_described(output)} ({error}); give "
-            "loss=lambda output, targets: …, which chooses from it"
-        ) from error
+    return loss(_output(model, inputs, drop_unknown=targets is batch), targets), ""
 
 
 def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
     """What a model calls its loss, as `Step` says; where it names none, the mean square of what it gives."""
-    name = "training_step" if hasattr(model, "training_step") else "output"
-    if name == "output":
-        output = _output(model, batch)
+    trains_itself = hasattr(model, "training_step")
+    if trains_itself:
+        numbers = [0] * (_needed(model.training_step) - 1)  # of the batch, and whatever else it counts
+        output, source = model.training_step(batch, *numbers), "what training_step gives"
     else:
-        _, *others = inspect.signature(model.training_step).parameters.values()
-        needed = [p for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        numbers = {"batch_idx": 0} if "batch_idx" in (p.name for p in others) else {}
-        output = model.training_step(batch, **numbers) if numbers else model.training_step(batch, *[0] * len(needed))
+        output, source = _output(model, batch), "the output"
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if named is None else named
-    source = "what training_step gives" if name == "training_step" else "the output's loss"
-    if named is None and name == "output":
-        source = "the output"
+    if named is not None and not trains_itself:
+        source = "the output's loss"
     if isinstance(loss, list | tuple) and loss and isinstance(loss[0], Tensor) and loss[0].ndim == 0:
         loss, source = loss[0], f"the first of {source}"
-    if isinstance(loss, Tensor) and (loss.ndim == 0 or name == "training_step"):
+    if isinstance(loss, Tensor) and (trains_itself or loss.ndim == 0):
         return loss, source
-    if named is not None or name == "training_step":
-        raise UsageError(f"the {name} of {type(model).__name__} gives no loss, but {_described(output)}; give loss=")
+    name = type(model).__name__
+    if trains_itself or named is not None:
+        gave = "training_step" if trains_itself else "output"
+        raise UsageError(f"the {gave} of {name} gives no loss, but {_described(output)}; give loss=")
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors or (isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)):
-        raise UsageError(f"which loss is meant? {type(model).__name__} gave {_described(output)}; give loss=")
+        raise UsageError(f"which loss is meant? {name} gave {_described(output)}; give loss=")
     return tensors[0].square().mean(), "the mean square of the output"
+
+
+def _needed(function: Callable[..., Any]) -> int:
+    """How many arguments a function cannot be called without, by position."""
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def _output(model: nn.Module, inputs: Any, drop_unknown: bool = False) -> Any:
     """What a model makes of its inputs; with `drop_unknown`, of those that it takes."""
-    if isinstance(inputs, list | tuple) and len(inputs) == 2:
-        try:
-            return model(inputs)
-        except TypeError as error:
-            message = f"{type(model).__name__} got a pair as its one input ({error})"
-            raise UsageError(f"{message}; with loss= a batch is (inputs, targets)") from error
-    if not isinstance(inputs, Mapping):
+    name = type(model).__name__
+    if isinstance(inputs, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        accepted = {key: value for key, value in inputs.items() if anything or key in parameters}
+        if accepted and len(accepted) < len(inputs) and not drop_unknown:
+            unknown = ", ".join(inputs.keys() - accepted.keys())
+            raise UsageError(f"the batch has {unknown}, which {name} does not take ({', '.join(parameters)})")
+        return model(**accepted) if accepted else model(inputs)
+    try:
         return model(inputs)
-    parameters = inspect.signature(model.forward).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    accepted = {name: value for name, value in inputs.items() if anything or name in parameters}
-    if not accepted:
-        return model(inputs)
-    if len(accepted) < len(inputs) and not drop_unknown:
-        raise UsageError(
-            f"the batch has {', '.join(inputs.keys() - accepted.keys())}, which {type(model).__name__} does not take "
-            f"({', '.join(parameters)})"
-        )
-    return model(**accepted)
+    except TypeError as error:
+        if not isinstance(inputs, list | tuple) or len(inputs) != 2:
+            raise
+        message = f"{name} got a pair as its one input ({error}); with loss= a batch is (inputs, targets)"
+        raise UsageError(message) from error
 
 
 def _described(value: Any) -> str:
@@ -280,38 +249,29 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
 
     That is a tensor of another format or device which is a plain attribute of a module: `Module.to` does not reach it.
     """
-    left = [
-        f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})"
+    left = {
+        f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})": None
         for module in modules
         for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers")
-        for tensor in tree_leaves(value)
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and _elsewhere(tensor, setting)
-    ]
+        for tensor in leaves(value)
+        if tensor.is_floating_point() and (tensor.dtype, tensor.device.type) != (setting.dtype, setting.kind)
+    }
     if not left and setting.dtype == torch.float32:
         return error
     words = next(iter(str(error).splitlines()), type(error).__name__)
     if left:
-        words += f"; .to() does not reach {', '.join(dict.fromkeys(left))}: keep it as a buffer, by register_buffer"
+        words += f"; .to() does not reach {', '.join(left)}: keep it as a buffer, by register_buffer"
     return UsageError(f"the step cannot be done under {setting}: {words}")
-
-
-def _elsewhere(tensor: Tensor, setting: Setting) -> bool:
-    return tensor.dtype != setting.dtype or tensor.device.type != setting.kind
 
 
 @contextlib.contextmanager
 def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
     """The step as a function without arguments, under a setting that is in force."""
     if hasattr(step, "prepared"):
-        once = step.prepared(setting)
-        with once if isinstance(once, PreparedStep) else contextlib.nullcontext():
+        with step.prepared(setting) as once:
             yield once
         return
-    parameters = inspect.signature(step).parameters
-    if "setting" in parameters or any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
-    ):
+    if "setting" in inspect.signature(step).parameters or _needed(step):
         yield functools.partial(step, setting)
     else:
         elsewhere = torch.device(setting.device) != torch.get_default_device()
@@ -332,62 +292,3 @@ def seeded(setting: Setting, seed: int) -> Iterator[None]:
         finally:
             np.random.set_state(numpys)
             random.setstate(pythons)
-
-
-def find_step(name: str) -> Callable[..., Any]:
-    """The step that `module:name` or `file.py:name` stands for. Raises `UsageError` where there is none."""
-    return find_function(name, "step")
-
-
-def find_function(name: str, role: str) -> Callable[..., Any]:
-    """The function, or whatever can be called, that `module:name` or `file.py:name` stands for.
-
-    A file is read anew each time. As for a script, what lies beside it can be imported.
-
-    Args:
-        name: Where, and what there.
-        role: What is wanted, in the words of an error: a `step`, a `training`.
-
-    Raises:
-        UsageError: Where there is none, with what the import raised.
-    """
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute.isidentifier():
-        raise UsageError(f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}")
-    try:
-        if where.endswith(".py"):
-            module = _module_of(shipped(where).resolve())
-        else:
-            _look_in(os.getcwd())
-            module = importlib.import_module(where)
-    except (Exception, SystemExit) as error:
-        words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, where)
-        raise UsageError(f"{role} {name!r}: {where} cannot be imported: {words}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        expected = "function or gpulab.Step" if role == "step" else "function"
-        raise UsageError(f"{role} {name!r}: {where} has no {expected} named {attribute!r}")
-    return function
-
-
-def _look_in(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-
-
-def _module_of(file: Path) -> types.ModuleType:
-    """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
-    _look_in(str(file.parent))
-    loaded_module = sys.modules.get(file.stem)
-    name = (
-        file.stem if loaded_module is None or getattr(loaded_module, "__file__", None) == str(file) else f"_{file.stem}"
-    )
-    module = types.ModuleType(name)
-    module.__file__ = str(file)
-    sys.modules[name] = module  # dataclasses and the processes of a DataLoader look for it there
-    try:
-        exec(compile(file.read_bytes(), file, "exec"), module.__dict__)
-    except BaseException:
-        del sys.modules[name]  # half a module would be taken for the whole by the next import
-        raise
-    return module

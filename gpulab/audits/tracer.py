@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.operations import Operation, as_json
-from gpulab.audits.rounding import NOT_UNIQUE, ForwardError, forward_error
+from gpulab.audits.rounding import NOT_UNIQUE, forward_error
 from gpulab.audits.step_results import StepResults
 from gpulab.audits.twins import named_arguments, outcome, writes
 from gpulab.guards.own_work import at_work
@@ -42,12 +41,7 @@ class Tracer(UncompiledDispatchMode):
         measured: whether each operation's error and steadiness are measured.
     """
 
-    def __init__(
-        self,
-        sketches: dict[str, np.ndarray],
-        tell: Callable[[], Any] = lambda: None,
-        measured: bool = False,
-    ) -> None:
+    def __init__(self, sketches: dict[str, np.ndarray], tell: Callable[[], Any], measured: bool = False) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
         self.results = StepResults(self._value)
@@ -60,7 +54,7 @@ class Tracer(UncompiledDispatchMode):
         """Run an operation and note what it did."""
         kwargs = kwargs or {}
         name = operation._schema.name.partition("::")[2].rstrip("_")
-        if self.results.paused or name in SILENT or at_work():
+        if name in SILENT or at_work():
             return operation(*args, **kwargs)
         if name.startswith(EMPTY):
             out = operation(*args, **kwargs)
@@ -68,16 +62,20 @@ class Tracer(UncompiledDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
+        if name == "_euclidean_dist":  # which has no kernel of its own: the root of a product, each seen by itself
+            with self:
+                return get_decompositions([operation])[operation](*args)
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
         before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
-        arguments = {key: as_json(value) for key, value in named_arguments(operation, args, kwargs).items()}
+        named = named_arguments(operation, *before)
+        arguments = {key: as_json(value) for key, value in named.items()}
         random = _is_random(operation, arguments)
         blind = changes and (random or name in OVERWRITES)
-        inputs = self._values(sk.leaves(_without_notes(operation._schema.arguments, *before))[blind:])
+        inputs = self._values(sk.leaves([value for key, value in named.items() if key not in NOTES])[blind:])
         self.results.find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         raw_results = outcome(operation, args, out)
@@ -86,32 +84,20 @@ class Tracer(UncompiledDispatchMode):
             return out
         rounded = [t for t in results if sk.rounds(t)]
         measured = self.measured and not random and not operation.is_view and bool(rounded or name in NOT_UNIQUE)
-        again = None
+        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
+        shape, dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
+        op = Operation(name, *caller, inputs, self._values(results), shape, dtype, arguments, random=random)
+        op.changed = self._changed(before, (args, kwargs), blind) if changes else []
+        op.nans = self.measured and any(map(_has_nan, rounded))
         if measured:
             again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
-        steady = again is None or _same(again, results)
-        phase, module, line = self.callers.of_this(self.results.path[-1] if self.results.path else "")
-        op = Operation(
-            name=name,
-            phase=phase,
-            module=module,
-            line=line,
-            inputs=inputs,
-            outputs=self._values(results),
-            shape=list(results[0].shape),
-            dtype=str(results[0].dtype).removeprefix("torch."),
-            arguments=arguments,
-            changed=self._changed(before, (args, kwargs), blind) if changes else [],
-            random=random,
-            nans=self.measured and any(map(_has_nan, rounded)),
-        )
-        if again is not None:
+            repeated = self._values(again)
+            if repeated != op.outputs:
+                op.repeats, op.spread = False, sk.spread(self.sketches, repeated, op.outputs)
             plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
-            error = forward_error(operation, name, before[0], before[1], raw_results) if plain else ForwardError()
-            op.error, op.bound, op.format, op.rounded_before, op.loosest = astuple(error)
-            op.steady = steady
-            op.spread = None if steady else _spread(again, results)
+            if plain:
+                vars(op).update(vars(forward_error(operation, name, before[0], before[1], raw_results)))
         self.operations.append(op)
         self.tell()
         return out
@@ -143,8 +129,8 @@ class Tracer(UncompiledDispatchMode):
     def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
         """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
         leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
-        before_and_after = [(then, now) for then, now in leaves if now.numel() and sk.is_plain(now)]
-        changed = [now for then, now in before_and_after if then.shape != now.shape or not _same_bits(then, now)]
+        plain = [(then, now) for then, now in leaves if now.numel() and sk.is_plain(now)]
+        changed = [now for then, now in plain if sk.name(then) != sk.name(now)]
         bases = [now._base for now in changed if now._base is not None]  # which has changed with its part
         return [self._value(t) for t in ([] if blind else changed) + bases]
 
@@ -157,47 +143,19 @@ def _numeric_tensors(values: Any) -> list[Tensor]:
 
 def _results(operation: Any, raw_results: Any) -> list[Tensor]:
     """What an operation made of tensors, without its notes."""
-    if isinstance(raw_results, tuple) and len(raw_results) == len(operation._schema.returns):
-        raw_results, _ = _without_notes(operation._schema.returns, raw_results, {})
+    returns = operation._schema.returns
+    if isinstance(raw_results, tuple) and len(raw_results) == len(returns):
+        raw_results = [value for entry, value in zip(returns, raw_results, strict=True) if entry.name not in NOTES]
     return _numeric_tensors(raw_results)
-
-
-def _without_notes(
-    names: Sequence[Any], values: Sequence[Any], named: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Values of a schema's arguments or returns, and those given by name, with None for what is a kernel's note."""
-    placed = [None if entry.name in NOTES else value for entry, value in zip(names, values, strict=False)]
-    return placed, {name: None if name in NOTES else value for name, value in named.items()}
 
 
 def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:
     return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
 
 
-def _spread(again: list[Tensor], results: list[Tensor]) -> float:
-    """How far the results of an operation that was called again are from the first ones, relative to these."""
-    distances = [
-        sk.distance(sk.sketch(repeated), sk.sketch(original))
-        for repeated, original in zip(again, results, strict=False)
-        if sk.rounds(original)
-    ]
-    return max(distances, default=math.inf)
-
-
 def _has_nan(tensor: Tensor) -> bool:
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
-
-
-def _same(again: list[Tensor], results: list[Tensor]) -> bool:
-    return len(again) == len(results) and all(map(_same_bits, again, results))
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    if x.dtype != y.dtype or x.shape != y.shape:
-        return False
-    integer_type = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)
-    return torch.equal(*(t.detach().contiguous().view(-1).view(integer_type) for t in (x, y)))
 
 
 def _copy(value: Any) -> Any:

@@ -9,7 +9,6 @@ changed) that no row before it names.
 from __future__ import annotations
 
 import difflib
-import functools
 import io
 import json
 from dataclasses import dataclass, field
@@ -22,11 +21,13 @@ from pydantic import ConfigDict, TypeAdapter
 from gpulab import files
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.rounding import ATTENTION
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError
 from gpulab.settings import Setting
 
 FORMAT = 6
 KEY = "gpulab trace"
+IN_ROWS = {"operations", "reference", "sketches"}
+COMPRESSION: dict[str, Any] = {"use_dictionary": False, "compression": "zstd", "compression_level": 19}
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
 
 # Kernels of different devices that compute the same thing.
@@ -72,6 +73,9 @@ class Trace:
     label: str = ""
     notes: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        Setting.parse(self.setting)  # or it is no trace
+
     @property
     def title(self) -> str:
         """What the trace is called in reports: its label, or the setting, with autocast's format."""
@@ -87,21 +91,16 @@ class Trace:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        seen: set[str] = set()
-        rows = []
-        for reference, ops in enumerate((self.operations, self.reference)):
+        unsaved, rows = dict(self.sketches), []
+        for reference, ops in ((False, self.operations), (True, self.reference)):
             for op in ops:
-                new = [self.sketches[value] for value in dict.fromkeys(op.values) if value not in seen]
-                seen.update(op.values)
-                rows.append({"operation": json.dumps(vars(op) | {"reference": bool(reference)}), "sketches": new})
-        names = ("setting", "label", "overwritten", "passport", "arithmetic", "notes")
-        notes = {name: getattr(self, name) for name in names}
+                sketches = [unsaved.pop(value) for value in op.values if value in unsaved]
+                rows.append({"operation": json.dumps(vars(op) | {"reference": reference}), "sketches": sketches})
+        notes = {name: value for name, value in vars(self).items() if name not in IN_ROWS}
         buffer, text = io.BytesIO(), json.dumps({"format": FORMAT, **notes, "seal": files.UNSEALED})
         sketch_type = pa.list_(pa.list_(pa.float64()))
         schema = pa.schema({"operation": pa.string(), "sketches": sketch_type}, {KEY: text})
-        pq.write_table(
-            pa.Table.from_pylist(rows, schema), buffer, use_dictionary=False, compression="zstd", compression_level=19
-        )
+        pq.write_table(pa.Table.from_pylist(rows, schema), buffer, **COMPRESSION)
         files.write(file, files.seal(buffer.getvalue()))
         return Path(file)
 
@@ -121,13 +120,9 @@ class Trace:
         import pyarrow.parquet as pq
 
         content = files.read(file) if content is None else content
-        if not content.startswith(b"PAR1"):
-            raise DataError(f"{file}: not a trace; `gpulab record` writes one")
-        with files.reading(file, "a damaged trace"), pq.ParquetFile(pa.BufferReader(content)) as opened:
-            text = (opened.schema_arrow.metadata or {}).get(KEY.encode())
-            if text is None:
-                raise DataError(f"{file}: a Parquet file, but no trace; `gpulab record` writes one")
-            notes = files.read_json(file, text)
+        kind = "not a trace, or a damaged one; `gpulab record` writes one"
+        with files.reading(file, kind), pq.ParquetFile(pa.BufferReader(content)) as opened:
+            notes = files.read_json(file, opened.schema_arrow.metadata[KEY.encode()])
             if notes.pop("format") != FORMAT:
                 raise DataError(f"{file}: a trace of another format than {FORMAT}: record the step again")
             files.check_seal(file, content)
@@ -138,21 +133,13 @@ class Trace:
             halves: tuple[list[Any], list[Any]] = [], []
             for row in rows:
                 halves[row.pop("reference")].append(row)
-            trace = _check().validate_python({**notes, "operations": halves[0], "reference": halves[1], "sketches": {}})
+            parts = {**notes, "operations": halves[0], "reference": halves[1], "sketches": {}}
+            trace = TypeAdapter(cls).validate_python(parts)
             arrays = table["sketches"].combine_chunks().flatten()
             starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
             names = dict.fromkeys(value for op in (*trace.operations, *trace.reference) for value in op.values)
             trace.sketches = dict(zip(names, np.split(arrays.flatten().to_numpy(), starts), strict=True))
-        try:
-            Setting.parse(trace.setting)
-        except UsageError as error:
-            raise DataError(f"{file}: a damaged trace: {error}") from None
         return trace
-
-
-@functools.cache
-def _check() -> TypeAdapter[Trace]:
-    return TypeAdapter(Trace)
 
 
 def call_of(op: Operation) -> tuple[str, str, str]:
@@ -168,9 +155,7 @@ def aligned(first: list[Operation], second: list[Operation]) -> list[tuple[Opera
     pairs: list[tuple[Operation | None, Operation | None]] = []
     matcher = difflib.SequenceMatcher(None, *keys_of_both, autojunk=False)
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
-        if tag == "equal":
-            pairs += zip(first[a:a_end], second[b:b_end], strict=True)
-        else:
-            pairs += [(op, None) for op in first[a:a_end]]
-            pairs += [(None, op) for op in second[b:b_end]]
+        of_first, of_second = first[a:a_end], second[b:b_end]
+        alone = [*((op, None) for op in of_first), *((None, op) for op in of_second)]
+        pairs += zip(of_first, of_second, strict=True) if tag == "equal" else alone
     return pairs

@@ -18,13 +18,11 @@ SMALLEST = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # the smalles
 class Twin:
     """An operation and its arguments in float64, to be called on these as they are or changed.
 
-    It returns so many of the results as are compared.
+    It returns so many of the results as are compared. `compute` may be another function of the same arguments.
     """
 
-    def __init__(
-        self, operation: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
-    ) -> None:
-        self.operation, self.results = operation, results
+    def __init__(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], results: int) -> None:
+        self.operation, self.results, self.compute = operation, results, operation
         self.args, self.kwargs = mapped(in_float64, (list(args), kwargs))
         self.in_place = writes(operation)
 
@@ -43,21 +41,17 @@ class Twin:
     ) -> list[Tensor]:
         """The results of arguments that are changed first, all or those at some places."""
 
-        def copied(value: Any) -> Any:  # what an operation in place overwrites is still needed
-            return value.clone() if self.in_place and isinstance(value, Tensor) else value
-
         def changed(value: Any) -> Any:
-            value = copied(value)
             return change(value) if isinstance(value, Tensor) and rounds(value) else value
 
-        placed = [
-            mapped(changed if positions is None or position in positions else copied, value)
-            for position, value in enumerate(self.args)
-        ]
-        out = self.operation(*placed, **mapped(copied if positions is not None else changed, self.kwargs))
+        args, kwargs = (self.args, self.kwargs)
+        if self.in_place:  # what the operation overwrites is still needed
+            args, kwargs = mapped(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
+        args = [mapped(changed, arg) if positions is None or i in positions else arg for i, arg in enumerate(args)]
+        out = self.compute(*args, **(mapped(changed, kwargs) if positions is None else kwargs))
         if gave_up(self.operation, out):
             raise RuntimeError("a factorisation failed")
-        return rounded_results(outcome(self.operation, placed, out))[: self.results]
+        return rounded_results(outcome(self.operation, args, out))[: self.results]
 
 
 def in_float64(value: Any) -> Any:
@@ -78,27 +72,21 @@ def in_float64(value: Any) -> Any:
 
 def writes(operation: Any) -> bool:
     """Whether an operation writes to its arguments; a batch normalisation does, and its schema does not say so."""
-    schema = getattr(operation, "_schema", None)
-    return schema is not None and (schema.is_mutable or "batch_norm" in schema.name)
+    return operation._schema.is_mutable or "batch_norm" in operation._schema.name
 
 
 def outcome(operation: Any, args: Sequence[Any], out: Any) -> Any:
     """What an operation returned; what it wrote to, for one that returns nothing, as optimizers' do."""
     if out is not None:
-        return (
-            out[:1] if getattr(operation, "overloadpacket", None) is torch.ops.aten._ctc_loss else out
-        )  # the rest has gaps
+        return out[:1] if operation._schema.name == "aten::_ctc_loss" else out  # the rest has gaps
     named = zip(operation._schema.arguments, args, strict=False)
     return [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
 
 
 def named_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of its schema, defaults included; none for what has no schema."""
-    schema = getattr(operation, "_schema", None)
-    if schema is None:
-        return dict(kwargs)
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    placed = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+    """The arguments of a call by the names of its schema, defaults included."""
+    defaults = {argument.name: argument.default_value for argument in operation._schema.arguments}
+    placed = {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)}
     return defaults | placed | kwargs
 
 
@@ -109,8 +97,7 @@ def rounded_results(out: Any) -> list[Tensor]:
 
 def gave_up(operation: Any, out: Any) -> bool:
     """Whether a routine of linear algebra says that it failed: its result named `info` is not zero."""
-    schema = getattr(operation, "_schema", None)
-    names = [value.name for value in schema.returns] if schema is not None else []
+    names = [value.name for value in operation._schema.returns]
     return "info" in names and bool(out[names.index("info")].any())
 
 

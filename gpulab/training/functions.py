@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from gpulab import content
-from gpulab.audits.steps import find_function, seeded
+from gpulab.audits.steps import seeded
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
 from gpulab.sources import UnknownSourceError, file_of, source_of
 from gpulab.store.runs import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
+from gpulab.user_code import find_function
 
 GIVEN = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
 FIRST = "final_loss"  # the name of a number without one

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,8 @@ class FirstWindow:
         self.frames = next(self.spec.data.windows(self.spec.window, seed)).frames[:frames]
         self.loader = loader
 
-    def prepared(self, setting: gl.Setting) -> Callable[[], Computed]:
+    @contextlib.contextmanager
+    def prepared(self, setting: gl.Setting) -> Iterator[Callable[[], Computed]]:
         """The step with its model in place, so that an audit does not see the model being copied; call it once."""
         model = copy.deepcopy(self.spec.model).to(setting.device, setting.dtype)
         setattr(model, model.compiled_part, setting.compiled(getattr(model, model.compiled_part)))
@@ -64,11 +66,12 @@ class FirstWindow:
             gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             return Computed(torch.cat(losses), gradient)
 
-        return once
+        yield once
 
     def __call__(self, setting: gl.Setting) -> Computed:
         """Do the step."""
-        return self.prepared(setting)()
+        with self.prepared(setting) as once:
+            return once()
 
     def gradient(self, setting: gl.Setting | str = "cpu") -> Computed:
         """The losses and the gradient under a setting, on the CPU in float64."""

@@ -12,8 +12,8 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.audits.audits import Audit
-from gpulab.audits.steps import find_step
 from gpulab.numerics.formats import round_to
+from gpulab.user_code import find_function
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -274,7 +274,7 @@ def test_html_shows_the_picture_and_the_findings_and_escapes_what_others_named(t
 @pytest.mark.parametrize("setting", ["cuda:tf32=off", "cuda:tf32=on"])
 @pytest.mark.parametrize("name", ["resnet18", "lstm", "transformer"])
 def test_this_gpu_and_its_host_differ_by_nothing_unexplained(name, setting):
-    report = audited(find_step(f"{ROOT}/benchmarks/networks.py:{name}"), "cpu", setting)
+    report = audited(find_function(f"{ROOT}/benchmarks/networks.py:{name}", "step"), "cpu", setting)
     assert not report.faulty, str(report)
     assert {op.phase for op in report.b.operations} == {"forward", "backward", "result"}
 

@@ -4,7 +4,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.audits.rounding import PRODUCTS
-from gpulab.audits.steps import find_step
+from gpulab.user_code import find_function
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "data" / "traces"
@@ -33,7 +33,7 @@ def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
     there = gl.audits.Trace.load(file)
     assert "H200" in there.passport["gpus"][0]["name"]
-    here = gl.record(find_step(f"{ROOT}/benchmarks/networks.py:{network_of(file)}"), "cpu", progress=False)
+    here = gl.record(find_function(f"{ROOT}/benchmarks/networks.py:{network_of(file)}", "step"), "cpu", progress=False)
     report = gl.audit(here, there)
     assert not report.faulty, str(report)
     kinds = {finding.kind for finding in report.findings}

@@ -69,7 +69,7 @@ def test_what_is_no_trace_or_too_large_to_be_read_is_named(file, tmp_path, monke
     pq.write_table(pa.table({"name": ["addmm"]}), tmp_path / "a.parquet")
     for name in ("a.json", "a.pickle", "a.txt"):
         refused(tmp_path / name, "not a trace", "gpulab record")
-    refused(tmp_path / "a.parquet", "no trace", "gpulab record")
+    refused(tmp_path / "a.parquet", "not a trace", "gpulab record")
     refused(tmp_path / "missing.trace", "No such file")
     refused(tmp_path)
     monkeypatch.setattr(traces, "LARGEST", 100)

@@ -16,7 +16,6 @@ import gpulab as gl
 from gpulab.audits.comparison import differing
 from gpulab.audits.count_sketch import BLOCK, factors, sketch
 from gpulab.audits.operations import RESULT, Operation
-from gpulab.audits.steps import find_step
 from gpulab.audits.tracer import _is_random
 from gpulab.audits.traces import aligned
 
@@ -374,21 +373,3 @@ def test_kernels_of_two_devices_are_compared_in_what_they_share():
     assert texts(plain, causal) == {"is_causal": ("False", "True")}
     norms = called("native_batch_norm", {"training": True, "eps": 1e-5}), called("cudnn_batch_norm", {"epsilon": 1e-3})
     assert texts(*norms) == {"eps": ("1e-05", "0.001")}
-
-
-# --- finding a step by its name ---------------------------------------------------------------------------------
-
-
-def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
-    (tmp_path / "my_steps_here.py").write_text("def step(setting):\n    return setting\n\nnumber = 3\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    assert find_step("my_steps_here:step")("x") == "x"
-    assert find_step(f"{tmp_path / 'my_steps_here.py'}:step")("y") == "y"
-    for words, name in {
-        "expected module:name": "my_steps_here",
-        "no function": "my_steps_here:number",
-        "cannot be imported": "no_such_module_anywhere:step",
-    }.items():
-        with pytest.raises(gl.UsageError, match=words):
-            find_step(name)
