@@ -47,61 +47,6 @@ ADVICE = {
         "look at this line and those before it: what they do outside of torch's operations (NumPy, hooks, other "
         "libraries, control flow) is not seen"
     ),
-<<<<<<< HEAD
-    # of findings that know more than their kind
-    "anew": (
-        "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
-        "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
-        "with the same weights and the same optimizer"
-    ),
-    "other arguments": "see why {place} calls it with other arguments under {setting}: " + ANOTHER_FUNCTION,
-    "other function": "see what {place} does under {setting}: " + ANOTHER_FUNCTION,
-    "other kernel": "compare the kernels registered for both settings: " + ANOTHER_FUNCTION,
-    "data": "keep what {place} is given in float32 if it was meant to be: it is a parameter or buffer, or in the batch",
-    "counted": (
-        "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
-    ),
-    "missing": "see why {setting} computes none: " + ANOTHER_FUNCTION,
-}
-DETAILS = {
-    "makes it": "makes {what} of numbers; {reaches}{of}{exact}",
-    "is given it": (
-        "is given {what}, which no operation of the step made: it is in the data or the weights; {reaches}{exact}"
-    ),
-    "of infinity": "; it was given the infinity that {maker} makes",
-    "anew": "was given other values when the step was done again, which no operation of the step had made",
-    "restless": "gave other bits when the step was done again",
-    "spread": "gave other bits when the step was done again, {spread:.1e} (relative) apart",
-    "short type": "computed in {dtype}",
-    "rounded before": "its factors were rounded to {format} before",
-    "rounded by kernel": "its factors are rounded to {format} by the kernel; error {error:.1e}",
-    "flushed": "took numbers below 1.2e-38 for zero; error {error:.1e}",
-    "data": "was given data or weights {gap:.1e} (relative) from those under {there}, which one rounding makes",
-    "as by TF32": "what it makes is {gap:.1e} (relative) from what there is under {there}, as by TF32",
-    "wrong": "its error against float64 is {error:.1e}, {times}",
-    "other draw": "drew other numbers than under {there}",
-    "other arguments": "called with {arguments}; under {there} with {others}{line}",
-    "other wiring": "is given {maker}; under {there} {other}, {gap:.1e} (relative) apart",
-    "other function": (
-        "what it makes is {gap:.1e} (relative) from {other}, which is in its place under {there}, though each computes "
-        "rightly what it is asked to; first used by {user}"
-    ),
-    "other kernel": (
-        "of the same inputs it makes what is {gap:.1e} (relative) from its result under {there}; roundings lead to "
-        "{tolerance:.1e}"
-    ),
-    "not unique": "each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer",
-    "missing": "under {there} there is none",
-    "no cause": (
-        "the results are up to {gap:.1e} (relative) from what they are under {there}, and most of that comes from what "
-        "this was given, which no operation made so"
-    ),
-    "rounding": "{count} operations within what rounding explains; this one comes nearest, {ratio:.2f} of it",
-    "no twin": "no operation has a twin in float64",
-    "becomes NaN": "; what follows from it becomes NaN in {name} ({phase}), at {line}",
-    "overwritten": "what it needed had been overwritten since it was saved: {why}",
-=======
->>>>>>> thin-audits-said
 }
 
 
