@@ -64,8 +64,9 @@ def _judge_pair(comparison: Comparison, pair: Pair) -> Iterator[Finding]:
             yield finding_of(comparison, "mismatch", pair.one, f"under {there} there is none", advice, bounded=False)
         return
     beside = list(_other_arguments(comparison, pair.a, pair.b))
-    if not beside and all(finding.kind == "reduced precision" for finding in alone):
-        beside = list(_side_by_side(comparison, pair.a, pair.b, rightly=not alone))
+    others = [finding for finding in alone if finding.kind != "nondeterminism" or not finding.size <= tol.UNEXPLAINED]
+    if not beside and all(finding.kind == "reduced precision" for finding in others):
+        beside = list(_side_by_side(comparison, pair.a, pair.b, rightly=not others))
     yield from beside
 
 
