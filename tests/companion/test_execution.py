@@ -3,6 +3,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from markupsafe import escape
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from typer.testing import CliRunner
 
@@ -49,7 +50,7 @@ def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     page = write_report([result], tmp_path / "build", "smoke")
     assert "smoke smoke True" in page.read_text()
     assert page.read_text().count("UserWarning: &lt;careful&gt;") == 1
-    assert f'<img alt="{figure["alt"]}" src="data:image/png;base64,{figure["png"]}"' in page.read_text()
+    assert f'<img alt="{escape(figure["alt"])}" src="data:image/png;base64,{figure["png"]}"' in page.read_text()
     assert "the loss ends higher with shared memory in " in page.read_text()
     assert page.read_text().count('href="verdict.md') == 0, "a letter has no files beside it"
     (row,) = json.loads((page.parent / "results.json").read_text())

@@ -198,7 +198,7 @@ def test_a_hostile_upload_is_answered_in_a_sentence(audit, tmp_path):
     for content, said in (
         (b"", "not a trace"),
         (pickle.dumps(Malicious()), "not a trace"),
-        (resnet()[:-1000], "damaged trace"),
+        (resnet()[:-1000], "not a trace, or a damaged one"),
         (bytes(flipped), "checksum"),
         (bomb, "too large: more than 2097152 numbers in a column"),
     ):
