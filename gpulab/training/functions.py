@@ -127,9 +127,8 @@ def function_of(net: Any) -> TrainingFunction | None:
 
 def _allocated(setting: Setting) -> int | None:
     """How often torch took memory of a GPU of CUDA, ever; None for another device."""
-    if setting.kind != "cuda":
-        return None
-    return torch.cuda.memory_stats(setting.device).get("allocation.all.allocated", 0)
+    stats = torch.cuda.memory_stats(setting.device) if setting.kind == "cuda" else None
+    return None if stats is None else stats.get("allocation.all.allocated", 0)
 
 
 def _numbers(value: Any) -> dict[str, Any]:
