@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,7 @@ import gpulab.stats.tests as inference
 from gpulab.stats.decisions import is_identical, may_diverge_apart
 from gpulab.stats.pairs import finished
 
-if TYPE_CHECKING:
-    from gpulab.stats.verdicts import Verdict
-
+Verdict = Any  # of `gpulab.stats.verdicts`, which imports this
 SURE = 10  # seeds, from which on the number that would settle it is more than a guess
 JUMP = 0.5  # a seed that jumps moves by so many standard deviations between seeds at least
 PARTS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}
