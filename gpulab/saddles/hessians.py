@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.models.base import graph_nodes
-from gpulab.saddles.objectives import Batch, Loss, Objective
+from gpulab.saddles.objectives import Batch, Loss, Objective, check_keeps_weights
 from gpulab.saddles.operators import check_symmetric
 
 try:
@@ -200,11 +200,7 @@ def hessian(
     """
     objective_of = Objective.of(loss, batch)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise UsageError(
-                f"{name or 'the model'} shortens its own weights each time that it is used (max_norm={module.max_norm})"
-                ": shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
-            )
+        check_keeps_weights(name, module)
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
@@ -221,8 +217,6 @@ def hessian(
 
     def objective() -> Tensor:
         value = objective_of(model)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
         leaves: set[int] = set()
         for node in graph_nodes(value):
             if hasattr(node, "variable"):

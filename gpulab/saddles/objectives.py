@@ -53,24 +53,35 @@ class Objective:
         return cls(loss, tuple(dict(one) if isinstance(one, Mapping) else one for one in batches))
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """Compute the loss; of several batches the mean over all their examples."""
-        if not self.batches:
-            return self.loss()
-        if len(self.batches) == 1:
-            return self._of_batch(model, self.batches[0])
+        """Compute the loss, a scalar; of several batches the mean over all their examples."""
+        if len(self.batches) < 2:
+            return self._of_batch(model, *self.batches)
         sizes = [_examples(batch) for batch in self.batches]
         losses = [size * self._of_batch(model, batch) for size, batch in zip(sizes, self.batches, strict=True)]
         return torch.stack(losses).sum() / sum(sizes)
 
-    def _of_batch(self, model: nn.Module, batch: Batch) -> Tensor:
-        if isinstance(batch, Tensor):
-            return self.loss(model(batch))
-        return loss_of(model, batch, self.loss)[0]
+    def _of_batch(self, model: nn.Module, batch: Batch = None) -> Tensor:
+        if batch is None:
+            value: Any = self.loss()
+        else:
+            value = self.loss(model(batch)) if isinstance(batch, Tensor) else loss_of(model, batch, self.loss)[0]
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
+        return value
 
     def double(self) -> Objective:
         """The same on numbers in float64."""
         batches = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, self.batches)
         return replace(self, batches=batches)
+
+
+def check_keeps_weights(name: str, module: nn.Module) -> None:
+    """Raise `UsageError` for an embedding that changes its weights when it is used: the loss would be another then."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        raise UsageError(
+            f"{name or 'the model'} shortens its own weights each time that it is used (max_norm={module.max_norm})"
+            ": shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
+        )
 
 
 def _takes(loss: Loss, count: int) -> bool:
