@@ -31,9 +31,10 @@ class Attribution:
 
     def __init__(self, comparison: Comparison, findings: Sequence[Finding]) -> None:
         self.comparison = comparison
-        # Each pair of operations by its first: those that were found to be others than their twins, what a pair keeps,
-        # what goes back to nothing (by who was given it), and what arrived at the values that a pair made.
-        self.others = {comparison.pair_of(f.op)[0] for f in findings if f.side_by_side and f.op}
+        # Each pair of operations by its first: how far those are apart that were found to be others than their twins,
+        # what a pair keeps, what goes back to nothing (by who was given it), and what arrived at the values that a
+        # pair made.
+        self.others = {comparison.pair_of(f.op)[0]: f.size for f in findings if f.side_by_side and f.op}
         self.kept: dict[Operation, float] = defaultdict(float)
         self.lost: dict[Operation, float] = defaultdict(float)
         self.arrived: dict[Operation, dict[Values, float]] = defaultdict(lambda: defaultdict(float))
@@ -47,7 +48,9 @@ class Attribution:
         if finding.op is None or not self.total or finding.kind in ("rounding", "not finite"):
             return math.nan
         pair = self.comparison.pair_of(finding.op)
-        part = 1.0 if finding.side_by_side else _square(finding.size, _own(*pair))
+        as_another = self.others.get(pair[0], 0.0)
+        of_pair = math.hypot(_own(*pair), 0.0 if math.isnan(as_another) else as_another)
+        part = 1.0 if finding.side_by_side else _square(finding.size, of_pair)
         return self.kept[pair[0]] * part / self.total
 
     def _begin(self) -> float:

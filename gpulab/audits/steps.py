@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 
 from gpulab.audits.count_sketch import leaves
 from gpulab.errors import UsageError
@@ -42,7 +43,7 @@ class Step:
             of the square of the first tensor among the outputs.
 
     Raises:
-        UsageError: When the step is done, where batch, model and loss do not fit.
+        UsageError: For a `DataLoader`; and when the step is done, where batch, model and loss do not fit.
 
     Examples:
         >>> import torch
@@ -56,6 +57,10 @@ class Step:
     model: nn.Module
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch, DataLoader):
+            raise UsageError("batch is a DataLoader; give its first batch, next(iter(loader))")
 
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""

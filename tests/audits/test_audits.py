@@ -85,6 +85,24 @@ def test_a_scatter_that_does_not_repeat_itself_is_nondeterminism(always):
     assert "deterministic=on" in faults(report)[0].advice
 
 
+def test_another_solution_that_hardly_repeats_itself_is_another_valid_answer():
+    number = itertools.count()
+
+    def another(operation, *args, **kwargs):
+        solution, *rest = operation(*args, **kwargs)
+        null = torch.tensor([[1.0], [-2.0], [1.0]])  # the matrix makes nothing of it
+        return solution + null * (1 + 1e-7 * (next(number) % 3)), *rest
+
+    def step(setting):
+        matrix = torch.arange(1.0, 10.0).view(3, 3).to(setting.dtype)
+        return torch.linalg.lstsq(matrix, matrix).solution
+
+    with FaultyKernels(linalg_lstsq=another):
+        report = audited(step)
+    assert (report.kind, report.findings[0].operation) == ("another valid answer", "linalg_lstsq"), str(report)
+    assert "nondeterminism" in {finding.kind for finding in report.findings}
+
+
 @pytest.mark.parametrize("nothing_under", [A, B])
 def test_a_kernel_that_returns_nothing_but_zeros_is_found_whichever_side_it_is_on(nothing_under):
     threads = 2 if nothing_under == A else 1

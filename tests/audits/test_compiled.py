@@ -119,9 +119,12 @@ def test_model_that_is_compiled_already_and_shared_modules():
     assert gl.audit(compiled, "cpu", "cpu:compile=aot_eager", progress=False).kind == "rounding"
 
 
-def test_loss_that_is_not_finite_is_told_first():
+@pytest.mark.parametrize(
+    "loss", [lambda output, _: (output - output).log().mean(), lambda output, _: (1e3 * output).exp().mean()]
+)
+def test_loss_that_is_not_finite_is_told_first(loss):
     step = step_of(nn.Linear(8, 8), nn.Softmax(-1))
-    step = gl.Step(step.model, step.batch, lambda output, _: (output - output).log().mean())
+    step = gl.Step(step.model, step.batch, loss)
     answer = gl.audit(step, "cpu", "cpu:compile=aot_eager", progress=False)
     assert [finding.kind for finding in answer.findings] == ["not finite"], "NaN that is NaN again repeats itself"
 

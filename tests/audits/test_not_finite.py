@@ -131,7 +131,7 @@ def test_audit_says_last_what_both_settings_share():
     assert headline.startswith(f"{A} against {B}: identical to the last bit; under both ")
 
 
-def test_audit_with_two_formats_of_autocast_under_one_setting_counts_them_there():
+def test_two_autocast_formats_under_one_setting_are_not_both_settings():
     def step(setting):
         w = drawn(8, 8).to(setting.dtype).requires_grad_()
         for dtype in (torch.bfloat16, torch.float16):

@@ -295,7 +295,13 @@ WRONG = {
     "a pair without a loss": (plain(), (X, Y), None, r"got a pair as its one input .* with loss="),
     "a tensor with a loss": (plain(), X, F.mse_loss, r"a Tensor; with a loss it is \(inputs, targets\)"),
     "three with a loss": (plain(), (X, X, X), F.mse_loss, "a tuple of 3"),
-    "a loader with a loss": (plain(), DataLoader(TensorDataset(X, Y)), F.cross_entropy, "a DataLoader with"),
+    "a loader with a loss": (
+        plain(),
+        DataLoader(TensorDataset(X, Y)),
+        F.cross_entropy,
+        "batch is a DataLoader; give its first batch",
+    ),
+    "a loader without a loss": (plain(), DataLoader(X), None, "give its first batch"),
     "a training step that gives nothing": (Lit("nothing"), (X, Y), None, "training_step of Lit gives no loss"),
     "a training step without a loss": (Lit("wrong name"), (X, Y), None, r"a dict with \['l'\]"),
 }

@@ -101,7 +101,9 @@ def test_lightnings_trainer():
         trainer.fit(Keeper(), DataLoader(table(), batch_size=8))
     assert (report.checked > 0, len(report)) == (True, 0)
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **silent)
-    with pytest.raises(gl.OverwrittenError, match="share one memory"), gl.guard(reads="any"):
+    # Either finding is right, and which comes first depends on how a version of torch passes the batch on.
+    either = "share one memory|memory was overwritten before it was read again"
+    with pytest.raises(gl.OverwrittenError, match=either), gl.guard(reads="any"):
         trainer.fit(Keeper(), DataLoader(OneBuffer(), batch_size=None))
 
 

@@ -103,7 +103,7 @@ def test_other_types_are_left_alone_whatever_the_order(dtype):
             assert torch.equal(a @ b, plain)
 
 
-def test_float32_on_a_card_that_may_not_use_tf32_does_not_pass_its_tensor_cores():
+def test_float32_without_tf32_does_not_pass_tensor_cores():
     points = draw(40, 6)
     plain = torch.cdist(points, points)
     with gl.setting("cpu:tf32=off,emulate=hopper,order=tensor-core"):

@@ -103,7 +103,7 @@ def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_embedding_with_max_norm_has_a_hessian_once_it_is_shortened_as_the_refusal_says():
+def test_cure_of_refused_embedding_max_norm_works():
     table, head = nn.Embedding(7, 4, max_norm=0.5).double(), nn.Linear(4, 2).double()
     model = nn.Sequential(table, head)
     with pytest.raises(UsageError, match=r"weight.data.renorm_\(norm_type, 0, max_norm\), and set max_norm = None"):

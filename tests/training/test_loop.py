@@ -68,7 +68,7 @@ def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
 
 
-def test_losses_that_are_looked_at_seldom_are_noted_as_those_that_are_looked_at_each_time():
+def test_losses_looked_at_seldom_are_noted_alike():
     notes, looks = [], []
     for look_every in (0.0, 1000.0):
         spec = planned("autoencoder")

@@ -99,6 +99,15 @@ def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(traine
     assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
 
 
+@pytest.mark.parametrize(
+    ("setting", "shares"), [("cuda:tf32=off", True), ("cuda:compile=inductor", False), ("cpu", False)]
+)
+def test_which_settings_share_a_gpu_in_threads(setting, shares):
+    job = {"net": "prednet", "setting": setting}
+    assert workers.Workers(2)._shared_setting(job) == (setting if shares else "")
+    assert workers.Workers(1)._shared_setting(job) == ""
+
+
 def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
     monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"])
     seen = []
