@@ -57,10 +57,6 @@ class Arithmetic:
     step: int = 8
     tile: int | None = None
 
-    def product(self, a: Tensor, b: Tensor, kind: int = MATRIX) -> Tensor:
-        """Multiply matrices (…, M, K) and (…, K, N); the product is not yet rounded to the result's format."""
-        return self.summed(self.rounded(a, kind), self.rounded(b, kind))
-
     def rounded(self, x: Tensor, kind: int = MATRIX) -> Tensor:
         """Round a factor to the format; for an 8-bit format it is first scaled to its range, by a power of two."""
         if self.format == "float32":
@@ -148,10 +144,8 @@ def _sequential(a: Tensor, b: Tensor) -> Tensor:
 def _pairwise(a: Tensor, b: Tensor) -> Tensor:
     """Neighbours are added, then neighbouring sums, and so on: the first half is a power of two of products."""
     terms = a.shape[-1]
-    if terms == 0:
-        return torch.matmul(a, b)
-    if terms == 1:
-        return a * b
+    if terms < 2:
+        return (a[..., None] * b[..., None, :, :]).sum(-2)
     half = 1 << ((terms - 1).bit_length() - 1)
     return _pairwise(a[..., :half], b[..., :half, :]) + _pairwise(a[..., half:], b[..., half:, :])
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._meta_registrations import calc_conv_nd_return_shape
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -122,7 +121,6 @@ def float32_products() -> Iterator[None]:
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
 SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
-CONVOLUTIONS = {"convolution", "convolution_backward"}
 COMPOSED = {"affine_grid_generator", "_euclidean_dist"}  # whose kernels call others for their products
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
@@ -155,29 +153,16 @@ class _Emulator(UncompiledDispatchMode):
             with self:
                 return operation._op_dk(key, *args, **kwargs)
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
-        if name is None or not self._concerns(args[first : first + 2]):
+        factors = [factor for factor in args[first : first + 2] if isinstance(factor, Tensor)]
+        if name is None or not all(x.dtype == torch.float32 and x.layout == torch.strided for x in factors):
             return operation(*args, **kwargs)
         if FUSED.fullmatch(name):
-            write = "write it with matrix products, or leave it outside the block"
-            remedy = "use cudnn=off" if "cudnn" in name else write
+            remedy = "write it with matrix products, or leave it outside the block"
             raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}")
         arithmetic = self.arithmetic if _allows_tf32(name) else self.without_tf32
-        if name == "convolution":
-            return _convolution(operation, args, arithmetic)
-        if name == "convolution_backward":
-            return _convolution_backward(operation, args, arithmetic)
+        if name in CONVOLUTIONS:
+            return CONVOLUTIONS[name](operation, args, arithmetic)
         return _matrix_product(operation, name, args, kwargs, arithmetic)
-
-    def _concerns(self, factors: Sequence[Any]) -> bool:
-        """Whether these are numbers that the chip would treat in its own way, float32, and not of a sparse matrix."""
-        tensors = [factor for factor in factors if isinstance(factor, Tensor)]
-        if any(factor.layout != torch.strided for factor in tensors):
-            return False
-        if any(factor.is_nested for factor in tensors):
-            raise GpulabError(
-                "emulation does not reach the products of nested tensors of the strided layout: use layout=torch.jagged"
-            )
-        return {factor.dtype for factor in tensors} == {torch.float32}
 
 
 class _Unfused(TorchFunctionMode):
@@ -207,26 +192,26 @@ def _allows_tf32(name: str) -> bool:
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS | COMPOSED
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED
     return name if multiplies or FUSED.fullmatch(name) else None
 
 
-def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:
+def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, how: Arithmetic) -> Any:
     first = 1 if name in SUMS_WITH_PRODUCTS else 0
-    a, b = args[first : first + 2]
-    if not arithmetic.adds_up_here:
-        out = operation(*args[:first], arithmetic.rounded(a), arithmetic.rounded(b), *args[first + 2 :], **kwargs)
-        return out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
+    a, b = map(how.rounded, args[first : first + 2])
+    if not how.adds_up_here:
+        out = operation(*args[:first], a, b, *args[first + 2 :], **kwargs)
+        return out if how.result == "float32" else out.copy_(round_to(out, how.result))
     if name == "addbmm":  # the sum runs over the batch as well
         a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
     if b.dim() > 1:
-        out = arithmetic.product(a, b)
+        out = how.summed(a, b)
     else:
-        out = arithmetic.product(torch.atleast_2d(a), b[:, None]).reshape(a.shape[:-1])
+        out = how.summed(torch.atleast_2d(a), b[:, None]).reshape(a.shape[:-1])
     if name in SUMS_WITH_PRODUCTS:
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         out = alpha * out + beta * args[0] if beta else alpha * out
-    out = arithmetic.finished(out)
+    out = how.finished(out)
     target = args[0] if operation._schema.name.endswith("_") else kwargs.get("out")
     return out if target is None else target.resize_(out.shape).copy_(out)
 
@@ -236,34 +221,44 @@ def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any,
 Sides = Sequence[int]  # a number for each of the two dimensions
 
 
-def _convolution(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> Tensor:
-    x, weight, bias, stride, padding, dilation, *_ = args
-    if not arithmetic.adds_up_here:
-        factors = (arithmetic.rounded(factor, CONVOLUTION) for factor in (x, weight))
-        return arithmetic.finished(operation(*factors, *args[2:]))
-    _check_plain(x, args[5:])
-    shape = calc_conv_nd_return_shape(x, weight, stride, padding, dilation, False, 1)
-    out = _correlation(x, weight, shape, stride, padding, arithmetic)
-    return arithmetic.finished(out if bias is None else out + bias[:, None, None])
+def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor:
+    x, weight = (how.rounded(factor, CONVOLUTION) for factor in args[:2])
+    if not how.adds_up_here:
+        return how.finished(operation(x, weight, *args[2:]))
+    bias, stride, padding, *options = args[2:]
+    _check_plain(x, options)
+    out = _correlation(x, weight, stride, padding, how)
+    return how.finished(out if bias is None else out + bias[:, None, None])
 
 
-def _convolution_backward(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> tuple[Tensor | None, ...]:
-    gradient, x, weight, _, stride, padding, *options, mask = args
-    gradients: list[Tensor | None] = [None, None]
-    if arithmetic.adds_up_here:
-        _check_plain(x, options)
-        if mask[0]:
-            gradients[0] = _input_gradient(gradient, weight, x.shape, stride, padding, arithmetic)
-        if mask[1]:
-            gradients[1] = _weight_gradient(gradient, x, weight.shape, stride, padding, arithmetic)
-    else:
-        for n, kind in enumerate((CONVOLUTION, WEIGHT)):
-            if mask[n]:
-                factors = (arithmetic.rounded(factor, kind) for factor in args[:3])
-                gradients[n] = operation(*factors, *args[3:10], [n == 0, n == 1, False])[n]
-    to_input, to_weight = (None if each is None else arithmetic.finished(each) for each in gradients)
-    to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
-    return to_input, to_weight, to_bias
+def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) -> list[Tensor | None]:
+    """The gradients that the mask asks for, each alone, because the factors of each are rounded in a way of its own."""
+    *tensors, _, _, _, _, _, _, _, mask = args
+    compute = functools.partial(_gradients_in_order, how) if how.adds_up_here else operation
+    gradients: list[Tensor | None] = [None, None, None]
+    for n, kind in enumerate((CONVOLUTION, WEIGHT)):
+        if mask[n]:
+            factors = [how.rounded(factor, kind) for factor in tensors]
+            gradients[n] = how.finished(compute(*factors, *args[3:10], [n == 0, n == 1, False])[n])
+    if mask[2]:  # the bias's is a sum, not a product
+        gradients[2] = tensors[0].sum([0, *range(2, tensors[0].dim())])
+    return gradients
+
+
+def _gradients_in_order(how: Arithmetic, flow: Tensor, x: Tensor, weight: Tensor, *options: Any) -> list[Tensor | None]:
+    """The gradient of the input, or that of the weight: whichever the mask, the last option, asks for."""
+    _, stride, padding, *others, (of_input, _, _) = options
+    _check_plain(x, others)
+    if not of_input:
+        columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
+        rows = flow.transpose(0, 1).flatten(1)
+        return [None, how.summed(rows[None], columns.T[None]).reshape(weight.shape)]
+    # It is the turned kernel over the gradient of the output, spread out by the stride.
+    lengths = [*zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
+    spread = flow.new_zeros(*flow.shape[:2], *(n - k + 1 + 2 * p for n, k, p in lengths))
+    spread[:, :, :: stride[0], :: stride[1]] = flow
+    margins = [k - 1 - p for _, k, p in lengths]
+    return [_correlation(spread, weight.transpose(0, 1).flip(2, 3), (1, 1), margins, how), None]
 
 
 def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
@@ -278,35 +273,21 @@ def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
 
 
 def _patches(x: Tensor, size: Sides, stride: Sides, padding: Sides) -> Tensor:
-    """What each output sees, (1, channels × size, images × places)."""
-    return F.unfold(x, tuple(size), padding=tuple(padding), stride=tuple(stride)).transpose(0, 1).flatten(1)[None]
+    """What each output sees: (channels, down and across the kernel, images, down and across the output)."""
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    return x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1]).permute(1, 4, 5, 0, 2, 3)
 
 
-def _correlation(x: Tensor, weight: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
-    """What torch calls a convolution: (N, C, H, W) and (O, C, h, w) to a `shape` of (N, O, H', W')."""
-    rows, columns = weight.flatten(1)[None], _patches(x, weight.shape[2:], stride, padding)
+def _correlation(x: Tensor, weight: Tensor, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
+    """What torch calls a convolution of (N, C, H, W) with (O, C, h, w)."""
+    patches = _patches(x, weight.shape[2:], stride, padding)
+    rows, columns = weight.flatten(1)[None], patches.flatten(3).flatten(0, 2)[None]
     if how.order == "tensor-core":
         # A GPU runs through a tile of channels at each of the kernel's places, then through the next tile.
         terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
         order = torch.cat([tile.T.flatten() for tile in terms.split(how.tile or len(terms))])
         rows, columns = rows[:, :, order], columns[:, order]
-    out = how.product(rows, columns, CONVOLUTION)
-    return out.reshape(len(weight), len(x), *shape[2:]).transpose(0, 1)
+    return how.summed(rows, columns).reshape(len(weight), *patches.shape[3:]).transpose(0, 1)
 
 
-def _input_gradient(flow: Tensor, weight: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
-    """The gradient of an input of a `shape`: the turned kernel over the spread-out gradient."""
-    spread = flow.new_zeros(*flow.shape[:2], *((n - 1) * s + 1 for n, s in zip(flow.shape[2:], stride, strict=True)))
-    spread[:, :, :: stride[0], :: stride[1]] = flow
-    margins: list[int] = []
-    for n, have, k, p in zip(shape[2:], spread.shape[2:], weight.shape[2:], padding, strict=True):
-        margins = [k - 1 - p, n + p - have, *margins]  # F.pad begins with the last dimension
-    turned = weight.transpose(0, 1).flip(2, 3)
-    return _correlation(F.pad(spread, margins), turned, shape, (1, 1), (0, 0), how)
-
-
-def _weight_gradient(flow: Tensor, x: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
-    """The gradient of a kernel of a `shape`."""
-    rows = flow.transpose(0, 1).flatten(1)[None]
-    patches = _patches(x, shape[2:], stride, padding)
-    return how.product(rows, patches.transpose(1, 2), WEIGHT).reshape(shape)
+CONVOLUTIONS = {"convolution": _convolution, "convolution_backward": _convolution_backward}

@@ -10,7 +10,7 @@ import torch
 from companion.answers import choice, exercise, fields, near, need, number, pair, recorded, shown, table
 from companion.scale_out import batch_gains
 from companion.speed import cost_table, on_gpu, recorded_speed
-from gpulab.device.placements import Placement
+from gpulab.device.rooflines import Placement
 from gpulab.guards import Guard
 from gpulab.plots.names import setting_words
 from gpulab.settings import Setting

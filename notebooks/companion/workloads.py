@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from companion.benchmarks import benchmark
-from gpulab.device.placements import place
-from gpulab.device.rooflines import timed
+from gpulab.device.rooflines import place, timed
 from gpulab.passports import machine
 from gpulab.training.protocol import PROFILES
 
