@@ -26,7 +26,7 @@ from gpulab.audits.tracer import EMPTY, OVERWRITES
 from gpulab.audits.twins import outcome
 from gpulab.errors import UsageError, check_count
 from gpulab.numerics.call_sites import UncompiledDispatchMode
-from gpulab.numerics.tf32 import precision_allowed
+from gpulab.numerics.flags import precision_allowed
 from gpulab.passports import machine, passport
 from gpulab.progress import Progress
 from gpulab.report import Report

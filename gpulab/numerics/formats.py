@@ -22,7 +22,6 @@ class Format:
         minexp: Two to this power is the smallest normal number.
         largest: The largest finite number.
         dtype: Torch's type for it; None where torch has none.
-        subnormals: Whether there are numbers between zero and the smallest normal one.
         infinities: Whether there are infinities.
     """
 
@@ -30,7 +29,6 @@ class Format:
     minexp: int
     largest: float
     dtype: torch.dtype | None = None
-    subnormals: bool = True
     infinities: bool = True
 
 
@@ -38,7 +36,6 @@ LARGEST = torch.finfo(torch.float32).max
 A_FEW = 4096  # numbers that nearly always show whether it is worth to look at all
 FORMATS = {
     "float32": Format(24, -126, LARGEST, torch.float32),
-    "float32_ftz": Format(24, -126, LARGEST, subnormals=False),  # as code compiled for speed has it
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
     "bfloat16": Format(8, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
     "float16": Format(11, -14, 65504.0, torch.float16),
@@ -52,8 +49,7 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 
     Args:
         x: float32 numbers, in any shape.
-        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they are; `float32_ftz`
-            makes zero of subnormal numbers and leaves all others.
+        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they are.
         mode: `nearest` (ties to even, IEEE 754). Formats with float32's exponents, such as `tf32` and `bfloat16`, have
             `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) and `truncate` (toward zero: the bits that the
             format lacks are dropped), too.
@@ -85,8 +81,6 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         raise UsageError(f"mode {mode!r}: numbers are rounded to {name} to nearest alone")
     if name == "float32" or x._is_zerotensor():  # forward mode's zeros, which have no memory to be looked at
         return x.clone()
-    if not target.subnormals:
-        return torch.where(x.abs() < 2.0**target.minexp, x * 0.0, x)
     if target.dtype is None or mode != "nearest":
         return _round_bits(x, 24 - target.precision, mode)
     if not target.infinities:  # torch before 2.12 made NaN of what is larger
@@ -101,11 +95,6 @@ def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
     even = (bits >> dropped).bitwise_and_(1) if mode == "nearest" else 0  # the last bit that stays
     rounded = (bits + half).add_(even).bitwise_and_(-(1 << dropped)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """Two to the power of whole numbers from -1022 to 1023, exact, as float64."""
-    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.arithmetic import CHIPS
-from gpulab.numerics.emulation import emulate
+from gpulab.numerics.emulation import CHIPS, emulate
 from gpulab.settings import TF32_CARDS
 
 

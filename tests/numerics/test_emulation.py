@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.arithmetic import CHIPS, KNOWN, ORDERS, arithmetic_of
-from gpulab.numerics.emulation import emulate
+from gpulab.numerics.emulation import CHIPS, KNOWN, ORDERS, arithmetic_of, emulate
 from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.settings import TF32_CARDS
 

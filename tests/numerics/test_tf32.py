@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.numerics.tf32 import precision_allowed, switch_tf32, tf32_restored
+from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
 from gpulab.settings import arithmetic
 
 

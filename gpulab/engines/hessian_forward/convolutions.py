@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.numerics.tf32 import precision_allowed
+from gpulab.numerics.flags import precision_allowed
 
 aten = torch.ops.aten
 TRIALS = 3
