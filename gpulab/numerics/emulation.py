@@ -420,7 +420,7 @@ def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) 
     return gradients
 
 
-def _gradients_in_order(how: Arithmetic, flow: Tensor, x: Tensor, weight: Tensor, *options: Any) -> list[Tensor | None]:
+def _gradients_in_order(how: Arithmetic, flow: Tensor, x: Tensor, weight: Tensor, *options: Any) -> list[Any]:
     """The gradient of the input, or that of the weight: whichever the mask, the last option, asks for."""
     _, stride, padding, *others, (of_input, _, _) = options
     _check_plain(x, others)
@@ -441,7 +441,7 @@ def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
     dilation, transposed, _, groups = options
     if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:
         raise GpulabError(
-            f"a convolution with {x.dim() - 2} dimensions, {dilation=}, {transposed=}, {groups=}: orders of summation "
+            f"a convolution with dimensions={x.dim() - 2}, {dilation=}, {transposed=}, {groups=}: orders of summation "
             "are emulated for plain ones over two dimensions; leave `order` away, or the operation outside the block"
         )
 
