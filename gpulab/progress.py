@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from tqdm.auto import tqdm
-
-IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
 class Progress(tqdm):
@@ -23,9 +20,8 @@ class Progress(tqdm):
         True
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        is_seen = IN_NOTEBOOK or (sys.stderr is not None and sys.stderr.isatty())
-        super().__init__(*args, **kwargs | {"disable": bool(kwargs.get("disable")) or not is_seen})
+    def __init__(self, *args: Any, disable: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, disable=disable or None, **kwargs)  # None is for tqdm: if nobody sees it
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is None:
