@@ -8,9 +8,9 @@ PACKAGE = Path(__file__).parents[1] / "gpulab"
 PICTURE = PACKAGE.parent / "docs" / "house.svg"
 # Imports run downwards only; a line is a floor, the lowest first. A package is one room.
 FLOORS = [
-    ["_lazy", "errors", "files", "progress"],
-    ["report", "passports", "content", "user_code"],
-    ["numerics", "stats", "sources"],
+    ["_lazy", "errors", "files"],
+    ["report", "passports", "user_code"],
+    ["numerics", "stats"],
     ["settings"],
     ["store"],
     ["models", "data", "device", "guards", "audits"],

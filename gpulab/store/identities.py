@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gpulab.content import digest
+from gpulab.files import digest
 
 
 class Identity(NamedTuple):

@@ -25,8 +25,8 @@ from companion.widgets import Explorer
 from gpulab.audits.audits import audit
 from gpulab.audits.comparison import check_same_step
 from gpulab.audits.traces import Trace
-from gpulab.content import weights_digest
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
+from gpulab.files import weights_digest
 from gpulab.plots import style
 from gpulab.plots.names import names, optimizer_words, setting_words
 from gpulab.plots.runs import decided

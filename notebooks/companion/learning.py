@@ -17,7 +17,7 @@ import pandas as pd
 
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.stats.decisions import decide
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm

@@ -131,7 +131,7 @@ def execute(
     As many as `jobs` are executed at the same time, each on its share of the cores (`shares_of_cores`).
     Those that time things have the machine for themselves, but for the profile `smoke`, which says nothing of speed.
     """
-    from gpulab.progress import Progress
+    from gpulab.report import Progress
 
     if profile not in PROFILES:
         raise UsageError(f"profile {profile!r}: expected one of {', '.join(PROFILES)}")

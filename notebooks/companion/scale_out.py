@@ -27,8 +27,7 @@ from gpulab.models.base import Trainable
 from gpulab.plots import style
 from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK, Look
-from gpulab.progress import Progress
-from gpulab.report import Picture
+from gpulab.report import Picture, Progress
 from gpulab.store.recorded import read_json, read_measured
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
