@@ -14,7 +14,7 @@ from PIL import Image
 
 import companion
 import gpulab
-from companion.run import figure
+from companion.report import figure_of
 from gpulab.report import DPI, image
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +105,7 @@ def gallery(source):
                 text = cell.source
                 for section in re.findall(r"^##+ (.+)", text, re.M):
                     there = there.partition("#")[0] + f"#{slug(section)}"
-            for drawn in filter(None, map(figure, cell.get("outputs", []))):
+            for drawn in filter(None, map(figure_of, cell.get("outputs", []))):
                 name, png = next(names), base64.b64decode(drawn["png"])
                 alt = re.sub(r"([\\`*_\[\]<>&$])", r"\\\1", drawn["alt"])
                 page += f"- [![{alt}]({name}) {section}]({there})\n"
@@ -126,7 +126,7 @@ def name_pictures(source):
     for file in (source / "notebooks").rglob("*.ipynb"):
         notebook = nbformat.read(file, 4)
         for output in itertools.chain.from_iterable(cell.get("outputs", []) for cell in notebook.cells):
-            drawn = figure(output)
+            drawn = figure_of(output)
             if drawn:
                 output.data = {"text/html": image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)}
         nbformat.write(notebook, file)

@@ -18,7 +18,7 @@ import nbformat
 from docutils.utils.math.latex2mathml import tex2mathml
 from nbconvert.filters import markdown2html
 
-from companion.run import figure
+from companion.report import figure_of
 from gpulab.report import DPI, image
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +78,7 @@ def lines(text):
 
 def shown(cell):
     """What a code cell has for the audience, as HTML; nothing where that cannot be read from a chair."""
-    for drawn in filter(None, map(figure, cell.outputs)):
+    for drawn in filter(None, map(figure_of, cell.outputs)):
         return image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)
     for output in cell.outputs:
         data = output.get("data", {})
