@@ -26,7 +26,7 @@ from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import pair
 from gpulab.stats.sentences import p_text
-from gpulab.store.factors import FACTORS
+from gpulab.store.identities import FACTORS
 from gpulab.store.recorded import recorded_folder
 from gpulab.store.runs import recorded_runs, runs
 

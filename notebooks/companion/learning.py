@@ -24,7 +24,7 @@ from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.recorded import recorded_table
 from gpulab.store.runs import recorded_runs
-from gpulab.training.protocol import LAST_FIFTH, protocol
+from gpulab.training.spec import LAST_FIFTH, protocol
 
 RENDERED = ("walk", "moving-digits")
 FILM = ("data", "frames", "frame_size", "scene_seed", "speed")  # what a film is rendered from

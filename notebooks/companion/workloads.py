@@ -24,7 +24,7 @@ from companion.benchmarks import benchmark
 from gpulab.device.placements import place
 from gpulab.device.rooflines import timed
 from gpulab.passports import machine
-from gpulab.training.protocol import PROFILES
+from gpulab.training.spec import PROFILES
 
 NETWORKS = ("resnet18", "LSTM", "Transformer")
 IMAGES = {"smoke": (2, 32), "quick": (8, 64), "paper": (32, 224)}  # how many, and their edge
