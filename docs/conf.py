@@ -22,11 +22,12 @@ LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
 ADDRESS = re.search(r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
 CONTENTS = "\n```{toctree}\n:hidden:\n:glob:\n%s\n```\n"
 PARTS = {
-    "Notebooks": "gallery/index\nnotebooks/**",
+    "Notebooks": "gallery/index\nnotebooks/*",
     "Use and teach": "docs/*\ndocs/*/index",
     "Reference": "reference/*\ngenindex",
     "Measured": "data/index\ndata/registered/*\nbenchmarks/index",
     "Project": "*\ndocs/paper/*",
+    "Solutions": "notebooks/solutions/*",
 }
 
 project = html_title = "gpulab"
