@@ -395,7 +395,7 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
     main_figure = anomaly.published_figure(published)
     page = render(
         "report.html",
-        main_finding=anomaly.main_finding(anomaly.published_table(published)),
+        main_finding=anomaly.main_finding(published, anomaly.published_table(published)),
         main_figure=Markup(image(main_figure.png(), main_figure.alt, DPI)),
         words=glossary(),
         repository=repository(),
