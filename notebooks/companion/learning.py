@@ -20,7 +20,6 @@ from gpulab.data.datasets import load
 from gpulab.plots.names import condition_words
 from gpulab.progress import Progress
 from gpulab.stats.decisions import decide
-from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.recorded import recorded_folder, recorded_table
@@ -107,7 +106,7 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
     table = judged.table.rename(columns={"decision": "uncorrected"}).assign(registered=judged.table.decision)
     table["registered_margin"] = table.margin
     if isinstance(judged.margin, str) and judged.between_seeds > 0:
-        margin = parse_margin(judged.margin)[0] * judged.between_seeds
+        margin = float(judged.margin.removesuffix("sd")) * judged.between_seeds
         registered_verdict = verdict(
             judged.runs, judged.metric, judged.factor, margin=margin, reference=judged.reference
         )
