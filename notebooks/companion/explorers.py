@@ -25,7 +25,7 @@ from gpulab.plots.runs import decided
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs, table
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
-from gpulab.saddles.escapes import Descent, Weights, chosen_optimizer
+from gpulab.saddles.escapes import Descent, Weights, choose_optimizer
 from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import Setting
@@ -144,7 +144,7 @@ def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float,
     rows: list[list[float]] = []
     with Setting.parse(setting).apply() as parsed:
         weights = Weights(saddle.model, parsed)
-        descent = Descent(saddle, weights, chosen_optimizer(saddle, weights, optimizer, rate))
+        descent = Descent(saddle, weights, choose_optimizer(saddle, weights, optimizer, rate))
         plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
         weights.move_to(descent.saddle + push * plane[0])
         for loss, displacement in itertools.islice(descent.walk(), STEPS + 1):
