@@ -33,7 +33,7 @@ def short_runs():
 
 
 def pairs():
-    """A row a run: `row` (where, on what, how long), `seed`, `frames_are`, `times` (final loss over that of repeating)."""
+    """A row a run: `row` (where, on what, how long), `seed`, `frames_are`, `times` (loss over that of repeating)."""
     published = companion.published_runs()
     published = published[~published.condition.str.endswith("no round trip")].assign(code="authors", speed=2.0)
     port = pd.concat([gl.recorded_runs("longer").query("setting == 'cuda:tf32=off'"), short_runs()], ignore_index=True)
