@@ -20,8 +20,7 @@ HOMES = {
     "spectrum",
     "first_windows": "FirstWindow published_network recorded_windows",
     "saddle_points": "saddle_finding",
-    "scale_out": "atlas_plan batch_gains batch_law descent_losses large_batches program_source recorded_scale_out "
-    "run_program scale_finding scaling_lines",
+    "scale_out": "run_program scale_finding",
     "speed": "claims_table speed_finding",
     "variance": "VarianceComponents variance_components",
     "widgets": "bit_explorer slice_explorer",

@@ -130,7 +130,7 @@ def _any_number(answer: Any) -> str:
 
 @exercise("08-1", "a number of devices")
 def _twice_the_price(answer: Any) -> str:
-    # n devices take (1 + 64 / 8n) / (1 + 64 / 8) times the updates of one, so the price is (n + 8) / 9 times that of one.
+    # n devices take (1 + 64 / 8n) / (1 + 64 / 8) times the updates of one, so the price is (n + 8) / 9 times as high.
     mistakes = {10: "there the price is 2, and more than that is asked for", 16: "dear enough, but not the fewest"}
     near(answer, 11, mistakes, rel=1e-6)
     return f"11 devices are {9 * 11 / 19:.2f} times as fast for {19 / 9:.2f} times the price."
@@ -140,22 +140,20 @@ def _twice_the_price(answer: Any) -> str:
 def _gain_without_a_lock(answer: Any) -> str:
     small, large = (table(descents, "way", "seed", "weights", "updates_per_second") for descents in pair(answer))
     gains = []
+    need(min(small.seed.nunique(), large.seed.nunique()) >= 6, "fewer than six seeds: take six at least")
     for frame in (small, large):
-        need(frame.seed.nunique() >= 6, f"{frame.seed.nunique()} seeds: take six at least")
         speeds = frame.groupby("way").updates_per_second.mean()
         gains.append(speeds["lock-free"] / speeds["synchronous"])
     need(small.weights.max() < large.weights.max(), "the smaller network comes first, and has fewer weights")
-    return "without a lock the small network makes {:.2f} times the updates a second, the large one {:.2f}.".format(
-        *gains
-    )
+    return f"without a lock the small network makes {gains[0]:.2f} times the updates a second, the large {gains[1]:.2f}"
 
 
 @exercise("08-3", "[(critical batch, devices), …], a phase each, two at least, of equally many updates at least")
 def _schedule(answer: Any) -> str:
     need(isinstance(answer, (list, tuple)) and 2 <= len(answer) <= 1000, f"{shown(answer)} is no list of two phases")
     batches, devices = zip(*([number(value) for value in pair(phase)] for phase in answer), strict=True)
-    need(min(batches) > 0 and min(devices) >= 1, "a phase has no batch above 0 and no device")
-    need(all(count.is_integer() for count in devices), "a number of devices is whole")
+    need(min(batches) > 0, "a critical batch is above 0")
+    need(all(count >= 1 and count.is_integer() for count in devices), "a number of devices is whole, and at least 1")
     need(batches[0] < batches[-1], "the critical batch does not grow, and the question is what to do when it does")
     mean = sum(devices) / len(devices)  # costs as much: a phase's price is proportional to its devices + B_crit / 8
     steady = sum(1 + batch / (8 * mean) for batch in batches)  # S = S_min (1 + B_crit / B), and B is 8 for each device
