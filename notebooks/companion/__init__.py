@@ -18,12 +18,10 @@ HOMES = {
     "spectrum",
     "first_windows": "FirstWindow recorded_windows",
     "saddle_points": "saddle_finding",
-    "scale_out": "atlas_plan batch_gains batch_law descent_losses large_batches program_source recorded_scale_out "
-    "run_program scale_finding scaling_lines",
-    "speed": "backends claims_table cost_table crossover end_to_end kernels ladder precision_verdict recorded_speed "
-    "scaling shares small_work speed_finding speed_table",
+    "scale_out": "run_program scale_finding",
+    "speed": "claims_table speed_finding",
     "widgets": "bit_explorer slice_explorer",
-    "workloads": "ceilings measure_speed workload",
+    "workloads": "measure_speed workload",
 }
 NAMES = {name: home for home, names in HOMES.items() for name in names.split()}
 
