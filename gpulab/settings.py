@@ -50,7 +50,7 @@ def _put_back(stack: ExitStack) -> None:
     import torch
     from torch.backends import cudnn
 
-    from gpulab.numerics import tf32
+    from gpulab.numerics.flags import tf32_restored
 
     def algorithms() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -68,7 +68,7 @@ def _put_back(stack: ExitStack) -> None:
         os.environ.pop(WORKSPACE, None)
         os.environ.update({} if workspace is None else {WORKSPACE: workspace})
 
-    stack.enter_context(tf32.tf32_restored())
+    stack.enter_context(tf32_restored())
 
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Setting:
             if lacks:
                 raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
-            from gpulab.numerics.arithmetic import arithmetic_of
+            from gpulab.numerics.emulation import arithmetic_of
 
             arithmetic_of(self.emulate or "float32", self.order)
         if self.compile:
@@ -350,18 +350,18 @@ class Setting:
         from joblib import cpu_count  # a container's quota counts, which torch does not see
         from torch.backends import cudnn
 
-        from gpulab.numerics import denormals, tf32
+        from gpulab.numerics.flags import switch_denormals, switch_tf32
 
         usual = torch.get_num_threads()
         threads = self.threads or min(usual, cpu_count())
         if threads != usual:
             torch.set_num_threads(threads)
         if self.tf32 is not None:
-            tf32.switch_tf32(self.tf32)
+            switch_tf32(self.tf32)
         if self.cudnn is not None:
             cudnn.enabled = self.cudnn
         if self.denormals is not None:
-            denormals.switch_denormals(self.denormals, stack)
+            switch_denormals(self.denormals, stack)
         if self.deterministic is not None:
             torch.use_deterministic_algorithms(self.deterministic)
             cudnn.deterministic = self.deterministic
@@ -501,7 +501,7 @@ def arithmetic() -> dict[str, Any]:
     import torch
     from torch.backends import cudnn
 
-    from gpulab.numerics.tf32 import precision_allowed
+    from gpulab.numerics.flags import precision_allowed
 
     return {
         "threads": torch.get_num_threads(),

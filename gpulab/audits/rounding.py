@@ -19,8 +19,7 @@ from gpulab.audits.count_sketch import factors, leaves, mapped, rounds
 from gpulab.audits.definitions import DEFINITIONS, repeats
 from gpulab.audits.operations import Accuracy
 from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
-from gpulab.numerics.arithmetic import rounded_factor
-from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
 SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible

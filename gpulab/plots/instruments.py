@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 
 from gpulab.audits.audits import Audit
-from gpulab.device.placements import Placement
-from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
+from gpulab.device.rooflines import UNDER_THE_ROOF, Placement, bounds
 from gpulab.plots import style
 from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK
