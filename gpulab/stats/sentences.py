@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-import gpulab.stats.power as planning
+import gpulab.stats.decisions as decisions
 import gpulab.stats.tests as inference
-from gpulab.stats.decisions import is_identical, may_diverge_apart
 from gpulab.stats.pairs import finished
 
 Verdict = Any  # of `gpulab.stats.verdicts`, which imports this
 SURE = 10  # seeds, from which on the number that would settle it is more than a guess
-JUMP = 0.5  # a seed that jumps moves by so many standard deviations between seeds at least
 PARTS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}
 
 
@@ -44,7 +42,7 @@ def _sentence(verdict: Verdict, row: Any, words: Mapping[Any, str]) -> str:
     if n < 2:
         shared = f"only one {block}" if n else f"no {block}"
         return f"Between {level} and {reference} nothing can be compared: {shared} finished {preposition} both."
-    if is_identical(row):
+    if decisions.is_identical(row):
         return f"{here} every {block} ends with the same bits as {there}, so there is nothing to test."
     if not (row.largest_difference or row.p_equivalent > 0 or row.one_diverged):
         doubt = f"make sure that the {verdict.factor} reached the training"
@@ -52,33 +50,21 @@ def _sentence(verdict: Verdict, row: Any, words: Mapping[Any, str]) -> str:
     pairs = verdict.pairs[verdict.pairs[verdict.factor] == row[1]]
     differences = pairs.difference.dropna().to_numpy(float)
     direction, along = "higher" if row.difference > 0 else "lower", (differences * row.difference > 0).sum()
-    count, mixture = f"{direction} in {along} of {n} {block}s", _mixture(verdict, differences)
+    count = f"{direction} in {along} of {n} {block}s"
     if row.decision == "different":
-        return f"{here} the {metric} is {_change(verdict, row)} {there}, and {count}.{mixture}"
+        return f"{here} the {metric} is {_change(verdict, row)} {there}, and {count}."
     effect = f"{here} the {metric} differs by {_amount(verdict, row, abs(row.difference))} on average from that {there}"
-    number, unit = planning.parse_margin(verdict.margin)
+    number, unit = decisions.parse_margin(verdict.margin)
     meaning = f" ({PARTS.get(number, f'{number:g} times')} the spread between {block}s)" if unit == "sd" else ""
     none = f"differences below {_amount(verdict, row, row.margin)}{meaning} count as none here"
     if row.decision == "different but negligible":
-        return f"{effect}, and is {count}: that is no luck, but {none}.{mixture}"
+        return f"{effect}, and is {count}: that is no luck, but {none}."
     if row.decision == "equivalent":
         most = inference.clopper_pearson_upper(row.moved, n)
         unseen = f"{row.moved:.0f} of {n} {block}s moved further, and jumps of up to {most:.0%} of all {block}s could"
-        return f"{effect}; {none}. {unseen} have gone unseen (95 % limit).{mixture}"
+        return f"{effect}; {none}. {unseen} have gone unseen (95 % limit)."
     undecided = f"{effect}, and is {count}, which decides nothing"
-    return f"{'; '.join([undecided, *([none] if row.margin > 0 else []), *_needed(verdict, row)])}.{mixture}"
-
-
-def _mixture(verdict: Verdict, differences: np.ndarray) -> str:
-    """That few seeds jumped while the others moved the other way, which a mean hides; nothing where none did."""
-    few = inference.jumped(differences, JUMP * verdict.between_seeds)
-    if not few.any() or differences[few].mean() * differences[~few].mean() >= 0:
-        return ""
-    if (p := inference.mean_p(differences[~few])) > verdict.alpha:
-        return ""
-    rest = f"the other {(~few).sum()} moved the other way (mean {differences[~few].mean():+.2g}, p = {p_text(p)})"
-    jumps = f"{few.sum()} of {len(few)} {verdict.block}s jumped (mean {differences[few].mean():+.2g})"
-    return f" {jumps}, {rest}: the difference mixes the two."
+    return f"{'; '.join([undecided, *([none] if row.margin > 0 else []), *_needed(verdict, row)])}."
 
 
 def _amount(verdict: Verdict, row: Any, value: float) -> str:
@@ -98,24 +84,24 @@ def _change(verdict: Verdict, row: Any) -> str:
 
 def _needed(verdict: Verdict, row: Any) -> Iterator[str]:
     """What would settle it."""
-    block, fewest = verdict.block, planning.fewest_pairs(1 - row.confidence)
-    if may_diverge_apart(row):
+    block, fewest = verdict.block, decisions.fewest_pairs(1 - row.confidence)
+    if decisions.may_diverge_apart(row):
         yield f"on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
     if row.seeds < fewest:
         yield f"{row.seeds} {block}s are too few to show a difference, {fewest} are enough"
-    if math.isfinite(row.seeds_needed) and not may_diverge_apart(row):
+    if math.isfinite(row.seeds_needed) and not decisions.may_diverge_apart(row):
         guess = "" if row.seeds >= SURE else "a rough guess, "
         yield f"about {row.seeds_needed:.0f} {block}s would settle it ({guess}power 0.8, if others are like these)"
     elif row.seeds_needed == math.inf and row.margin > 0:
-        yield f"no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
+        yield f"no number of {block}s up to {decisions.MOST_SEEDS:,} would settle it"
 
 
 def _without_stuck(verdict: Verdict) -> Iterator[str]:
     """That a few seeds far from the others make most of the spread, and the margin without them."""
     losses = finished(verdict.runs, verdict.metric, verdict.factor, verdict.reference)
     few = inference.stuck(losses)
-    if few.any() and planning.parse_margin(verdict.margin)[1] == "sd":
-        margin = planning.margin_size(verdict.margin, losses[~few])
+    if few.any() and decisions.parse_margin(verdict.margin)[1] == "sd":
+        margin = decisions.margin_size(verdict.margin, losses[~few])
         yield (
             f"Most of this spread comes from {few.sum()} of {len(losses)} {verdict.block}s that lie far from the "
             f"others: without them the margin would be {margin:.2g} instead of {verdict.table.margin.iloc[0]:.2g}."
@@ -131,7 +117,6 @@ NUMBERS = (  # of a level; those that a level does not have are left out
     "equivalence within ±{margin:.2g}",
     "{narrow} % interval {equivalent_low:.2g} to {equivalent_high:.2g}",
     "p = {p_equivalent}",
-    "a difference of {smallest_shown:.2g} would have been shown (power 0.8)",
     "largest difference {largest_difference:.2g}",
 )
 
@@ -164,7 +149,7 @@ def _level(verdict: Verdict, row: Any) -> str:
     p = {"p_different": p_text(row.p_different_holm, alpha), "p_equivalent": p_text(row.p_equivalent_holm, alpha)}
     levels = {"usual": f"{100 * row.confidence:.3g}", "narrow": f"{100 * row.equivalent_confidence:.3g}"}
     numbers = [clause.format(**row._asdict() | p | levels) for clause in NUMBERS]
-    if row.seeds > 1 and not is_identical(row):
+    if row.seeds > 1 and not decisions.is_identical(row):
         said.append(f"{'; '.join(clause for clause in numbers if not re.search('nan|inf|unknown', clause))}.")
     if row.diverged or row.reference_diverged:
         p_diverged = p_text(row.p_diverged_holm, alpha)

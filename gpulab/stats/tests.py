@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
 FLIPS = 9999  # beyond, so many are drawn
 SD_CONFIDENCE = 0.975  # at 0.95 a rare second hump misleads
-APART = 3  # by how many times a jump is larger than the largest other difference; at 2 there are false alarms
+APART = 3  # standard deviations of the others that a gap is wide
 
 
 def mean_p(differences: ArrayLike) -> float:
@@ -54,21 +54,6 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
         return low, high
     skewness, corrected = moments(values)[1], skewed_t_interval(values, alpha)
     return min(low, corrected[0]) if skewness < 0 else low, max(high, corrected[1]) if skewness > 0 else high
-
-
-def jumped(differences: ArrayLike, least: float = 0.0) -> np.ndarray:
-    """Which differences, shape (n,), are jumps: at least `least`, and three times as large as any that is none.
-
-    Fewer than half can be. Signs play no part, so that where nothing differs those of the others are still a coin's.
-
-    Examples:
-        >>> jumped([0.01, 0.02, -0.5, 0.01, 0.03, 0.4]).tolist()
-        [False, False, True, False, False, True]
-    """
-    sizes = np.abs(np.asarray(differences, float))
-    below, above = np.sort(sizes)[:-1], np.sort(sizes)[1:]
-    apart = (above > APART * below) & (above >= least) & (np.arange(len(above)) >= len(sizes) // 2)
-    return sizes >= above[apart].min(initial=np.inf)
 
 
 def stuck(losses: ArrayLike) -> np.ndarray:
@@ -241,16 +226,17 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     return low, min(high, float(subset_means[subset_means < 0][-1]))
 
 
-def sd_lower_limit(values: ArrayLike) -> float:
-    """The lower 97.5 % limit of the standard deviation behind a sample, shape (n,); NaN for fewer than two.
+def sd_lower_limit(values: ArrayLike, n: Any = None) -> Any:
+    """The lower 97.5 % limit of the standard deviation behind a sample, shape (values,); NaN where none differ.
 
     s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's kurtosis, 3 or
     more: the delta method on ln s (as in Bonett 2006). Unlike the textbook's (χ²), it was found to hold for heavy
-    tails and two humps as well (with at most 6 % errors).
+    tails and two humps as well (with at most 6 % errors). With n, one number or several, it is the limit that a sample
+    of as many would have.
     """
     values = np.sort(np.asarray(values, float))
     sd = sample_sd(values)
-    return float(sd * sd_limit_ratio(len(values), kurtosis(values))) if sd > 0 else sd
+    return sd * sd_limit_ratio(len(values) if n is None else n, kurtosis(values)) if sd > 0 else math.nan
 
 
 def sd_limit_ratio(n: ArrayLike, kurtosis: ArrayLike) -> Any:

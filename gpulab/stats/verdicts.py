@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-import gpulab.stats.power as planning
 from gpulab.errors import UsageError
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
-from gpulab.stats.decisions import COLUMNS, DECISIONS, compare_levels
+from gpulab.stats.decisions import COLUMNS, DECISIONS, USUAL_MARGIN, USUAL_SHARE, compare_levels
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
 from gpulab.stats.sentences import sentences, with_numbers
 from gpulab.stats.tests import sample_sd
@@ -233,17 +233,14 @@ def verdict(
         illustrated in the case of the binomial*, Biometrika 26:404). Several tests are corrected by Holm 1979, *A
         simple sequentially rejective multiple test procedure* (Scandinavian Journal of Statistics 6:65).
     """
-    planning.check_alpha(alpha)
-    if margin is not None:
-        planning.parse_margin(margin)
+    if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
+        raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
     if factor in COLUMNS:
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     paired = pair(frame, metric, factor, block, reference)
     yes_or_no = is_yes_or_no(paired.runs, metric)
-    margin = planning.usual_margin(margin, metric, yes_or_no)
+    margin = (USUAL_SHARE if yes_or_no else USUAL_MARGIN) if margin is None else margin
     losses = finished(paired.runs, metric, factor, paired.reference)
     table = compare_levels(paired, factor, losses, margin, alpha, yes_or_no)
-    between_seeds = sample_sd(losses)
-    return Verdict(
-        metric, factor, block, margin=margin, alpha=alpha, table=table, between_seeds=between_seeds, **paired._asdict()
-    )
+    asked = {"metric": metric, "factor": factor, "block": block, "margin": margin, "alpha": alpha}
+    return Verdict(**asked, **paired._asdict(), table=table, between_seeds=sample_sd(losses))
