@@ -21,29 +21,28 @@ COLUMNS = (  # of a verdict's table, after the factor's; `Verdict` says what the
     *("largest_difference", "same_bits", "moved", "diverged", "reference_diverged", "one_diverged"),
     *("diverged_apart_at_most", "p_diverged", "p_diverged_holm", "left_out", "seeds_needed"),
 )
-ENDS = ["low", "high", "equivalent_low", "equivalent_high"]
 USUAL_MARGIN, USUAL_SHARE = "0.25sd", 0.1  # of numbers, and of yes and no
 DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
 POWER = 0.8  # of a comparison with as many seeds as are said to be needed
 FOR_SKEWNESS = 1  # what the correction for skewness costs, in seeds, where differences are normal (by simulation)
-MOST_SEEDS = 100_000
+MOST_SEEDS, TINY = 100_000, 1e-150
 SEEDS = np.unique(np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MOST_SEEDS, 800)]))).astype(int)
 
 
-def compare_levels(
-    paired: Paired, factor: str, losses: np.ndarray, margin: str | float, alpha: float, yes_or_no: bool
-) -> pd.DataFrame:
-    """A verdict's table; `losses` is the metric of the reference's runs that finished, shape (seeds,)."""
-    levels, runs = paired.by_level(factor), paired.runs[factor].value_counts()
+def compare_levels(paired: Paired, margin: str | float, alpha: float) -> pd.DataFrame:
+    """A verdict's table."""
+    levels, runs = paired.levels(), paired.runs[paired.factor].value_counts()
+    losses, yes_or_no = paired.losses(), paired.yes_or_no()
     size, sizes = (margin_size(margin, losses, yes_or_no, n) for n in (None, SEEDS))
-    rows = [{factor: level, **_level_numbers(pairs, size, yes_or_no)} for level, pairs in levels.items()]
-    table = pd.DataFrame(rows, columns=[factor, *COLUMNS])
+    rows = [{paired.factor: level, **_level_numbers(pairs, size, yes_or_no)} for level, pairs in levels.items()]
+    table = pd.DataFrame(rows, columns=[paired.factor, *COLUMNS])
     table["left_out"] = [runs[level] + runs[paired.reference] - 2 * len(pairs) for level, pairs in levels.items()]
     alphas = _correct(table, alpha)
     table["decision"] = [decide(row, alpha) for row in table.itertuples()]
     for row, pairs in enumerate(levels.values()):
         differences = pairs.difference.dropna().to_numpy(float)
-        table.loc[row, ENDS] = _intervals(differences, *alphas, yes_or_no)
+        ends = _intervals(differences, *alphas, yes_or_no)
+        table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
         needed = _seeds_needed(inference.sample_sd(differences), sizes, alpha / len(levels), yes_or_no)
         undecided = table.decision[row] == "inconclusive"
         table.loc[row, "seeds_needed"] = max(needed, len(pairs) + 1) if undecided else needed
@@ -88,11 +87,9 @@ def _correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
     table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], table.p_diverged)
     table["p_equivalent_holm"] = inference.holm(list(table.p_equivalent))
     # Holm has stopped at this level: it rejects what is below, and nothing above.
-    different_alpha, equivalent_alpha = (
-        alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm)
-    )
-    table["confidence"], table["equivalent_confidence"] = 1 - different_alpha, 1 - 2 * equivalent_alpha
-    return different_alpha, equivalent_alpha
+    alphas = [alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm)]
+    table["confidence"], table["equivalent_confidence"] = 1 - alphas[0], 1 - 2 * alphas[1]
+    return alphas[0], alphas[1]
 
 
 def _intervals(differences: np.ndarray, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
@@ -109,15 +106,14 @@ def _seeds_needed(sd: float, margins: Any, alpha: float, yes_or_no: bool) -> flo
     """The first of `SEEDS` with which the test of equivalence succeeds with `POWER` where nothing differs.
 
     It is for normal differences of the standard deviation `sd`; `margins` are those of as many seeds. A difference as
-    large as the margin is shown about as often, with `fewest_pairs` or more. Of yes and no as many are needed as exclude
-    the margin where none switches. Infinite where no number is enough.
+    large as the margin is shown about as often, with `fewest_pairs` or more. Of yes and no as many are needed as
+    exclude the margin where none switches. Infinite where no number is enough.
     """
     from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats
 
     if math.isnan(sd):
         return math.nan
-    with np.errstate(divide="ignore"):
-        effects = np.minimum(margins / np.float64(sd), 30 / np.sqrt(SEEDS))  # beyond, the power is 1, its series slow
+    effects = np.minimum(margins / max(sd, TINY), 30 / np.sqrt(SEEDS))  # beyond, the power is 1, its series slow
     power = ttest_power(effects, SEEDS, alpha, alternative="larger")
     enough = power >= (1 + POWER) / 2  # each of two one-sided tests fails half as often
     by_share = (1 - margins) ** SEEDS <= alpha if yes_or_no else enough
@@ -175,8 +171,7 @@ def margin_size(margin: str | float, losses: np.ndarray, yes_or_no: bool = False
     number, unit = parse_margin(margin)
     share = number / 100 if unit == "%" else number
     if yes_or_no and (unit == "sd" or share >= 1):
-        why = "the metric holds only yes and no (1 and 0), so its margin is a share of the seeds"
-        raise UsageError(f"margin {margin!r}: {why} between 0 and 1, such as {USUAL_SHARE}")
+        raise UsageError(f"margin {margin!r}: of yes and no it is a share of the seeds below 1, such as {USUAL_SHARE}")
     if unit == "sd":
         return number * inference.sd_lower_limit(losses, n)
     if unit == "%" and not yes_or_no:

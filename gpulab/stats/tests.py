@@ -160,20 +160,18 @@ def sign_test_p(positive: int, n: int) -> float:
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
     """The p of two one-sided tests that the mean of differences, shape (n,), is within ±margin (Schuirmann 1987).
 
-    Each is by `skewed_t`. It is 0 or 1 where the differences are all the same, 0 where all are zero.
+    Each is by `skewed_t`. It is 0 or 1 where the differences are all the same, and 0 where all are zero, whatever the
+    margin.
 
     Examples:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
         0.0024
     """
     values = np.sort(np.asarray(differences, float))
-    n = len(values)
-    if not values.any():
-        return 0.0 if n else math.nan
     if not (sd := sample_sd(values)) > 0:
-        return float(abs(values.mean()) >= margin) if n > 1 else math.nan
+        return float(values.any() and not abs(values.mean()) < margin)
     # scipy's ttest_1samp warns of differences that are the same but for rounding; statsmodels is slow to import.
-    mean, skewness, _ = moments(values)
+    mean, skewness, n = moments(values)
     room = min(skewed_t(margin / sd + mean, skewness, n), skewed_t(margin / sd - mean, -skewness, n))
     return float(scipy.stats.t.sf(room, n - 1))
 
@@ -211,13 +209,12 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
         sums, sizes = positive @ values, positive.sum(axis=1)
         with np.errstate(invalid="ignore"):  # a subset of none has no mean
             means += [sums / sizes, (total - sums) / (n - sizes)]
-    subset_means = np.sort(np.concatenate(means))
+    with_nan = np.concatenate(means)
+    subset_means = np.sort(with_nan[~np.isnan(with_nan)])
     # A subset of none (NaN) is the sample itself, unflipped, which counts; it is not among those that are drawn.
-    without_mean = int(np.isnan(subset_means).sum())
-    rank = int(alpha * (2.0 ** (n - 1) if n <= EXACT else 1 + FLIPS)) - without_mean - (n > EXACT)
+    rank = int(alpha * (2.0 ** (n - 1) if n <= EXACT else 1 + FLIPS)) - len(with_nan) + len(subset_means) - (n > EXACT)
     if rank < 0:
         return math.nan, math.nan
-    subset_means = subset_means[: len(subset_means) - without_mean]
     low, high = float(subset_means[rank]), float(subset_means[-1 - rank])
     if sign_flip_p(values) > alpha:  # only what was drawn, and rounding, can make the two disagree
         return min(low, 0.0), max(high, 0.0)
@@ -235,19 +232,11 @@ def sd_lower_limit(values: ArrayLike, n: Any = None) -> Any:
     of as many would have.
     """
     values = np.sort(np.asarray(values, float))
-    sd = sample_sd(values)
-    return sd * sd_limit_ratio(len(values) if n is None else n, kurtosis(values)) if sd > 0 else math.nan
-
-
-def sd_limit_ratio(n: ArrayLike, kurtosis: ArrayLike) -> Any:
-    """`sd_lower_limit` from n values, as a multiple of the sample's standard deviation."""
-    freedom = np.asarray(n) - 1
-    return np.exp(-scipy.stats.t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((np.asarray(kurtosis) - 1) / freedom) / 2)
-
-
-def kurtosis(values: np.ndarray) -> float:
-    """The kurtosis of a sample, shape (n,), and 3, a normal sample's, where it is smaller."""
-    return max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 and np.ptp(values) else 3.0
+    if not (sd := sample_sd(values)) > 0:
+        return math.nan
+    kurtosis = max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 else 3.0
+    freedom = (len(values) if n is None else n) - 1
+    return sd * np.exp(-scipy.stats.t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((kurtosis - 1) / freedom) / 2)
 
 
 def sample_sd(values: np.ndarray) -> float:

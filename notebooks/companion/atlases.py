@@ -183,7 +183,7 @@ def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> st
         text += (
             f"over {len(pooled_rows)} machines {outcome}, {percent(pooled['effect'], pooled['low'], pooled['high'])}"
         )
-        text += f", corrected p = {p_text(pooled['p_holm'], ALPHA)}; between machines tau = {100 * pooled['tau']:.2g} %"
+        text += f", corrected p = {p_text(pooled['p_holm'])}; between machines tau = {100 * pooled['tau']:.2g} %"
         text += f" [{100 * pooled['tau_low']:.2g}, {100 * pooled['tau_high']:.2g}], I² = {pooled['i2']:.0%}"
         text += f" (Q = {pooled['q']:.3g}, p = {p_text(pooled['p_heterogeneous'])})"
         if pooled["studies"] > 2:

@@ -14,7 +14,8 @@ from gpulab.device.placements import Placement
 from gpulab.guards import Guard
 from gpulab.plots.names import setting_words
 from gpulab.settings import Setting
-from gpulab.stats.power import parse_margin, seeds_needed
+from gpulab.stats.decisions import parse_margin
+from gpulab.stats.verdicts import verdict
 
 # --- 06: does rounding noise help a network to leave a saddle? -------------------------------------------
 
@@ -304,7 +305,7 @@ def _registration(answer: Any) -> str:
     parse_margin(plan["margin"])
     seeds = number(plan["seeds"])
     need(seeds >= 6, f"{seeds:g} seeds cannot show a difference, however large: six are the fewest")
-    needed = seeds_needed(runs, margin=plan["margin"], power=0.8, reference="cuda:tf32=off").seeds.min()
+    needed = verdict(runs, margin=plan["margin"], reference="cuda:tf32=off").table.seeds_needed.min()
     need(seeds >= needed, f"{seeds:g} seeds: as far as recorded runs tell, this margin takes {needed:g} at least")
     return (
         f"as far as recorded runs tell, {seeds:g} seeds are enough for the setting that scatters least. Whether it "

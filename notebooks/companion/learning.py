@@ -18,8 +18,7 @@ import pandas as pd
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
 from gpulab.progress import Progress
-from gpulab.stats.decisions import decide
-from gpulab.stats.power import parse_margin
+from gpulab.stats.decisions import decide, parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.recorded import recorded_table
