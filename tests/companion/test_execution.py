@@ -51,7 +51,7 @@ def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     assert "smoke smoke True" in page.read_text()
     assert page.read_text().count("UserWarning: &lt;careful&gt;") == 1
     assert f'<img alt="{escape(figure["alt"])}" src="data:image/png;base64,{figure["png"]}"' in page.read_text()
-    assert "the loss ends higher with shared memory in " in page.read_text()
+    assert "the loss ends higher with overwritten frames than with copied frames in " in page.read_text()
     assert page.read_text().count('href="verdict.md') == 0, "a letter has no files beside it"
     (row,) = json.loads((page.parent / "results.json").read_text())
     assert (row["name"], row["notebook"]) == ("01_one", "01_one.ipynb")
