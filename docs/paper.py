@@ -7,6 +7,7 @@ from pathlib import Path
 import answer
 
 import companion
+import gpulab as gl
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
@@ -24,7 +25,7 @@ def minutes(profile):
 def numbers():
     """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
     pairs = answer.counted(answer.pairs())
-    kept = companion.atlas(), companion.published_runs(), companion.title_runs(), companion.longer_runs()
+    kept = companion.atlas(), companion.published_runs(), companion.title_runs(), gl.recorded_runs("longer")
     poles = companion.cartpole_runs().pivot_table(index="seed", columns="memory", values="time upright (steps)")
     shorter = poles["shared memory"] / poles["own memory"]
     means = poles.mean()
@@ -44,11 +45,11 @@ def numbers():
 
 
 def compared(condition, reference):
-    """Two conditions, such as `GPU, shared memory`, of which only the device or only the memory differs."""
-    (device, memory), (other_device, other_memory) = (each.split(", ") for each in (condition, reference))
+    """What is compared, such as `GPU, overwritten frames` with a reference that differs in one of the two alone."""
+    (device, frames), (other_device, other_frames) = (each.split(", ") for each in (condition, reference))
     if device == other_device:
-        return f"{device}: {memory.removesuffix(' memory')} against {other_memory}"
-    return f"{memory}: {device} against {other_device}"
+        return f"{device}: {frames.removesuffix(' frames')} against {other_frames}"
+    return f"{frames}: {device} against {other_device}"
 
 
 def replication():
@@ -121,17 +122,17 @@ def statistics(table, runs):
 
 
 def counts(full, half, runs):
-    """A row for each size and device: pairs that differ in memory alone, and whether a test was laid down."""
+    """A row for each size and device: pairs that differ in the condition alone, and whether a test was planned."""
     on_gpu = full[full.endpoint == "final loss"]
-    on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, own memory")]
+    on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, copied frames")]
     losses = losses_by_condition(runs)
-    worse = losses["GPU, shared memory"] > losses["GPU, own memory"]
+    worse = losses["GPU, overwritten frames"] > losses["GPU, copied frames"]
     rows = [
         ["GPU, 160×120, three films", "imitated", "yes", f"{on_gpu.worse.sum()} of {on_gpu.seeds.sum()}"],
         ["CPU, 80×56, walk", "as published", "yes", f"{on_cpu.worse.sum()} of {on_cpu.seeds.sum()}"],
         ["GPU, 80×56, walk", "imitated", "no", f"{worse.sum()} of {len(worse)}"],
     ]
-    return in_markdown("where | shared memory | test laid down | higher loss in", [28, 16, 16, 16], rows)
+    return in_markdown("where | overwritten frames | test planned | higher loss in", [28, 16, 16, 16], rows)
 
 
 def losses_by_condition(runs):
@@ -142,24 +143,24 @@ def losses_by_condition(runs):
 def devices_apart(half, runs):
     """What a CPU and a GPU have in common at half the size, and what the line does there."""
     losses = losses_by_condition(runs)
-    own = losses["CPU, own memory"] / losses["GPU, own memory"] - 1
-    direct = losses["CPU, shared memory"] / losses["GPU, own memory"]
-    furthest = own.abs().idxmax()
-    close = own.drop(furthest).abs()
+    copied = losses["CPU, copied frames"] / losses["GPU, copied frames"] - 1
+    direct = losses["CPU, overwritten frames"] / losses["GPU, copied frames"]
+    furthest = copied.abs().idxmax()
+    close = copied.drop(furthest).abs()
     rows = half[half.endpoint == "final loss"].set_index(["condition", "reference"])
-    device = rows.loc[("CPU, own memory", "GPU, own memory")]
-    line = rows.loc[("CPU, shared memory", "CPU, own memory")]
+    device = rows.loc[("CPU, copied frames", "GPU, copied frames")]
+    line = rows.loc[("CPU, overwritten frames", "CPU, copied frames")]
     intervals = {
         name: " to ".join(share(end / losses[reference].mean(), 0) for end in (row.low, row.high))
         for name, row, reference in (
-            ("device_interval", device, "GPU, own memory"),
-            ("line_interval", line, "CPU, own memory"),
+            ("device_interval", device, "GPU, copied frames"),
+            ("line_interval", line, "CPU, copied frames"),
         )
     }
     return {
-        "close": f"{len(close)} of {len(own)}",
+        "close": f"{len(close)} of {len(copied)}",
         "within": share(close.max()),
-        "outlier": f"{share(abs(own[furthest]), 0)} {'lower' if own[furthest] < 0 else 'higher'}",
+        "outlier": f"{share(abs(copied[furthest]), 0)} {'lower' if copied[furthest] < 0 else 'higher'}",
         "direct": f"{(direct > 1).sum()} of {len(direct)}",
         "direct_ratio": f"{direct.median():.2f}",
         **intervals,
