@@ -105,7 +105,9 @@ def test_the_title_of_curves_compares_final_losses_as_training_has_them():
         for seed in range(2)
     ]
     picture = gl.plots.curves(pd.concat(runs), factor="loader")
-    assert title(picture) == "The final loss is 2 times as high, on average, for shared memory as for own memory"
+    assert (
+        title(picture) == "The final loss is 2 times as high, on average, for overwritten frames as for copied frames"
+    )
 
 
 def test_the_roofline_names_the_least_used_layer():
@@ -227,6 +229,6 @@ def test_settings_have_names_in_words_and_keep_their_own_where_two_would_be_call
         "cpu:threads=1": "cpu:threads=1",
         "cpu: threads=1": "cpu: threads=1",
     }
-    assert names(["copied", "imitated"], "loader") == {"copied": "own memory", "imitated": "shared memory"}
+    assert names(["copied", "imitated"], "loader") == {"copied": "copied frames", "imitated": "overwritten frames"}
     assert names(["copied", "window"], "loader") == {"copied": "copied", "window": "window"}
     assert names(["cpu", 3], "width") == {"cpu": "cpu", 3: "3"}
