@@ -35,7 +35,7 @@ from gpulab.progress import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
 from gpulab.store.runs import pack
-from gpulab.training.protocol import protocol
+from gpulab.training.spec import protocol
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]

@@ -18,7 +18,7 @@ from gpulab.plots.style import BESIDE, FAINT, INK, Look
 from gpulab.report import Picture, draw
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
-from gpulab.training.protocol import LAST_FIFTH
+from gpulab.training.spec import LAST_FIFTH
 
 SEEDS = "one seed against another"
 BAND: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin

@@ -100,9 +100,9 @@ def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
 
 def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_numbers():
     saddle = explorers.small_saddle()
-    options = {"optimizer": "momentum", "learning_rate": 0.05, "perturbation": 1e-3}
+    options = {"optimizers": {"momentum": [0.05]}, "perturbations": [1e-3], "progress": False}
     path = explorers.trajectory(saddle, "cpu:precision=float64", optimizer="momentum", rate=0.05, push=1e-3)
-    history = gl.saddles.escape(saddle, "cpu:precision=float64", progress=False, **options).history
+    history = gl.saddles.escape_table(saddle, ["cpu:precision=float64"], **options).paths
     same = path[: len(history)]
     np.testing.assert_allclose(np.hypot(same.along, same.across), history.distance, rtol=1e-12)
     np.testing.assert_allclose(same.loss, history.loss, rtol=1e-12)
