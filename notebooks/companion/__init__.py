@@ -9,13 +9,12 @@ HOMES = {
     "findings": "finding",
     "floating_point": "FactorTable cuda_uniform factor_table growth growth_figure measure recorded_measurements "
     "recorded_products sums_figure",
-    "image_bytes": "byte_round_trip decoded encode_jpeg jpeg_decoders numbers_of_bytes",
+    "image_bytes": "encode_jpeg jpeg_decoders",
     "in_the_wild": "accuracies cartpole_runs copies_under_way delivered foreseen image_loader inbox learn_cartpole "
     "microphone pendulum public_questions spectrograms wild_finding",
     "learning": "atlas blurred_losses conditions false_alarms learning_table missing_colour_losses motion_finding "
     "repeat_losses title_runs",
-    "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
-    "spectrum",
+    "old_gpu": "cards_finding",
     "first_windows": "FirstWindow recorded_windows",
     "saddle_points": "saddle_finding",
     "scale_out": "run_program scale_finding",
