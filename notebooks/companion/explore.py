@@ -40,7 +40,7 @@ PAGES = {
     "buffer": Page(
         "The buffer that is written over",
         "buffer_explorer",
-        "Type numbers: each is a frame that is written into one buffer, over the one before. Then tick *copy each frame*.",
+        "Type numbers: each is a frame, written into one buffer over the one before. Then tick *copy each frame*.",
         "Each loss is right, because it is computed while its frame is there. Watch which frame the gradient finds.",
         "05_the_anomaly",
     ),
