@@ -69,8 +69,8 @@ def budgets(
     """Time and peak memory of the companion, of each notebook and of a start, into docs/costs.md.
 
     Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it. Memory: the largest
-    sum, over all processes of one notebook, that the companion saw. A start is the median of seven processes after one
-    that warms the file cache.
+    process of a notebook, which is its kernel. A start is the median of seven processes after one that warms the file
+    cache.
     """
     rows = []
     for what, command in (
@@ -84,7 +84,7 @@ def budgets(
             command = [sys.executable, "-m", "companion", "--profile", one, "--device", device, "--output", output]
             whole = process_seconds([*command, "--only", only] if only else command)
             results = json.loads((Path(output) / "report" / "results.json").read_text(encoding="utf-8"))
-        found = [(f"`{result['name']}`, {one}", result["seconds"], result["peak_memory_bytes"]) for result in results]
+        found = [(f"`{result['name']}`, {one}", result["seconds"], result["peak_bytes"]) for result in results]
         peak = max(memory for _, _, memory in found)
         found.append((f"`python -m companion`, {one}: all of these and the report", whole, peak))
         rows += [[what, duration(took), f"{memory / 2**20:,.0f} MiB"] for what, took, memory in found]

@@ -39,8 +39,8 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.passports import LIBRARIES as DISTRIBUTIONS
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.training.protocol import protocol
 from gpulab.training.run import train
+from gpulab.training.spec import protocol
 
 NETWORKS = ("autoencoder", "prednet")
 LIBRARIES = ("jax", "keras")

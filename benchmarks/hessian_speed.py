@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import gpulab as gl
 from gpulab.store import recorded
-from gpulab.training.protocol import PROFILES, protocol
+from gpulab.training.spec import PROFILES, protocol
 
 PROBES = 10
 CHECKED = 4  # products compared with float64

@@ -34,9 +34,9 @@ from gpulab.data.datasets import Rendered, load
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
-from gpulab.store.factors import whole_numbers
+from gpulab.store.identities import whole_numbers
 from gpulab.training.experiment import Experiment
-from gpulab.training.protocol import protocol
+from gpulab.training.spec import protocol
 
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"

@@ -35,7 +35,7 @@ from gpulab.report import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
 from gpulab.store.runs import pack
-from gpulab.training.protocol import protocol
+from gpulab.training.spec import protocol
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
@@ -57,7 +57,7 @@ def record_films(file: File) -> None:
 
     Rendered and measured here, they are the same: this only saves the minutes that the films of 50,000 frames take.
     """
-    runs = [gl.recorded_runs(), companion.longer_runs(), companion.title_runs(), companion.recorded_films()]
+    runs = [gl.recorded_runs(), gl.recorded_runs("longer"), companion.title_runs(), gl.recorded_runs("films")]
     runs += [companion.published_runs(), companion.atlas()]
     rendered = [frame[frame.data.isin(RENDERED)] for frame in runs]
     films = pd.concat(rendered)[[*FILM]].drop_duplicates().sort_values([*FILM])

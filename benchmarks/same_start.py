@@ -15,8 +15,7 @@ from companion.first_windows import Computed
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
-from gpulab.training.protocol import LAST_FIFTH
-from gpulab.training.spec import RunSpec
+from gpulab.training.spec import LAST_FIFTH, RunSpec
 
 # What of gpulab a training in another library depends on.
 PRECISIONS = (None, "float32", "float64")

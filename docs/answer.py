@@ -1,7 +1,7 @@
 """The figure on the front page and in the papers, from the recorded runs. `python docs/answer.py` draws it anew.
 
-Every seed twice: with own memory, where every frame has memory of its own, and with shared memory, where all frames of
-a window lie in one array, as the published line has it on a CPU. Five rows are the authors' own network in Chainer, the
+Every seed twice: with copied frames, and with overwritten frames, where all frames of a window lie in one array, as the
+published line has it on a CPU. Five rows are the authors' own network in Chainer, the
 others gpulab's port: ten times as long, and at the published length, where three speeds of the walk are one row.
 """
 
@@ -15,14 +15,14 @@ from matplotlib.ticker import FixedLocator, NullLocator
 import companion
 import gpulab as gl
 from companion.findings import listed
-from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY
+from gpulab.plots.names import COPIED, OVERWRITTEN
 from gpulab.plots.style import BESIDE, INK, ON_CPU, ON_GPU, canvas, points, themed
 from gpulab.report import Picture
 
 FILE = Path(__file__).with_name("answer.svg")
 IN_PAPERS = FILE.parent / "paper" / "answer.png"  # journals' tools take no SVG
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
-COLUMNS = 1.03, 1.32, 1.64  # of words at the right, in widths of the axes
+COLUMNS = 1.03, 1.38, 1.66  # of words at the right, in widths of the axes
 PORT = {"paper": "160×120", "quick": "64×48"}
 
 
@@ -33,29 +33,29 @@ def short_runs():
 
 
 def pairs():
-    """A row a run: `row` (where, on what, how long), `seed`, `memory`, `times` (final loss over that of repeating)."""
+    """A row a run: `row` (where, on what, how long), `seed`, `frames_are`, `times` (loss over that of repeating)."""
     published = companion.published_runs()
     published = published[~published.condition.str.endswith("no round trip")].assign(code="authors", speed=2.0)
-    port = pd.concat([companion.longer_runs().query("setting == 'cuda:tf32=off'"), short_runs()], ignore_index=True)
+    port = pd.concat([gl.recorded_runs("longer").query("setting == 'cuda:tf32=off'"), short_runs()], ignore_index=True)
     port = port.assign(film="walk", size=port.profile.map(PORT), repeat_loss=companion.repeat_losses(port))
     runs = pd.concat([published, port.assign(code=port.profile)], ignore_index=True)
     device = runs.device.map({"cuda": "GPU", "cpu": "CPU"})
     # The published line, `reused`, copies each frame to a GPU; on a CPU it copies none.
-    shared = runs.loader.isin(["shared", "imitated"]) | ((runs.loader == "reused") & (runs.device == "cpu"))
+    overwritten = runs.loader.isin(["shared", "imitated"]) | ((runs.loader == "reused") & (runs.device == "cpu"))
     long = runs.frames.map("\n{:,} frames".format).where(runs.code != "authors", "")
     row = runs.film + ", " + device + "\n" + runs["size"].str.replace("x", "×") + long
     return runs.assign(
         row=row,
-        memory=shared.map({True: SHARED_MEMORY, False: OWN_MEMORY}),
+        frames_are=overwritten.map({True: OVERWRITTEN, False: COPIED}),
         times=runs.final_loss / runs.repeat_loss,
         device=device,
     )
 
 
 def counted(runs):
-    """How many pairs end higher with shared memory, of how many, and of what, by name."""
+    """How many pairs end higher with overwritten frames, of how many, and of what, by name."""
     losses = paired(runs)
-    worse, code = losses[SHARED_MEMORY] > losses[OWN_MEMORY], losses.index.get_level_values("code")
+    worse, code = losses[OVERWRITTEN] > losses[COPIED], losses.index.get_level_values("code")
     long = losses.index.get_level_values("row").str.contains("50,000")
     of = {
         "authors": ("of the authors' code", code == "authors"),
@@ -72,80 +72,53 @@ def sentence(runs):
     higher = [f"in {worse} of {count} pairs {words}" for worse, count, words in counted(runs).values()]
     beat = (losses < 1).sum()
     return (
-        f"Every seed twice, with own and with shared memory. With shared memory the loss ends higher {listed(higher)}. "
-        f"Of {len(losses)} runs with own memory {beat[OWN_MEMORY]} beat repeating the last frame, of "
-        f"{len(losses)} with shared memory {beat[SHARED_MEMORY] or 'none'}."
+        f"Every seed twice, with copied and with overwritten frames. With overwritten frames the loss ends higher "
+        f"{listed(higher)}. "
+        f"Of {len(losses)} runs with copied frames {beat[COPIED]} beat repeating the last frame, of "
+        f"{len(losses)} with overwritten frames {beat[OVERWRITTEN] or 'none'}."
     )
 
 
 def paired(runs):
-    """A row for each pair: `times` by memory."""
-    return runs.pivot_table(index=["code", "row", "speed", "seed"], columns="memory", values="times").dropna()
-
-
-def verdicts():
-    """What the verdicts are on the mean loss of the port's short trainings, for the caption."""
-    table = companion.anomaly_table(short_runs())
-    table = table[table.metric == "final loss of all seeds"]
-    said = []
-    for profile, rows in table.groupby("profile", sort=False):
-        of_decision = rows.groupby("decision", sort=False).speed
-        speeds = [f"*{decision}* at speed {listed(map('{:g}'.format, which))}" for decision, which in of_decision]
-        said.append(f"at {PORT[profile]} {', '.join(speeds)}")
-    return "; ".join(said)
+    """A row for each pair: `times` by condition."""
+    return runs.pivot_table(index=["code", "row", "speed", "seed"], columns="frames_are", values="times").dropna()
 
 
 def device_table():
-    """A CPU against a GPU, both with own memory, a row for each metric of the port's long trainings."""
+    """A CPU against a GPU, both with copied frames, a row for each metric of the port's long trainings."""
     runs = companion.title_runs().query("experiment == 'prednet' and gradients == 'written out'")
     runs = runs[(runs.profile == "paper") & ~runs.setting.str.endswith("again")]
     return companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
 
 
-def devices():
-    """What the verdicts are on a CPU against a GPU, for the front page."""
-    table = device_table()
-    every, learned = table.loc["final loss of all seeds"], table.loc["final loss of the seeds that learned"]
-    stuck = table.loc["share of seeds that did not learn"]
-    return (
-        f"With own memory, the mean loss of our port is *{learned.decision}* on a CPU and a GPU: over the "
-        f"{learned.seeds} seeds that learn it differs by {abs(learned.relative):.1%}, and the margin is "
-        f"{learned.margin_relative:.1%}. The other {every.seeds - learned.seeds} of {every.seeds} seeds learn on "
-        f"neither device. With them the margin grows to {every.margin_relative:.0%}; within it the loss is "
-        f"*{every.decision}*, too, but that says little. Whether the device decides how many seeds learn is "
-        f"*{stuck.decision}*: {abs(stuck.difference) * stuck.seeds:.0f} of {stuck.seeds} learn on one "
-        "device and not on the other."
-    ).replace("%", " %")
-
-
 @themed
 def picture():
-    """A row for each device, film, size and length; own memory above shared memory, seeds joined."""
+    """A row for each device, film, size and length; copied above overwritten frames, seeds joined."""
     runs = pairs()
     figure, (axes,) = canvas(height=7.6)
-    figure.set_figwidth(6.2)
+    figure.set_figwidth(6.6)
     text = {"fontsize": 10, **BESIDE}
     names = dict(zip(runs.row, runs.code, strict=True))
     places = [row + (0 if code == "authors" else 0.8) for row, code in enumerate(names.values())]
     for place, name in zip(places, names, strict=True):
         some = runs[runs.row == name]
         tint = TINTS[some.device.iloc[0]]
-        heights = {OWN_MEMORY: place - 0.2, SHARED_MEMORY: place + 0.2}
+        heights = {COPIED: place - 0.2, OVERWRITTEN: place + 0.2}
         losses = paired(some)
         joined = losses.assign(between=np.nan)[[*heights, "between"]]  # one line for all pairs, with gaps
         up_down = np.tile([*heights.values(), np.nan], len(losses))
         axes.plot(joined.to_numpy().ravel(), up_down, color=tint, lw=0.5, alpha=0.35, zorder=1)
-        for memory, part in some.groupby("memory"):
-            points(axes, part.times, [heights[memory]] * len(part), tint, hollow=True, s=16)
-            axes.annotate(memory.partition(" ")[0], (COLUMNS[0], heights[memory]), **text)
-            axes.annotate(f"{(part.times < 1).sum()} of {len(part)}", (COLUMNS[1], heights[memory]), **text)
-        worse = f"{(losses[SHARED_MEMORY] > losses[OWN_MEMORY]).sum()} of {len(losses)}"
+        for condition, part in some.groupby("frames_are"):
+            points(axes, part.times, [heights[condition]] * len(part), tint, hollow=True, s=16)
+            axes.annotate(condition.partition(" ")[0], (COLUMNS[0], heights[condition]), **text)
+            axes.annotate(f"{(part.times < 1).sum()} of {len(part)}", (COLUMNS[1], heights[condition]), **text)
+        worse = f"{(losses[OVERWRITTEN] > losses[COPIED]).sum()} of {len(losses)}"
         axes.annotate(worse, (COLUMNS[2], place), **text)
     axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
     axes.annotate(
         "as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center", fontsize=10
     )
-    heads = "memory", "better\nthan that", "pairs in which\nshared is worse"
+    heads = "frames", "better\nthan that", "pairs in which\noverwriting is worse"
     for words, x in zip(heads, COLUMNS, strict=True):
         axes.annotate(words, (x, -0.8), **text)
     ported = next(place for place, code in zip(places, names.values(), strict=True) if code != "authors")

@@ -14,7 +14,7 @@ from PIL import Image
 
 import companion
 import gpulab
-from companion.run import figure
+from companion.report import figure_of
 from gpulab.report import DPI, image
 
 ROOT = Path(__file__).parents[1]
@@ -22,11 +22,12 @@ LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
 ADDRESS = re.search(r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
 CONTENTS = "\n```{toctree}\n:hidden:\n:glob:\n%s\n```\n"
 PARTS = {
-    "Notebooks": "gallery/index\nnotebooks/**",
+    "Notebooks": "gallery/index\nnotebooks/*",
     "Use and teach": "docs/*\ndocs/*/index",
     "Reference": "reference/*\ngenindex",
     "Measured": "data/index\ndata/registered/*\nbenchmarks/index",
     "Project": "*\ndocs/paper/*",
+    "Solutions": "notebooks/solutions/*",
 }
 
 project = html_title = "gpulab"
@@ -105,7 +106,7 @@ def gallery(source):
                 text = cell.source
                 for section in re.findall(r"^##+ (.+)", text, re.M):
                     there = there.partition("#")[0] + f"#{slug(section)}"
-            for drawn in filter(None, map(figure, cell.get("outputs", []))):
+            for drawn in filter(None, map(figure_of, cell.get("outputs", []))):
                 name, png = next(names), base64.b64decode(drawn["png"])
                 alt = re.sub(r"([\\`*_\[\]<>&$])", r"\\\1", drawn["alt"])
                 page += f"- [![{alt}]({name}) {section}]({there})\n"
@@ -126,7 +127,7 @@ def name_pictures(source):
     for file in (source / "notebooks").rglob("*.ipynb"):
         notebook = nbformat.read(file, 4)
         for output in itertools.chain.from_iterable(cell.get("outputs", []) for cell in notebook.cells):
-            drawn = figure(output)
+            drawn = figure_of(output)
             if drawn:
                 output.data = {"text/html": image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)}
         nbformat.write(notebook, file)

@@ -7,6 +7,7 @@ from pathlib import Path
 import answer
 
 import companion
+import gpulab as gl
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
@@ -24,17 +25,17 @@ def minutes(profile):
 def numbers():
     """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
     pairs = answer.counted(answer.pairs())
-    kept = companion.atlas(), companion.published_runs(), companion.title_runs(), companion.longer_runs()
+    studies = sorted(path.stem for path in (ROOT / "data" / "studies").glob("*.parquet"))
     poles = companion.cartpole_runs().pivot_table(index="seed", columns="memory", values="time upright (steps)")
-    shorter = poles["shared memory"] / poles["own memory"]
+    shorter = poles["overwritten frames"] / poles["copied frames"]
     means = poles.mean()
     return {
         "notebooks": len([*(ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")]),
         "sessions": len([*(ROOT / "docs" / "seminar").glob("session*.md")]),
-        "runs": sum(map(len, kept)),
+        "runs": len(companion.atlas()) + sum(len(gl.recorded_runs(name)) for name in studies),
         **{name: f"{worse} of {count}" for name, (worse, count, _) in pairs.items()},
         "device_decision": answer.device_table().loc["final loss of all seeds", "decision"],
-        "cartpole": share(means["shared memory"] / means["own memory"]),
+        "cartpole": share(means["overwritten frames"] / means["copied frames"]),
         "cartpole_range": f"{share(shorter.min(), 0)} to {share(shorter.max(), 0)}",
         "cartpole_seeds": companion.cartpole_runs().seed.nunique(),
         **replication(),
@@ -44,11 +45,11 @@ def numbers():
 
 
 def compared(condition, reference):
-    """Two conditions, such as `GPU, shared memory`, of which only the device or only the memory differs."""
-    (device, memory), (other_device, other_memory) = (each.split(", ") for each in (condition, reference))
+    """Two conditions, such as `GPU, overwritten frames`, of which only the device or only the frames differ."""
+    (device, frames), (other_device, other_frames) = (each.split(", ") for each in (condition, reference))
     if device == other_device:
-        return f"{device}: {memory.removesuffix(' memory')} against {other_memory}"
-    return f"{memory}: {device} against {other_device}"
+        return f"{device}: {frames.removesuffix(' frames')} against {other_frames}"
+    return f"{frames}: {device} against {other_device}"
 
 
 def replication():
@@ -121,17 +122,17 @@ def statistics(table, runs):
 
 
 def counts(full, half, runs):
-    """A row for each size and device: pairs that differ in memory alone, and whether a test was laid down."""
+    """A row for each size and device: pairs that differ in the condition alone, and whether a test was planned."""
     on_gpu = full[full.endpoint == "final loss"]
-    on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, own memory")]
+    on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, copied frames")]
     losses = losses_by_condition(runs)
-    worse = losses["GPU, shared memory"] > losses["GPU, own memory"]
+    worse = losses["GPU, overwritten frames"] > losses["GPU, copied frames"]
     rows = [
         ["GPU, 160×120, three films", "imitated", "yes", f"{on_gpu.worse.sum()} of {on_gpu.seeds.sum()}"],
         ["CPU, 80×56, walk", "as published", "yes", f"{on_cpu.worse.sum()} of {on_cpu.seeds.sum()}"],
         ["GPU, 80×56, walk", "imitated", "no", f"{worse.sum()} of {len(worse)}"],
     ]
-    return in_markdown("where | shared memory | test laid down | higher loss in", [28, 16, 16, 16], rows)
+    return in_markdown("where | overwriting | test planned | higher loss in", [28, 16, 16, 16], rows)
 
 
 def losses_by_condition(runs):
@@ -142,18 +143,18 @@ def losses_by_condition(runs):
 def devices_apart(half, runs):
     """What a CPU and a GPU have in common at half the size, and what the line does there."""
     losses = losses_by_condition(runs)
-    own = losses["CPU, own memory"] / losses["GPU, own memory"] - 1
-    direct = losses["CPU, shared memory"] / losses["GPU, own memory"]
+    own = losses["CPU, copied frames"] / losses["GPU, copied frames"] - 1
+    direct = losses["CPU, overwritten frames"] / losses["GPU, copied frames"]
     furthest = own.abs().idxmax()
     close = own.drop(furthest).abs()
     rows = half[half.endpoint == "final loss"].set_index(["condition", "reference"])
-    device = rows.loc[("CPU, own memory", "GPU, own memory")]
-    line = rows.loc[("CPU, shared memory", "CPU, own memory")]
+    device = rows.loc[("CPU, copied frames", "GPU, copied frames")]
+    line = rows.loc[("CPU, overwritten frames", "CPU, copied frames")]
     intervals = {
         name: " to ".join(share(end / losses[reference].mean(), 0) for end in (row.low, row.high))
         for name, row, reference in (
-            ("device_interval", device, "GPU, own memory"),
-            ("line_interval", line, "CPU, own memory"),
+            ("device_interval", device, "GPU, copied frames"),
+            ("line_interval", line, "CPU, copied frames"),
         )
     }
     return {

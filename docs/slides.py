@@ -18,7 +18,7 @@ import nbformat
 from docutils.utils.math.latex2mathml import tex2mathml
 from nbconvert.filters import markdown2html
 
-from companion.run import figure
+from companion.report import figure_of
 from gpulab.report import DPI, image
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +32,9 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.S)
 CODE = re.compile(r"(`[^`]+`)")
 FOLDED = re.compile(r"<details>.*?</details>", re.S)
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.S)
+PLAN = re.compile(
+    r"(\d\d): ((?:\d+(?: to \d+)?(?:, (?!\d\d:))?)+)"
+)  # which slides of a deck a plan shows: `05: 2 to 4, 6`
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 PAGE = jinja2.Template(
     """<!DOCTYPE html>
@@ -56,8 +59,22 @@ INDEX = jinja2.Template(
 <body><h1>Slides of the notebooks</h1>
 <p>Space goes on, to an answer or to the next slide; Shift+Space back, O shows all, F fills the screen.</p>
 <ul>
-{% for name, title, count in decks %}<li><a href="{{ name }}.slides.html">{{ name[:2] }} {{ title }}</a>, {{ count }}
+{% for name, title, count in decks %}<li><a href="{{ name }}.slides.html">{{ title }}</a>, {{ count }}
+{% endfor %}</ul>
+<h1>Hand-outs of the seminar, a page each</h1>
+<ul>
+{% for name, title in handouts %}<li><a href="{{ name }}.handout.html">{{ title }}</a>
 {% endfor %}</ul></body></html>
+"""
+)
+HANDOUT = jinja2.Template(
+    """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Hand-out: {{ title }}</title>
+<style>@page { size: A4; margin: 18mm } body { font: 12pt/1.6 system-ui, sans-serif; max-width: 42em; margin: 2em auto }
+pre, code { font: 10.5pt/1.5 ui-monospace, monospace } pre { background: #f3f5f8; padding: .6em; white-space: pre-wrap }
+@media print { body { margin: 0; font-size: 11pt; max-width: none } }</style></head>
+<body><h1>{{ title }}</h1>{{ body }}</body></html>
 """
 )
 
@@ -78,7 +95,7 @@ def lines(text):
 
 def shown(cell):
     """What a code cell has for the audience, as HTML; nothing where that cannot be read from a chair."""
-    for drawn in filter(None, map(figure, cell.outputs)):
+    for drawn in filter(None, map(figure_of, cell.outputs)):
         return image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)
     for output in cell.outputs:
         data = output.get("data", {})
@@ -144,21 +161,40 @@ def slides(notebook):
     return deck
 
 
+def planned(page, decks):
+    """The slides of a session's plan, from the last column of its table, in the order in which it shows them."""
+    plan = page.partition("## Plan")[2].partition("\n## ")[0]
+    shown_slides = []
+    for prefix, numbers in PLAN.findall("\n".join(line.split("|")[-2] for line in plan.splitlines() if "|" in line)):
+        for first, last in re.findall(r"(\d+)(?: to (\d+))?", numbers):
+            shown_slides += decks[prefix][int(first) - 1 : int(last or first)]
+    return shown_slides
+
+
 def main(folder):
-    """Write a deck for each notebook, and a page that leads to them."""
+    """Write a deck for each notebook, one for the single session, the hand-outs, and a page that leads to them."""
     reveal = files("sphinx_revealjs") / "_static" / "revealjs" / "dist"
     resources = {f"reveal_{kind}": (reveal / f"reveal.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")}
     resources["slides_css"] = (ROOT / "docs" / "slides.css").read_text(encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
-    decks = []
+    pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("s*.md"))}
+    titles, decks = {}, {}
     for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
         notebook = nbformat.read(file, 4)
-        deck = slides(notebook)
-        title = notebook.cells[0].source.splitlines()[0].removeprefix("# ")
-        page = PAGE.render(title=title, slides=deck, **resources)
-        (folder / f"{file.stem}.slides.html").write_text(page, encoding="utf-8")
-        decks.append((file.stem, title, len(deck)))
-    (folder / "index.html").write_text(INDEX.render(decks=decks), encoding="utf-8")
+        decks[file.stem] = slides(notebook)
+        titles[file.stem] = f"{file.stem[:2]} {notebook.cells[0].source.splitlines()[0].removeprefix('# ')}"
+    titles["single"] = "The single session"
+    decks["single"] = planned(pages["single"], {name[:2]: deck for name, deck in decks.items()})
+    for name, deck in decks.items():
+        page = PAGE.render(title=titles[name], slides=deck, **resources)
+        (folder / f"{name}.slides.html").write_text(page, encoding="utf-8")
+    for name, page in pages.items():
+        titles[name] = HEADING.findall(page)[0]
+        body = as_html(page.partition("## Hand-out\n")[2])
+        (folder / f"{name}.handout.html").write_text(HANDOUT.render(title=titles[name], body=body), encoding="utf-8")
+    counted = [(name, titles[name], len(deck)) for name, deck in decks.items()]
+    index = INDEX.render(decks=counted, handouts=[(name, titles[name]) for name in pages])
+    (folder / "index.html").write_text(index, encoding="utf-8")
     print(f"Open {folder / 'index.html'}")
 
 

@@ -35,8 +35,8 @@ from gpulab.store.runs import recorded_runs as recorded_runs
 from gpulab.store.runs import runs as runs
 from gpulab.training.experiment import Experiment as Experiment
 from gpulab.training.experiment import seed_runs as seed_runs
-from gpulab.training.protocol import profile as profile
 from gpulab.training.run import train as train
+from gpulab.training.spec import profile as profile
 
 __version__: str
 PACKAGES: tuple[str, ...]

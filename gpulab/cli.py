@@ -16,7 +16,7 @@ from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
 from gpulab.settings import Setting
-from gpulab.store.factors import FACTORS, OPTIONS, whole_numbers
+from gpulab.store.identities import FACTORS, OPTIONS, whole_numbers
 
 PYTHONS_WARNINGS = warnings.formatwarning
 
@@ -343,7 +343,7 @@ def guard_script(
 
     A script that ends with an error or a status of its own ends so.
     """
-    from gpulab.guards import guards, scripts
+    from gpulab.guards import guards
 
     report = guards.guard("raise" if stop else "warn", reads)
     if not is_module and not Path(script).is_file():
@@ -351,7 +351,7 @@ def guard_script(
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
-            failed = scripts.run_script(script, arguments or (), report, is_module)
+            failed = guards.run_script(script, arguments or (), report, is_module)
         except SystemExit as ended:
             if ended.code or not report.findings:  # the script's own status
                 raise

@@ -52,7 +52,6 @@ CALLS = {
     gl.stats.seeds_needed: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "alpha": 0.05, "power": 0.8},
     gl.saddles.extreme_eigenpairs: {"H": HESSIAN, "tolerance": 0.01},
     gl.saddles.spectral_density: {"H": HESSIAN, "probes": 2, "steps": 3},
-    gl.saddles.index: {"H": HESSIAN, "probes": 2, "steps": 3},
     gl.models.flip_bit: {"model": NET, "weight": 0},
     gl.models.Autoencoder: {"hidden": (4,), "size": (8, 8), "batch_size": 1},
     gl.models.PredNet: {"channels": (1, 2), "size": (4, 4), "truncation": "loss"},

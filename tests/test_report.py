@@ -9,16 +9,14 @@ import pytest
 import safetensors.torch
 import torch
 
-import companion
 import gpulab as gl
-from companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, write_report
 from gpulab import files, report
 from gpulab.audits.steps import Step
 
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 
 
-PAGES = ["audit.html", "verdict.html", "components.html", "report/index.html"]
+PAGES = ["audit.html", "verdict.html"]
 
 
 class Page(html.parser.HTMLParser):
@@ -68,12 +66,6 @@ def pages(tmp_path_factory):
     rows = [{HOSTILE: seed, metric: seed * 0.1 + n, factor: f"{n}{HOSTILE}"} for seed in range(8) for n in (0, 1)]
     columns = {"metric": metric, "factor": factor, "block": HOSTILE}
     gl.verdict(pd.DataFrame(rows), **columns).save(folder / "verdict.html", HOSTILE)
-    companion.variance_components(pd.DataFrame(rows), **columns).save(folder / "components.html", HOSTILE)
-    figure = {"png": 'AAAA"><script>', "alt": HOSTILE, "section": HOSTILE}
-    findings = [NotebookFinding(origin, HOSTILE, [HOSTILE]) for origin in (HERE, RECORDED, BOTH)]
-    notebook = folder / f"{HOSTILE.replace('/', '')}.ipynb"
-    result = Result(HOSTILE, HOSTILE, 1.0, 1, HOSTILE, notebook, findings, [figure], [HOSTILE])
-    write_report([result], folder, HOSTILE)
     return folder
 
 

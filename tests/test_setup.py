@@ -233,8 +233,6 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     answer = script("answer")
     drawn = answer.picture()
     assert re.findall(r"!\[(.+)\]\((docs/answer.svg)\)", README) == [(drawn.alt, "docs/answer.svg")]
-    for sentences in (answer.verdicts(), answer.devices()):
-        assert sentences in README
     answer.write(drawn, tmp_path / "answer.svg")
     kept, anew = answer.FILE.read_text(encoding="utf-8"), (tmp_path / "answer.svg").read_text(encoding="utf-8")
     assert len(kept) <= 200_000

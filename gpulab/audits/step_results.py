@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.steps import PreparedStep, State
-from gpulab.guards.own_work import own_work
+from gpulab.guards.memory import own_work
 
 
 class StepResults:

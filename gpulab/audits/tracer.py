@@ -17,7 +17,7 @@ from gpulab.audits.operations import Operation, as_json
 from gpulab.audits.rounding import NOT_UNIQUE, forward_error
 from gpulab.audits.step_results import StepResults
 from gpulab.audits.twins import named_arguments, outcome, writes
-from gpulab.guards.own_work import at_work
+from gpulab.guards.memory import at_work
 from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode, is_composite
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw

@@ -21,9 +21,7 @@ from torch.cuda import _gpu_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpulab.guards.findings import Overwritten
-from gpulab.guards.fingerprints import memory_digest
-from gpulab.guards.memory import Span, is_plain, overlap, span_of, user_line
-from gpulab.guards.own_work import uncompiled
+from gpulab.guards.memory import Span, is_plain, memory_digest, overlap, span_of, uncompiled, user_line
 
 
 @dataclass

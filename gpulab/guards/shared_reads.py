@@ -29,9 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.guards.copies_under_way import CopiesUnderWay, waiting
 from gpulab.guards.findings import Overwritten
-from gpulab.guards.fingerprints import memory, memory_digest
-from gpulab.guards.memory import Line, Span, is_plain, span_of, user_line
-from gpulab.guards.own_work import uncompiled
+from gpulab.guards.memory import Line, Span, is_plain, memory, memory_digest, span_of, uncompiled, user_line
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read

@@ -6,10 +6,6 @@ from gpulab.plots.runs import curves as curves
 from gpulab.plots.runs import differences as differences
 from gpulab.plots.runs import losses as losses
 from gpulab.plots.saddles import escape_law as escape_law
-from gpulab.plots.saddles import escape_paths as escape_paths
-from gpulab.plots.saddles import escape_phases as escape_phases
-from gpulab.plots.saddles import index_against_loss as index_against_loss
 from gpulab.plots.saddles import saddle_surface as saddle_surface
-from gpulab.plots.saddles import spectra as spectra
 from gpulab.plots.saddles import spectrum as spectrum
 from gpulab.plots.style import Picture as Picture

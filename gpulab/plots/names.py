@@ -10,7 +10,8 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
 OWN_MEMORY, SHARED_MEMORY = "own memory", "shared memory"
-LOADERS = {"copied": OWN_MEMORY, "window": OWN_MEMORY, "reused": SHARED_MEMORY, "imitated": SHARED_MEMORY}
+COPIED, OVERWRITTEN = "copied frames", "overwritten frames"  # the two conditions of the anomaly
+LOADERS = {"copied": COPIED, "window": COPIED, "reused": OVERWRITTEN, "imitated": OVERWRITTEN}
 DEVICES = {"cpu": "CPU", "cuda": "GPU", "mps": "Apple GPU", "xpu": "Intel GPU"}
 ISA = {"sse4": "SSE4", "avx2": "AVX2", "avx512": "AVX-512"}
 EMULATED = {"tf32": "TF32", "ampere": "an Ampere card", "hopper": "a Hopper card"}
@@ -53,14 +54,15 @@ def setting_words(setting: str | Setting) -> str:
     return ", ".join(words)
 
 
-def memory_words(loader: str, setting: str) -> str:
-    """What memory frames have, by the loader and where it trains: the published line, `reused`, copies on a GPU.
+def condition_words(loader: str, setting: str) -> str:
+    """Whether frames are copied or overwritten, by the loader and where it trains: `reused`, the published line,
+    copies on a GPU.
 
-    >>> memory_words("reused", "cpu"), memory_words("reused", "cuda:tf32=off")
-    ('shared memory', 'own memory')
+    >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
+    ('overwritten frames', 'copied frames')
     """
     copies = loader == "reused" and not setting.startswith("cpu")
-    return OWN_MEMORY if copies else LOADERS[loader]
+    return COPIED if copies else LOADERS[loader]
 
 
 def optimizer_words(optimizer: str) -> str:
@@ -77,7 +79,7 @@ def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
     """What each level of a factor is called; levels that would be called alike keep their exact names.
 
     >>> names(["copied", "reused"], "loader")
-    {'copied': 'own memory', 'reused': 'shared memory'}
+    {'copied': 'copied frames', 'reused': 'overwritten frames'}
     """
     words = {"setting": setting_words, "loader": lambda loader: LOADERS.get(loader, str(loader))}.get(factor, str)
     called = {level: words(level) for level in levels}

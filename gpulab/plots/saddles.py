@@ -5,121 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib.axes import Axes
 
 from gpulab.errors import UsageError
 from gpulab.plots import style
-from gpulab.plots.names import optimizer_words
+from gpulab.plots.names import EMULATED
 from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture, draw
-from gpulab.saddles.curvature import row_spectra
 from gpulab.saddles.escapes import EscapeTable
 from gpulab.saddles.landscapes import Surface
 from gpulab.saddles.spectrum import ZERO, SpectralDensity
 from gpulab.settings import Setting
-from gpulab.stats.pairs import check_one_protocol
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
 # What takes a network off a saddle: how it is drawn, and how large.
 PUSHES = {"pushed off": ("o", 4), "emulated": ("^", 6), "minibatches": ("s", 4), "rounding alone": ("o", 6)}
 
 
-# --- curvature along trainings ---------------------------------------------------------------------------
-
-
-@style.themed
-def index_against_loss(frame: pd.DataFrame) -> Picture:
-    """Draw the share of directions in which the loss curves down against the loss, at each moment of each training.
-
-    Points are single trainings, blue on a CPU, orange on a GPU. Lines join the medians of a network and profile over
-    seeds and settings, from a cross, which is the beginning.
-
-    Args:
-        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, with the columns
-            `experiment`, `profile`, `setting`, `recorded`, `step`, `final`, `size`, `loss` and `index_fraction`, and
-            `machine` where there is one.
-
-    Returns:
-        A `gpulab.plots.Picture`.
-
-    Raises:
-        UsageError: Where no row has numbers.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> picture = gl.plots.index_against_loss(gl.saddles.recorded_curvature())
-        >>> print(picture.alt.partition(". ")[0])
-        The share of negative curvature directions against the loss, all steps of trainings together
-
-    References:
-        Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
-        (arXiv 1406.2572).
-    """
-    measured = _measured(frame)
-    floor = 0.5 * measured.index_fraction[measured.index_fraction > 0].min()  # where those without a way down stand
-    measured["height"] = 100 * measured.index_fraction.clip(lower=floor)
-    figure, (axes,) = style.canvas(height=4.4)
-    for (device, recorded), rows in measured.groupby(["device", "recorded"]):
-        label = f"{device}, {'recorded' if recorded else 'here'}"
-        style.points(axes, rows.loss, rows.height, DEVICES[device], recorded, s=11, alpha=0.5, label=label)
-    for (network, profile), runs in measured.groupby(["experiment", "profile"]):
-        middle = runs.groupby("step")[["loss", "height"]].median()
-        axes.plot(middle.loss, middle.height, "o-", color=INK, ms=3.5, label="median")
-        axes.plot(*middle.iloc[0], "x", color=INK, ms=8, label="before training")
-        axes.annotate(f"{network}, {profile}  ", middle.iloc[-1], ha="right", weight="bold")
-    style.log_scales(axes)
-    axes.set(xlabel=style.metric_label("loss", measured.experiment), ylabel="share of directions that lead down (%)")
-    axes.margins(x=0.12)
-    ranks = {network: rows.loss.corr(rows.height, "spearman") for network, rows in measured.groupby("experiment")}
-    numbers = ", ".join(f"{rank:+.2f} ({network})" for network, rank in ranks.items())
-    headline = f"Rank correlation of the loss with the share of ways down, over all steps: {numbers}"
-    alt = "The share of negative curvature directions against the loss, all steps of trainings together."
-    return style.finished(figure, headline, alt, columns=4)
-
-
-@style.themed
-def spectra(frame: pd.DataFrame) -> Picture:
-    """Draw histograms of the Hessian's eigenvalues at the beginning, in the middle and at the end of trainings.
-
-    Lines are means over the trainings. Both axes are logarithmic, that of the eigenvalues linear around zero; in the
-    grey band, eigenvalues are too close to zero to tell their signs.
-
-    Args:
-        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, of one network and profile,
-            with the columns `experiment`, `profile`, `frames`, `setting`, `seed`, `step`, `final`, `size`, `smallest`,
-            `largest`, `zero_fraction`, `nodes` and `node_weights`, and `recorded` and `machine` where there are any.
-
-    Returns:
-        A `gpulab.plots.Picture`.
-
-    Raises:
-        UsageError: Where no row has numbers, and where the frame mixes networks, profiles or lengths.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> frame = gl.saddles.recorded_curvature()
-        >>> picture = gl.plots.spectra(frame[(frame.experiment == "autoencoder") & (frame.setting == "cpu")])
-        >>> print(picture.alt.partition(". ")[0])
-        Histograms of the Hessian's eigenvalues along trainings; seeds: 6
-
-    References:
-        Ghorbani, Krishnan, Xiao 2019 (arXiv 1901.10159), who follow spectra of networks through training.
-    """
-    measured = _measured(frame)
-    check_one_protocol(measured)
-    zero = ZERO * float(np.median(np.maximum(measured.largest, -measured.smallest)))
-    steps = np.quantile(measured.step.unique(), [0, 0.5, 1], method="nearest")
-    tints = dict(zip((f"after {step:,.0f} updates" for step in steps), (FAINT, ON_CPU, ON_GPU), strict=True))
-    nodes = pd.concat(
-        _nodes(density, (measured.step == row.step).sum()).assign(name=f"after {row.step:,} updates")
-        for row, density in row_spectra(measured)
-    )
-    figure, (axes,) = style.canvas()
-    _histogram(axes, nodes[nodes.name.isin(tints)], zero, tints)
-    above = 100 * (1 - measured[measured.final].zero_fraction.mean())
-    headline = f"{measured.experiment.iloc[0]}: at the end {above:.2g} % of the eigenvalues stand out from zero"
-    alt = f"Histograms of the Hessian's eigenvalues along trainings; seeds: {measured.seed.nunique()}."
-    return style.finished(figure, headline, alt, style.origin_keys(measured))
+# --- the spectrum of a Hessian ---------------------------------------------------------------------------
 
 
 @style.themed
@@ -145,38 +47,16 @@ def spectrum(density: SpectralDensity) -> Picture:
     """
     zero = ZERO * max(map(abs, density.extremes))
     figure, (axes,) = style.canvas(height=3.4)
-    _histogram(axes, _nodes(density, 1).assign(name="all"), zero, {"all": ON_CPU})
-    below, above = density.mass_below(-zero), 1 - density.mass_below(zero).value
-    headline = f"Of {density.size:,} eigenvalues {below.value:.2%} stand out below zero, {above:.2%} above"
-    return style.finished(figure, headline, "A histogram of eigenvalues.")
-
-
-def _nodes(density: SpectralDensity, trainings: int) -> pd.DataFrame:
-    """Each node of a density, and for how many eigenvalues it stands in the mean over so many trainings."""
-    counts = density.weights * density.size / len(density.nodes) / trainings
-    return pd.DataFrame({"eigenvalue": density.nodes.ravel(), "count": counts.ravel()})
-
-
-def _histogram(axes: Axes, nodes: pd.DataFrame, zero: float, tints: dict[str, str]) -> None:
-    """How many eigenvalues there are in each of 70 bins, a line for each `name`."""
     axes.set_xscale("symlog", linthresh=zero)
-    line: Look = {"bins": 70, "element": "step", "fill": False, "legend": len(tints) > 1, "lw": 1.1}
-    sns.histplot(nodes.reset_index(), x="eigenvalue", weights="count", hue="name", palette=tints, ax=axes, **line)
+    counts = density.weights * density.size / len(density.nodes)  # a node stands for so many eigenvalues
+    sns.histplot(x=density.nodes.ravel(), weights=counts.ravel(), bins=40, color=ON_CPU, ax=axes)
     axes.axvspan(-zero, zero, color=FAINT, alpha=0.2, lw=0, label="too close to zero to tell the sign")
     axes.set(yscale="log", ylim=(0.3, None), xlabel="eigenvalue", ylabel="eigenvalues in a bin")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(style.power_of_ten)
-
-
-def _measured(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that have numbers, with the device of each in words."""
-    if not (frame["size"] > 0).any():
-        raise UsageError("there is no row with numbers to draw")
-    return _on_devices(frame[frame["size"] > 0])
-
-
-def _on_devices(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame.assign(device=np.where(frame.setting.str.startswith("cpu"), *DEVICES))
+    below, above = density.mass_below(-zero), 1 - density.mass_below(zero).value
+    headline = f"Of {density.size:,} eigenvalues {below.value:.2%} stand out below zero, {above:.2%} above"
+    return style.finished(figure, headline, "A histogram of eigenvalues.")
 
 
 # --- the loss around a network ---------------------------------------------------------------------------
@@ -233,8 +113,6 @@ def saddle_surface(surface: Surface) -> Picture:
 
 @draw.register
 def _(escapes: EscapeTable) -> Picture:
-    if escapes.table.expected_rate.isna().all():  # no law to draw
-        return escape_paths(escapes.paths, escapes.table.radius.iloc[0])
     return escape_law(escapes.table)
 
 
@@ -243,9 +121,9 @@ def escape_law(table: pd.DataFrame) -> Picture:
     """Draw how long each escape from a saddle took, against the displacement with which it began.
 
     The steps are multiplied by ln(1 + ηλ), or by ln ρ with momentum, the growth of the displacement's logarithm in one
-    step. So every learning rate and every saddle has the same line, ln(r/δ) (see `gpulab.saddles.escape`). A cross is
-    an escape that never came; it stands where theory expects it. Optimisers that scale their steps, such as Adam, have
-    no such law, and are left out.
+    step. So every learning rate and every saddle has the same line, ln(r/δ) (see `gpulab.saddles.escape_table`). A
+    cross is an escape that never came; it stands where theory expects it. Optimisers that scale their steps, such as
+    Adam, have no such law, and are left out.
 
     Args:
         table: From `gpulab.saddles.escape_table` (its `table`) or `gpulab.saddles.recorded_escapes`, with the columns
@@ -266,9 +144,12 @@ def escape_law(table: pd.DataFrame) -> Picture:
     """
     table = table[table.expected_rate.notna()]
     if table.empty:
-        raise UsageError("no escape by sgd or momentum, the only ones with a law to draw: see plots.escape_phases")
+        raise UsageError(
+            "no escape by sgd or momentum, the only ones with a law to draw: the table's paths have their way out"
+        )
     kinds = [table.batch_size > 0, table.emulated.astype(bool), table.perturbation > 0]
-    shown = _on_devices(table).assign(
+    shown = table.assign(
+        device=np.where(table.setting.str.startswith("cpu"), *DEVICES),
         x=(table.start / table.radius).clip(lower=1e-17),
         time=table.steps.where(table.left, table.expected) * table.expected_rate,
         kind=np.select(kinds, ["minibatches", "emulated", "pushed off"], "rounding alone"),
@@ -287,8 +168,10 @@ def escape_law(table: pd.DataFrame) -> Picture:
     style.log_scale(axes.xaxis)
     axes.set(xlabel="displacement at the start, relative to the radius (δ/r)", ylabel="steps × ln(1 + ηλ)")
     alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
-    for name, group in alone.groupby(alone.setting.map(_arithmetic)):  # what rounded it off the saddle
-        axes.annotate(name, (group.x.median(), group.time.max()), xytext=(6, 10), textcoords="offset points")
+    # What rounded it off the saddle, or held it there.
+    for name, group in alone.groupby(alone.setting.map(_arithmetic)):
+        place: Look = {"xytext": (6, 10)} if group.left.any() else {"xytext": (-6, -14), "ha": "right"}
+        axes.annotate(name, (group.x.median(), group.time.max()), textcoords="offset points", **place)
     timed = table[table.left & (table.expected > 1)]
     headline = f"{len(stayed)} never left"
     if len(timed):
@@ -301,102 +184,5 @@ def escape_law(table: pd.DataFrame) -> Picture:
 def _arithmetic(setting: str) -> str:
     """The numbers that a setting computes with."""
     parsed = Setting.parse(setting)
-    return parsed.precision or (f"{parsed.emulate or 'tf32'} products" if parsed.emulate or parsed.tf32 else "float32")
-
-
-@style.themed
-def escape_paths(paths: pd.DataFrame, radius: float) -> Picture:
-    """Draw the way out of the saddle, step by step: a line for each escape, a panel for each optimiser.
-
-    Upwards is the displacement along the directions that lead down; its logarithm grows by ln(1 + ηλ) in a step of
-    gradient descent. Lines are dashed where the arithmetic is emulated, black where the weights are kept in
-    float64. Those of minibatches show the running median.
-
-    Args:
-        paths: The `paths` of `gpulab.saddles.escape_table`: `step`, `unstable`, and the columns that tell escapes
-            apart, `setting`, `optimizer`, `master_weights`, `batch_size`, `learning_rate`, `perturbation` and `seed`.
-        radius: The displacement at which a network has left; a line marks it.
-
-    Returns:
-        A `gpulab.plots.Picture`.
-
-    Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1])
-        >>> escapes = gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False)
-        >>> gl.plots.escape_paths(escapes.paths, radius=0.1).alt
-        'Displacement against steps, logarithmic: 2 of 2 trainings leave the saddle.'
-    """
-    by = ["optimizer", "setting", "master_weights", "batch_size", "learning_rate", "perturbation", "seed"]
-    paths, tints = style.named(paths)
-    paths["name"] += paths.master_weights.astype(bool).map({True: ", weights kept in float64", False: ""})
-    tints = {name: tints.get(name, INK) for name in paths.name.unique()}
-    escapes = paths.groupby(by).unstable
-    paths["path"] = escapes.ngroup()
-    smooth = escapes.transform(lambda path: path.rolling(len(path) // 20 + 1, center=True, min_periods=1).median())
-    paths["shown"] = paths.unstable.where(paths.batch_size == 0, smooth).clip(lower=1e-17)
-    look: Look = {"hue": "name", "palette": tints, "units": "path", "estimator": None, "alpha": 0.8}
-    look |= {"size": "name", "sizes": dict(zip(tints, np.linspace(3, 1.2, len(tints)), strict=True))}  # all are seen
-    look |= {"style": "name", "dashes": {name: (4, 1.5) if "emulating" in name else "" for name in tints}}
-    optimizers = list(paths.optimizer.unique())
-    figure, panels = style.canvas(len(optimizers), height=3.9, sharey=True)
-    for axes, optimizer in zip(panels, optimizers, strict=True):
-        own = paths[paths.optimizer == optimizer]
-        sns.lineplot(own, x="step", y="shown", ax=axes, **look)
-        axes.axhline(radius, color=FAINT, lw=0.9, label="from here on it has left")
-        style.log_scale(axes.yaxis)
-        rates = ", ".join(f"{rate:.3g}" for rate in own.learning_rate.unique())
-        axes.set(title=f"{optimizer_words(optimizer)}, learning rate {rates}", xlabel="steps of the optimiser")
-        axes.set_ylabel("displacement along the ways down" + ", running median" * bool((paths.batch_size > 0).all()))
-    headline = f"{(escapes.last() > radius).sum()} of {escapes.ngroups} trainings leave the saddle"
-    return style.finished(figure, headline, f"Displacement against steps, logarithmic: {headline}.")
-
-
-@style.themed
-def escape_phases(table: pd.DataFrame) -> Picture:
-    """Draw which optimiser leaves a saddle in which arithmetic, and what should decide it.
-
-    There is a row for each optimiser and a colour for each arithmetic, with all learning rates together. To the right
-    is the length of the step that a training settles to at the saddle, relative to half of what separates the weights
-    from the next numbers of their format. Left of the line at 1, steps are rounded away. A training that left is a
-    point, one that never did a cross.
-
-    Args:
-        table: From `gpulab.saddles.escape_table` (its `table`) or `gpulab.saddles.recorded_escapes`, with the columns
-            `setting`, `optimizer`, `learning_rate`, `step_ratio`, `left`, `batch_size`, `perturbation` and
-            `master_weights`, and `recorded` and `machine` where there are any. Drawn are trainings without a
-            perturbation, by whole batches, with weights in the setting's format, whose `step_ratio` is above zero.
-
-    Returns:
-        A `gpulab.plots.Picture`.
-
-    Raises:
-        UsageError: Where there is no such training.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> picture = gl.plots.escape_phases(gl.saddles.recorded_escapes())
-        >>> print(picture.alt.partition(",")[0])
-        Steps relative to half a last place
-    """
-    alone = (table.batch_size == 0) & (table.perturbation == 0) & ~table.master_weights.astype(bool)
-    shown = table[alone & (table.step_ratio > 0)]
-    if shown.empty:
-        raise UsageError("no training without a push, without minibatches and with a measured step_ratio to draw")
-    shown = shown.assign(numbers=shown.setting.map(_arithmetic), who=shown.optimizer.map(optimizer_words))
-    optimizers = shown.who.unique()
-    tints = shown.drop_duplicates("numbers").set_index("numbers").setting.map(style.colour)
-    figure, (axes,) = style.canvas(height=1.6 + 0.6 * len(optimizers))
-    look: Look = {"x": "step_ratio", "y": "who", "order": optimizers, "ax": axes, "dodge": True, "jitter": False}
-    look |= {"hue": "numbers", "palette": tints.to_dict(), "hue_order": tints.index}
-    sns.stripplot(shown[shown.left], size=4.5, alpha=0.7, **look)
-    sns.stripplot(shown[~shown.left], size=6, marker="x", linewidth=1.5, legend=False, **look)
-    style.log_scale(axes.xaxis)
-    axes.axvspan(axes.get_xlim()[0], 1, color=FAINT, alpha=0.2, lw=0, label="steps are rounded away")
-    axes.set(xlabel="length of a step, relative to half of what separates the weights from the next numbers", ylabel="")
-    right = int((shown.left == (shown.step_ratio > 1)).sum())
-    headline = f"{right} of {len(shown)} trainings follow the criterion: steps above 1 leave, those below stay"
-    alt = f"Steps relative to half a last place, for {', '.join(optimizers)}."
-    keys = [style.key("never left", ls="", marker="x", color=INK)]
-    return style.finished(figure, headline, alt, keys, columns=3)
+    factors = parsed.emulate or ("tf32" if parsed.tf32 else "")
+    return parsed.precision or (f"{EMULATED.get(factors, factors)} products" if factors else "float32")

@@ -3,7 +3,7 @@
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.curvature import curvature_along, recorded_curvature
 from gpulab.saddles.eigen import extreme_eigenpairs
-from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, recorded_escapes
+from gpulab.saddles.escapes import EscapeTable, escape_table, recorded_escapes
 from gpulab.saddles.hessians import Hessian, hessian
 from gpulab.saddles.landscapes import Landscape, Surface, landscape, surface
 from gpulab.saddles.spectrum import SpectralDensity, index, spectral_density
@@ -11,7 +11,6 @@ from gpulab.saddles.theory import LinearAutoencoderSaddle, linear_autoencoder_sa
 
 __all__ = [
     "CriticalPoint",
-    "Escape",
     "EscapeTable",
     "Hessian",
     "Landscape",
@@ -19,7 +18,6 @@ __all__ = [
     "SpectralDensity",
     "Surface",
     "curvature_along",
-    "escape",
     "escape_table",
     "extreme_eigenpairs",
     "find_critical_point",

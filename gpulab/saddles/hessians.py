@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.models.base import graph_nodes
-from gpulab.saddles.objectives import Batch, Loss, Objective, check_keeps_weights
+from gpulab.saddles.objectives import Batch, Loss, Objective
 from gpulab.saddles.operators import check_symmetric
 
 try:
@@ -38,7 +38,6 @@ Product = Callable[..., list[Tensor]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
 ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 MOST_AT_ONCE = 10
-ROOM = {"cpu": 2**28, "cuda": 3 * 2**30}  # bytes for the tangents of vectors that go through together
 
 
 class Hessian:
@@ -100,7 +99,7 @@ class Hessian:
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
         self.method, self.loss = method, float(loss)
         self.gradient: Float[Tensor, " n"] = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
+        room = 3 * 2**30 if self.device.type == "cuda" else 2**28  # bytes for the vectors that go through together
         self.at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
         drawn = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
         try:
@@ -200,7 +199,10 @@ def hessian(
     """
     objective_of = Objective.of(loss, batch)
     for name, module in model.named_modules():
-        check_keeps_weights(name, module)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            reason = f"{name or 'the model'} shortens its own weights when it is used (max_norm={module.max_norm})"
+            cure = "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
+            raise UsageError(f"{reason}: {cure}")
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):

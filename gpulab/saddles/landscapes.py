@@ -21,7 +21,6 @@ from gpulab.saddles.eigen import extreme_eigenpairs
 from gpulab.saddles.hessians import hessian
 from gpulab.saddles.objectives import Batch, Loss, Objective
 from gpulab.saddles.operators import trained
-from gpulab.saddles.theory import LinearAutoencoderSaddle
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,10 +118,6 @@ class Landscape:
         with _reparametrize_module(self.model, weights, tie_weights=True):
             return float(self.objective(self.model))
 
-    def __repr__(self) -> str:
-        curvature = "curvature from {:.3g} to {:.3g}".format(*self.curvatures)
-        return f"Landscape at loss {self.loss:.4g}: {curvature}, slope {float(self.gradient.norm()):.2g}"
-
 
 def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Landscape:
     """Find the directions from a network's weights along which its loss curves down most and up most.
@@ -202,8 +197,7 @@ class Surface(Report):
         return f"A saddle at loss {self.loss:.4g}: {self.index} of {self.size:,} directions lead down"
 
 
-@torch.no_grad()
-def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0, places: int = 12) -> Surface:
+def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Surface:
     """Compute the loss around a saddle, over the plane of its least and its greatest curvature.
 
     Args:
@@ -235,17 +229,15 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
     check_count("places", places)
     curvatures = saddle.curvature, float(saddle.eigenvalues[-1])
     if not curvatures[0] < 0 < curvatures[1]:
-        raise UsageError(
-            f"the least curvature is {curvatures[0]:.2g} and the greatest {curvatures[1]:.2g}: a saddle has one below "
-            "and one above zero; `gpulab.saddles.landscape` draws around any point"
-        )
+        ends = "the least curvature is {:.2g} and the greatest {:.2g}".format(*curvatures)
+        raise UsageError(f"{ends}: a saddle has one below and one above zero; see gpulab.saddles.landscape")
     along = np.linspace(-extent, extent, 2 * places + 1)
     across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))
     model = copy.deepcopy(saddle.model)
     parameters = trained(model)
-    centre = parameters_to_vector(parameters)
+    centre = parameters_to_vector(parameters).detach()
     losses = np.empty((len(across), len(along)))
     for row, column in np.ndindex(losses.shape):
         vector_to_parameters(centre + along[column] * saddle.direction + across[row] * saddle.steepest, parameters)
-        losses[row, column] = float(saddle.objective(model))
-    return Surface(along, across, losses, saddle.loss, curvatures, len(saddle.unstable[0]), len(saddle.eigenvalues))
+        losses[row, column] = float(saddle.objective(model).detach())
+    return Surface(along, across, losses, saddle.loss, curvatures, saddle.index, len(saddle.eigenvalues))

@@ -17,6 +17,11 @@ from gpulab.errors import UsageError
 
 Loss = Callable[..., Tensor]
 Batch = Any
+LACKS = (  # of a loss that does not take so many arguments
+    "takes arguments, and there is no batch: give (inputs, targets)",
+    "needs targets, and the batch is a tensor: the batch is (inputs, targets), or fits the loss",
+    "does not take outputs and targets: the batch is (inputs, targets), or fits the loss",
+)
 
 
 @dataclass(frozen=True)
@@ -35,22 +40,18 @@ class Objective:
     @classmethod
     def of(cls, loss: Loss, batch: Batch) -> Objective:
         """The objective of a loss and a batch; `UsageError` where the two do not fit."""
-        if batch is None:
-            if not _takes(loss, 0):
-                raise UsageError(f"{_name(loss)} takes arguments, and there is no batch: give (inputs, targets)")
-            return cls(loss)
+        batches: tuple[Batch, ...] = () if batch is None else (batch,)
         if isinstance(batch, DataLoader):
             with torch.random.fork_rng(devices=[]):
                 batches = tuple(batch)  # drawn once: the loss is the same each time
-            if not batches:
-                raise UsageError("the DataLoader given as a batch has none")
-        else:
-            batches = (batch,)
-        alone = isinstance(batches[0], Tensor)
-        if not _takes(loss, 1 if alone else 2):
-            lack = "needs targets, and the batch is a tensor" if alone else "does not take outputs and targets"
-            raise UsageError(f"{_name(loss)} {lack}: the batch is (inputs, targets), or fits the loss")
-        return cls(loss, tuple(dict(one) if isinstance(one, Mapping) else one for one in batches))
+        batches = tuple(dict(one) if isinstance(one, Mapping) else one for one in batches)  # such as a tokenizer's
+        with_tensors = [any(isinstance(leaf, Tensor) for leaf in tree_leaves(one)) for one in batches]
+        if batch is not None and not (batches and all(with_tensors)):
+            raise UsageError(f"batch is a {type(batch).__name__} without tensors: expected (inputs, targets)")
+        count = 0 if batch is None else 1 if isinstance(batches[0], Tensor) else 2
+        if not _takes(loss, count):
+            raise UsageError(f"loss={getattr(loss, '__name__', type(loss).__name__)} {LACKS[count]}")
+        return cls(loss, batches)
 
     def __call__(self, model: nn.Module) -> Tensor:
         """Compute the loss, a scalar; of several batches the mean over all their examples."""
@@ -75,15 +76,6 @@ class Objective:
         return replace(self, batches=batches)
 
 
-def check_keeps_weights(name: str, module: nn.Module) -> None:
-    """Raise `UsageError` for an embedding that changes its weights when it is used: the loss would be another then."""
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        raise UsageError(
-            f"{name or 'the model'} shortens its own weights each time that it is used (max_norm={module.max_norm})"
-            ": shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
-        )
-
-
 def _takes(loss: Loss, count: int) -> bool:
     """Whether a function takes so many arguments; yes where it does not say."""
     try:
@@ -95,15 +87,11 @@ def _takes(loss: Loss, count: int) -> bool:
     return True
 
 
-def _name(loss: Loss) -> str:
-    return f"loss={getattr(loss, '__name__', type(loss).__name__)}"
-
-
 def _examples(batch: Batch) -> int:
-    """How many examples a batch has: the first size of its first tensor."""
-    sizes = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not sizes:
+    """How many examples a batch has: the first size of its tensors."""
+    sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) != 1:
         raise UsageError(
-            f"a batch of the DataLoader, a {type(batch).__name__}, has no tensor with a row for each example"
+            f"a batch of the DataLoader has tensors of {sorted(sizes)} rows: expected one for each example"
         )
-    return sizes[0]
+    return sizes.pop()

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from gpulab.errors import DataError, UsageError
 from gpulab.numerics.emulation import float32_products
 
-AT_ONCE = 64  # columns of a matrix that is written out
-
 
 class Operator(Protocol):
     """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything with these.
@@ -49,28 +47,32 @@ def check_products(products: Float[Tensor, "n k"]) -> None:
 
 @float32_products()
 def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]) -> None:
-    """`DataError` unless the products are finite, and uᵀAv = vᵀAu for every two of k random vectors, but for rounding.
+    """`DataError` unless the products are finite, and uᵀ(Av) = vᵀ(Au) for every two of the vectors, but for rounding.
 
-    The numbers uᵀAv of all pairs are a (k, k) matrix, which is symmetric if A is. Where it is so to half of the digits,
-    nothing more is done. Where it is not, A may round that much. So rounding is measured: three times the product with
-    a third of a vector is the product with the vector, rounded otherwise. Only what is a hundred times as far apart as
-    these two is no rounding any more.
+    The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry is compared with two
+    sizes:
+
+    1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of its digits is none.
+    2. The size that rounding has. Three times the product with a third of a vector is the product with the vector,
+       rounded otherwise; an asymmetry a hundred times as large as the difference between these two is no rounding.
     """
     check_products(products)
     dtype = torch.float32 if products.device.type == "mps" else torch.float64
     scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)  # whose square may be nothing
-    scaled_products = products.to(dtype) / scale
-    pairs = vectors.to(dtype).T @ scaled_products
-    apart = float((pairs - pairs.T).abs().max())
-    element = float(vectors.to(dtype).norm(dim=0).max()) / len(vectors) ** 0.5  # the typical one of a vector
-    size = element * float(scaled_products.norm(dim=0).max())  # the typical one of the pairs' numbers
-    if apart <= torch.finfo(vectors.dtype).eps ** 0.5 * size:
+    u, Av = vectors.to(dtype), products.to(dtype) / scale
+    pairs = u.T @ Av
+    asymmetry = float((pairs - pairs.T).abs().max())
+
+    def typical(columns: Tensor) -> float:
+        """What the product of a vector with such a column is, where it points anywhere: their lengths over √n."""
+        return float(u.norm(dim=0).max()) / len(u) ** 0.5 * float(columns.norm(dim=0).max())
+
+    if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical(Av):
         return
-    repeated_products = 3 * (A @ (vectors / 3)).to(dtype) / scale
-    rounding = element * float((repeated_products - scaled_products).norm(dim=0).max())
-    if apart > 100 * rounding:
-        apart, size = apart * float(scale), size * float(scale)
-        raise DataError(f"the operator is not symmetric: uᵀAv and vᵀAu differ by {apart:.3g}, of {size:.3g}")
+    rounding = typical(3 * (A @ (vectors / 3)).to(dtype) / scale - Av)
+    if asymmetry > 100 * rounding:
+        difference, size = asymmetry * float(scale), typical(Av) * float(scale)
+        raise DataError(f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, of {size:.3g}")
 
 
 def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]:
@@ -82,11 +84,9 @@ def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]
 def dense(A: Operator) -> Float[Tensor, "n n"]:
     """The matrix itself, symmetric and in float64 on the CPU, by n products."""
     identity = torch.eye(check_square(A), dtype=A.dtype, device=A.device)
-    matrix = torch.cat([(A @ columns).cpu().double() for columns in identity.split(AT_ONCE, dim=1)], dim=1)
-    check_products(matrix)
-    scale, apart = float(matrix.abs().max()), float((matrix - matrix.T).abs().max())
-    if apart > (1e-2 if A.dtype == torch.float32 else 1e-6) * scale:
-        raise DataError(f"the operator is not symmetric: two elements differ by {apart:.3g}, of {scale:.3g}")
+    products = A @ identity
+    check_symmetric(A, identity, products)
+    matrix = products.cpu().double()
     return (matrix + matrix.T) / 2
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn, optim
+from torch.nn.utils import parameters_to_vector
 
 from gpulab.errors import UsageError
 
@@ -53,10 +54,8 @@ def build(optimizer: str | Factory, weights: Sequence[Tensor], rate: float) -> o
         built = make(weights, lr=rate)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{wrong} not called with weights and lr={rate:g}: {error}") from None
-    if not isinstance(built, optim.Optimizer):
-        raise UsageError(f"{wrong} it returned a {type(built).__name__}, no torch.optim.Optimizer")
-    if any(group.get("lr") != rate for group in built.param_groups):
-        raise UsageError(f"{wrong} it does not use the learning rate it is given, lr={rate:g}")
+    if not isinstance(built, optim.Optimizer) or any(group.get("lr") != rate for group in built.param_groups):
+        raise UsageError(f"{wrong} expected a torch.optim.Optimizer that uses the learning rate it is given, {rate:g}")
     return built
 
 
@@ -178,9 +177,7 @@ def step_ratio(optimizer: str | Factory, rate: float, weights: Sequence[Tensor],
         for zero in zeros:
             zero.data.zero_()
         settling.step()
-    step, half_places = (
-        torch.cat([x.detach().flatten() for x in tensors]) for tensors in (zeros, map(_half_place, weights))
-    )
+    step, half_places = parameters_to_vector(zeros).detach(), parameters_to_vector(map(_half_place, weights))
     return float(step.norm() / half_places.norm())
 
 

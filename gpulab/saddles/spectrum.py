@@ -21,7 +21,7 @@ ZERO = 1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number that was estimated from random probes; `float` of it is the number.
+    """A number that was estimated from random probes.
 
     Attributes:
         value: The estimate.
@@ -31,11 +31,38 @@ class Estimate:
     value: float
     error: float
 
-    def __float__(self) -> float:
-        return self.value
+
+@dataclass(frozen=True, repr=False)
+class Index(Estimate):
+    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int` of it is that number.
+
+    Attributes:
+        value: How many are below −`threshold`; an estimate may be no whole number.
+        error: The standard error of an estimate, of that number alone: the signs of those that count as `zero` are
+            unknown. 0 where they were counted.
+        exact: Whether they were counted.
+        zero: How many are within `threshold` of zero: they count as neither negative nor positive.
+        size: How many eigenvalues there are.
+        threshold: The distance from zero below which an eigenvalue counts as zero.
+    """
+
+    exact: bool
+    zero: float
+    size: int
+    threshold: float
+
+    def __int__(self) -> int:
+        return round(self.value)
 
     def __repr__(self) -> str:
-        return f"{self.value:.6g} ± {self.error:.2g}"
+        if self.exact:
+            words = f"{int(self):,} of {self.size:,} eigenvalues are negative, {self.zero:,.0f}"
+            return f"{words} within {self.threshold:.1e} of zero"
+        about = f"about {int(self):,} ± {max(self.error, 1.0):,.0f}"  # a count is not known to less than one
+        return (
+            f"{about} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "
+            f"some {self.zero:,.0f} are closer to zero, and their signs are not known (estimated)"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,21 +100,6 @@ class SpectralDensity:
         nodes = self.nodes[self.weights > 0]
         return float(nodes.min()), float(nodes.max())
 
-    def density(self) -> tuple[Array, Array, Array]:
-        """Compute the density of eigenvalues along the axis, as a curve that integrates to one.
-
-        Each node becomes a normal curve. Its standard deviation is a hundredth of the range from the lowest to the
-        highest node, but at least a thousandth of the largest |node|.
-
-        Returns:
-            A grid (1000,) on the axis, the density there, and its standard error, NaN with a single probe.
-        """
-        low, high = self.extremes
-        width = max((high - low) / 100, 1e-3 * max(abs(low), abs(high)), 1e-12)
-        grid = np.linspace(low - 4 * width, high + 4 * width, 1_000)
-        curves = self.weights[:, None] * np.exp(-0.5 * ((grid[:, None] - self.nodes[:, None]) / width) ** 2)
-        return grid, *_mean(curves.sum(-1) / (width * math.sqrt(2 * math.pi)))
-
     def mass_below(self, x: float) -> Estimate:
         """Estimate the share of eigenvalues below a number.
 
@@ -97,7 +109,22 @@ class SpectralDensity:
         Returns:
             The share, from 0 to 1, as `value`, and its standard `error`, NaN with a single probe.
         """
-        return Estimate(*map(float, _mean((self.weights * (self.nodes < x)).sum(1))))
+        shares = (self.weights * (self.nodes < x)).sum(1)
+        count = len(shares)
+        return Estimate(float(shares.mean()), float(shares.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan)
+
+    def index(self) -> Index:
+        """Estimate how many eigenvalues stand out below zero: see `gpulab.saddles.index`.
+
+        Returns:
+            The estimate, with how many eigenvalues are too close to zero to tell their signs.
+        """
+        threshold = ZERO * max(abs(end) for end in self.extremes)
+        negative, up_to = self.mass_below(-threshold), self.mass_below(threshold)
+        earlier = negative if self.halfway is None else self.halfway.mass_below(-threshold)
+        error = math.hypot(negative.error, negative.value - earlier.value)
+        counts = self.size * negative.value, self.size * error
+        return Index(*counts, False, self.size * (up_to.value - negative.value), self.size, threshold)
 
     def __repr__(self) -> str:
         (low, high), (probes, steps) = self.extremes, self.nodes.shape
@@ -135,7 +162,7 @@ def spectral_density(
         >>> import torch
         >>> import gpulab as gl
         >>> spectrum = gl.saddles.spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
-        >>> round(float(spectrum.mass_below(0.0)), 1)
+        >>> round(spectrum.mass_below(0.0).value, 1)
         0.3
 
     References:
@@ -182,55 +209,11 @@ def _quadrature(diagonal: Tensor, beside: Tensor) -> tuple[Array, Array]:
     return nodes.numpy(), vectors[:, 0].square().numpy()
 
 
-def _mean(values: Array) -> tuple[Array, Array]:
-    """The mean over probes and its standard error, NaN for one probe."""
-    count = len(values)
-    error = values.std(0, ddof=1) / math.sqrt(count) if count > 1 else np.full(values.shape[1:], math.nan)
-    return values.mean(0), error
-
-
-@dataclass(frozen=True, repr=False)
-class Index(Estimate):
-    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int` of it is that number.
-
-    Attributes:
-        value: How many are below −`threshold`; an estimate may be no whole number.
-        error: The standard error of an estimate, of that number alone: the signs of those that count as `zero` are
-            unknown. 0 where they were counted.
-        exact: Whether they were counted.
-        zero: How many are within `threshold` of zero: they count as neither negative nor positive.
-        size: How many eigenvalues there are.
-        threshold: The distance from zero below which an eigenvalue counts as zero.
-    """
-
-    exact: bool
-    zero: float
-    size: int
-    threshold: float
-
-    @property
-    def fraction(self) -> float:
-        """The share of all eigenvalues that are negative."""
-        return self.value / self.size
-
-    def __int__(self) -> int:
-        return round(self.value)
-
-    def __repr__(self) -> str:
-        if self.exact:
-            words = f"{int(self):,} of {self.size:,} eigenvalues are negative, {self.zero:,.0f}"
-            return f"{words} within {self.threshold:.1e} of zero"
-        return (
-            f"about {int(self):,} ± {self.error:,.0f} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "
-            f"some {self.zero:,.0f} are closer to zero, and their signs are not known (estimated)"
-        )
-
-
-def index(H: Operator, *, probes: int = 10, steps: int = 100, progress: bool = True) -> Index:
+def index(H: Operator, *, progress: bool = True) -> Index:
     """Count the negative eigenvalues of a symmetric operator: at a critical point, its index.
 
     Up to a thousand columns are counted in the matrix itself, which takes a product for each. More are estimated from
-    `gpulab.saddles.spectral_density`.
+    `gpulab.saddles.spectral_density`, by a thousand products; its own `index` estimates from fewer or more.
 
     An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count the share is n · eps
     of the operator's type. In an estimate it is 1e-2: most eigenvalues of a network are close to zero, and there the
@@ -239,18 +222,15 @@ def index(H: Operator, *, probes: int = 10, steps: int = 100, progress: bool = T
 
     Args:
         H: The operator, as for `gpulab.saddles.spectral_density`.
-        probes: How many random vectors an estimate begins with.
-        steps: How many steps of Lanczos it makes from each.
         progress: Whether an estimate shows a progress bar, where it takes longer than two seconds.
 
     Returns:
         The number as `value`, and its `error`: 0 for a count; for an estimate, from the spread of the probes and from
-        what the second half of the steps has changed. Also `zero`, how many count as zero, by the `threshold`; `size`,
-        how many there are; and `fraction`, the share that is negative. `int` of it is the rounded number.
+        what the second half of the steps has changed. Also `zero`, how many count as zero, by the `threshold`, and
+        `size`, how many there are. `int` of it is the rounded number.
 
     Raises:
-        UsageError: For an operator that is not square, or not float32 or float64, and for `probes` or `steps` that are
-            no whole numbers from 1.
+        UsageError: For an operator that is not square, or not float32 or float64.
         DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
@@ -264,20 +244,9 @@ def index(H: Operator, *, probes: int = 10, steps: int = 100, progress: bool = T
         *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
     """
     n = check_square(H)
-    check_count("probes", probes)
-    check_count("steps", steps)
     if n > SMALL:
-        return estimated_index(spectral_density(H, probes=probes, steps=steps, progress=progress))
+        return spectral_density(H, progress=progress).index()
     values = torch.linalg.eigvalsh(dense(H))
     threshold = n * torch.finfo(H.dtype).eps * float(values.abs().max())
     negative, zero = int((values < -threshold).sum()), int((values.abs() <= threshold).sum())
     return Index(negative, 0.0, True, zero, n, threshold)
-
-
-def estimated_index(spectrum: SpectralDensity) -> Index:
-    """The index that a density implies: see `index`."""
-    n, threshold = spectrum.size, ZERO * max(abs(end) for end in spectrum.extremes)
-    negative, up_to = spectrum.mass_below(-threshold), spectrum.mass_below(threshold)
-    earlier = negative if spectrum.halfway is None else spectrum.halfway.mass_below(-threshold)
-    error = math.hypot(negative.error, negative.value - earlier.value)
-    return Index(n * negative.value, n * error, False, n * (up_to.value - negative.value), n, threshold)

@@ -22,8 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +30,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, UsageError, check_count
 from gpulab.models import LinearAutoencoder
-from gpulab.saddles.hessians import Hessian, hessian
+from gpulab.saddles.critical import CriticalPoint
+from gpulab.saddles.objectives import Objective
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class LinearAutoencoderSaddle:
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LinearAutoencoderSaddle(CriticalPoint):
     """A critical point of a linear autoencoder, whose Hessian is known in closed form.
 
     `gpulab.saddles.linear_autoencoder_saddle` makes one. It lies at weights that hold some of the data's principal
@@ -47,7 +47,7 @@ class LinearAutoencoderSaddle:
     Attributes:
         model: The network there, a `gpulab.models.LinearAutoencoder` in float64. The decoder's columns and the
             encoder's rows are the components that are held, or zero, unless they were mixed.
-        data: The inputs (N, D), which are the targets too.
+        objective: The mean squared error as a function of a model, on the data (N, D), which are the targets too.
         components: Which components are held; 0 is the first.
         moments: The eigenvalues of XᵀX / N, (D,), the largest first.
         basis: Its eigenvectors, in columns, (D, D).
@@ -67,7 +67,6 @@ class LinearAutoencoderSaddle:
     """
 
     model: LinearAutoencoder
-    data: Float[Tensor, "n d"]
     components: tuple[int, ...]
     moments: Float[Tensor, " d"]
     basis: Float[Tensor, "d d"]
@@ -97,51 +96,15 @@ class LinearAutoencoderSaddle:
         return dataclasses.replace(self, model=_model(self.basis, self.components, mixing), mixing=mixing)
 
     @property
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, which are the same."""
-        return self.data, self.data
-
-    def objective(self, model: nn.Module, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Compute the mean squared error of a model.
-
-        Args:
-            model: A network that maps (N, D) to (N, D).
-            batch: Inputs and targets; by default all the data.
-
-        Returns:
-            The loss, a scalar.
-        """
-        inputs, targets = self.batch if batch is None else batch
-        return nn.functional.mse_loss(model(inputs), targets)
-
-    def hessian(self) -> Hessian:
-        """Make the Hessian as torch computes it, to compare with the formulas.
-
-        Returns:
-            A `gpulab.saddles.Hessian`.
-        """
-        return hessian(self.model, nn.functional.mse_loss, self.batch)
-
-    @property
     def loss(self) -> float:
         """The loss there: the sum of the moments that are not held, over D."""
         lost = [i for i in range(len(self.moments)) if i not in self.components]
         return float(self.moments[lost].sum() / len(self.moments))
 
     @property
-    def index(self) -> int:
-        """How many eigenvalues of the Hessian are negative."""
-        return int((self._spectrum[0] < 0).sum())
-
-    @property
     def eigenvalues(self) -> Float[Tensor, " n"]:
         """All eigenvalues of the Hessian, (n,), the least first."""
         return torch.stack(self._spectrum).flatten().sort().values
-
-    @property
-    def curvature(self) -> float:
-        """The least eigenvalue of the Hessian: that along `direction`. Zero where none is negative."""
-        return float(self._spectrum[0].min())
 
     @property
     def direction(self) -> Float[Tensor, " n"]:
@@ -157,7 +120,7 @@ class LinearAutoencoderSaddle:
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns, (n, m)."""
         low = self._spectrum[0].flatten()
-        order = low.argsort(stable=True)[: self.index].tolist()
+        order = low.argsort(stable=True)[: int((low < 0).sum())].tolist()
         vectors = [self._vector(block)[:, None] for block in order]
         return low[order], torch.cat([low.new_empty(2 * low.numel(), 0), *vectors], dim=1)
 
@@ -201,11 +164,6 @@ class LinearAutoencoderSaddle:
         by_parameter = {"encoder.weight": self.mixing.T @ encoder, "decoder.weight": decoder @ self.mixing}
         return torch.cat([by_parameter[name].flatten() for name, _ in self.model.named_parameters()])
 
-    def __repr__(self) -> str:
-        held_components = ", ".join(map(str, self.components)) or "none"
-        numbers = f"loss {self.loss:.6g}, index {self.index}, least curvature {self.curvature:.4g}"
-        return f"Critical point of a linear autoencoder, components held: {held_components}; {numbers}"
-
 
 def linear_autoencoder_saddle(
     data: Any, components: Sequence[int], *, hidden: int | None = None
@@ -239,29 +197,32 @@ def linear_autoencoder_saddle(
         >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))  # second moments 9, 4 and 1
         >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])  # the middle one; (9 + 1) / 3 are lost
         >>> saddle
-        Critical point of a linear autoencoder, components held: 1; loss 3.33333, index 1, least curvature -1.894
+        Critical point at loss 3.33333: the components held are [1]
+        >>> saddle.index, round(saddle.curvature, 3)
+        (1, -1.894)
 
     References:
         Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53); Kunin, Bloom,
         Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
     """
     matrix, moments, basis = _principal_components(data)
-    features = len(moments)
-    try:
-        held_components = tuple(map(operator.index, components))
-    except TypeError:
-        raise UsageError(f"components={components!r}: expected a sequence of whole numbers such as [0, 2]") from None
-    if outside := [component for component in held_components if not 0 <= component < features]:
-        raise UsageError(f"component {outside[0]}: the data have {features}, numbered from 0 to {features - 1}")
+    held_components = tuple(components) if isinstance(components, Iterable) else (components,)
+    for component in held_components:
+        check_count("component", component, most=len(moments) - 1, least=0)
     if len(set(held_components)) < len(held_components):
         raise UsageError(f"components={held_components}: each can be held once")
     least = max(1, len(held_components))
     hidden = least if hidden is None else hidden
-    if not isinstance(hidden, int) or hidden < least:
-        raise UsageError(f"hidden={hidden!r}: expected a whole number from {least}, one unit for each component")
+    check_count("hidden", hidden, least=least)
     mixing = torch.eye(hidden, dtype=torch.float64)
     return LinearAutoencoderSaddle(
-        _model(basis, held_components, mixing), matrix, held_components, moments, basis, mixing
+        model=_model(basis, held_components, mixing),
+        objective=Objective.of(nn.functional.mse_loss, (matrix, matrix)),
+        message=f"the components held are {list(held_components)}",
+        components=held_components,
+        moments=moments,
+        basis=basis,
+        mixing=mixing,
     )
 
 

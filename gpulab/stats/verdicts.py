@@ -12,26 +12,23 @@ are not tested. Several levels: Holm's correction (1979), of the differences and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
-import gpulab.stats.power as planning
 from gpulab.errors import UsageError
 from gpulab.report import Picture, Report
-from gpulab.report import table as html_table
-from gpulab.stats.decisions import COLUMNS, DECISIONS, compare_levels
-from gpulab.stats.pairs import finished, is_yes_or_no, pair
+from gpulab.stats.decisions import COLUMNS, DECISIONS, USUAL_MARGIN, USUAL_SHARE, compare_levels
+from gpulab.stats.pairs import Paired, pair
 from gpulab.stats.sentences import sentences, with_numbers
 from gpulab.stats.tests import sample_sd
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict(Report):
+class Verdict(Paired, Report):
     """What `verdict` returns: each level of a factor, such as a setting, compared with a reference on the same seeds.
 
     `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both, and `verdict.save(file)`
@@ -97,17 +94,9 @@ class Verdict(Report):
 
     plots = "gpulab.plots.runs"
 
-    metric: str
-    factor: str
-    block: str
-    reference: Any
     margin: str | float
     alpha: float
     table: pd.DataFrame
-    pairs: pd.DataFrame  # a row per level and seed; `difference` is NaN where one of the two diverged
-    reruns: pd.DataFrame  # the same columns for the reference run again: a control
-    runs: pd.DataFrame  # the rows of the frame that were compared
-    notes: tuple[str, ...]  # sentences on rows that were left out, or averaged
     between_seeds: float  # the standard deviation over seeds under the reference
 
     @property
@@ -124,19 +113,6 @@ class Verdict(Report):
         """
         return min(self.decisions.values(), key=DECISIONS.index, default="inconclusive")
 
-    @property
-    def largest(self) -> float:
-        """The largest change that another level made to a seed, in the metric's units.
-
-        It is NaN where no pair finished, and 0 without another level.
-        """
-        return float(self.table.largest_difference.max()) if len(self.table) else 0.0
-
-    @property
-    def ratio(self) -> float:
-        """The largest change as a multiple of the standard deviation between seeds; NaN when either is unknown."""
-        return self.largest / self.between_seeds if self.between_seeds else math.nan
-
     def __str__(self) -> str:
         return with_numbers(self)
 
@@ -151,14 +127,6 @@ class Verdict(Report):
             The sentences.
         """
         return sentences(self, words or {})
-
-    def words(self) -> Markup:
-        """The sentences and the main columns of the table, as HTML."""
-        if not len(self.table):
-            return super().words()
-        columns = [self.factor, "decision", "seeds", "difference", "low", "high", "p_different_holm"]
-        columns += ["p_equivalent_holm", "margin", "largest_difference", "same_bits", "diverged"]
-        return super().words() + html_table(self.table[columns], small=True)
 
     def picture(self) -> Picture | None:
         """The figure of every run and every difference; None where there is nothing to compare."""
@@ -233,17 +201,12 @@ def verdict(
         illustrated in the case of the binomial*, Biometrika 26:404). Several tests are corrected by Holm 1979, *A
         simple sequentially rejective multiple test procedure* (Scandinavian Journal of Statistics 6:65).
     """
-    planning.check_alpha(alpha)
-    if margin is not None:
-        planning.parse_margin(margin)
+    if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
+        raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
     if factor in COLUMNS:
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     paired = pair(frame, metric, factor, block, reference)
-    yes_or_no = is_yes_or_no(paired.runs, metric)
-    margin = planning.usual_margin(margin, metric, yes_or_no)
-    losses = finished(paired.runs, metric, factor, paired.reference)
-    table = compare_levels(paired, factor, losses, margin, alpha, yes_or_no)
-    between_seeds = sample_sd(losses)
-    return Verdict(
-        metric, factor, block, margin=margin, alpha=alpha, table=table, between_seeds=between_seeds, **paired._asdict()
-    )
+    if margin is None:
+        margin = USUAL_SHARE if paired.yes_or_no() else USUAL_MARGIN
+    table, between_seeds = compare_levels(paired, margin, alpha), sample_sd(paired.losses())
+    return Verdict(**vars(paired), margin=margin, alpha=alpha, table=table, between_seeds=between_seeds)

@@ -28,8 +28,7 @@ from gpulab.files import digest, weights_digest
 from gpulab.passports import machine
 from gpulab.settings import arithmetic
 from gpulab.store import recorded
-from gpulab.store.factors import FACTORS, factors_of_record
-from gpulab.store.identities import Identity, of_content
+from gpulab.store.identities import FACTORS, Identity, factors_of_record, of_content
 
 if TYPE_CHECKING:
     import pandas as pd

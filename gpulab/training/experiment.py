@@ -21,8 +21,7 @@ from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.training import run
 from gpulab.training.functions import function_of
-from gpulab.training.protocol import protocol
-from gpulab.training.spec import RunSpec
+from gpulab.training.spec import RunSpec, protocol
 from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:

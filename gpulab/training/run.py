@@ -37,8 +37,7 @@ from gpulab.store import runs as stores
 from gpulab.store.identities import Identity
 from gpulab.training import loop
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.protocol import LAST_FIFTH
-from gpulab.training.spec import RunSpec
+from gpulab.training.spec import LAST_FIFTH, RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd

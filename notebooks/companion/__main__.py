@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from gpulab.cli import Profile, argument, option, say
 from gpulab.errors import extra
 
 NOTEBOOKS = Path(__file__).parents[1]
+Device = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -21,7 +22,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def execute(
     context: typer.Context,
     profile: Profile = "quick",
-    device: Annotated[str, option("auto, cpu, cuda, mps or xpu")] = "auto",
+    device: Annotated[Device, option("where the notebooks train")] = "auto",
     only: Annotated[str | None, option("notebooks whose names begin so, such as 04 or 03,04")] = None,
     output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path("build"),
     notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
@@ -32,7 +33,7 @@ def execute(
     """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
     if context.invoked_subcommand:
         return
-    from companion import run
+    from companion import report, run
 
     if in_place:
         for file in run.execute_in_place(notebooks, only):
@@ -40,11 +41,11 @@ def execute(
         return
     results = run.execute(notebooks, output, profile, device, only, store, jobs)
     say("writing the report", sys.stderr)
-    report = run.write_report(results, output, profile)
+    page = report.write_report(results, output, profile)
     failed = [result.name for result in results if result.error]
     for name in failed:
         say(f"failed: {name}", sys.stderr)
-    say(f"report: {report}")
+    say(f"report: {page}")
     if failed:
         raise typer.Exit(1)
 
@@ -55,9 +56,9 @@ def copies(
     notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
 ) -> None:
     """Copy the notebooks without their outputs, for a class that guesses first. Copies that are there stay."""
-    from companion import run
+    from companion.notebooks import copy_without_outputs
 
-    new_copies = run.copy_without_outputs(notebooks, folder)
+    new_copies = copy_without_outputs(notebooks, folder)
     say(f"{len(new_copies)} new copies in {folder}")
 
 
@@ -65,7 +66,7 @@ def copies(
 def explore(
     port: Annotated[int, option("to listen on", min=1, max=65535)] = 8866,
 ) -> None:
-    """Serve pages without code to a browser here: bits of numbers, a saddle, trainings, verdicts, audits."""
+    """Serve pages without code to a browser here: a buffer, bits of numbers, a saddle, verdicts."""
     with extra("notebooks"):
         import voila  # noqa: F401 - it is started as a program of its own
 

@@ -8,13 +8,11 @@ import pandas as pd
 import torch
 
 from companion.answers import choice, exercise, fields, near, need, number, pair, recorded, shown, table
-from companion.scale_out import batch_gains
-from companion.speed import cost_table, on_gpu, recorded_speed
-from gpulab.device.rooflines import Placement
+from gpulab.device import Placement
 from gpulab.guards import Guard
-from gpulab.plots.names import setting_words
 from gpulab.settings import Setting
-from gpulab.stats.power import parse_margin, seeds_needed
+from gpulab.stats.verdicts import verdict
+from gpulab.store.recorded import recorded_table
 
 # --- 06: does rounding noise help a network to leave a saddle? -------------------------------------------
 
@@ -92,52 +90,39 @@ def _small_weights(answer: Any) -> str:
 
 @exercise("07-1", "a price of an hour, in the currency in which an hour of the CPU costs 0.10")
 def _break_even(answer: Any) -> str:
-    frame = cost_table(recorded_speed(), {"cpu": 0.1, "gpu": 3.0})
-    frame = frame[frame["size"] == "quick"]
-    gpu = frame[on_gpu(frame)].iloc[0]
-    right = 0.1 * gpu.breaks_even
+    rows = recorded_table("speed").query("part == 'text' and way == 'float32' and unit == 's' and size == 'quick'")
+    seconds = rows.groupby("setting").value.median()
+    times = seconds.filter(like="cpu").min() / seconds["cuda:tf32=off"]
     mistakes = {
-        gpu.breaks_even: "how many times as dear an hour may be: multiply it by the price of an hour of the CPU",
-        0.1 / gpu.breaks_even: "the wrong way round: the faster device may cost more",
+        times: "how many times as dear an hour may be: multiply it by the price of an hour of the CPU",
+        0.1 / times: "the wrong way round: the faster device may cost more",
     }
-    near(answer, right, mistakes)
-    return f"{right:.3g} an hour. `breaks_even`, {gpu.breaks_even:.3g}, is the same whatever the prices are."
+    near(answer, 0.1 * times, mistakes)
+    return f"{0.1 * times:.3g} an hour. `breaks even at`, {times:.3g}, is the same whatever the prices are."
 
 
 @exercise("07-2", "{'usual': …, 'words': …, 'width': …}, three placements of gl.device.place")
 def _placements(answer: Any) -> str:
-    names = ("usual", "words", "width")
-    for name in names:
-        need(isinstance(fields(answer, *names)[name], Placement), f"{name} is {shown(answer[name])}, no placement")
-        need(not answer[name].unknown, f"{name}: torch counts no FLOP of {', '.join(answer[name].unknown)}")
-    flop = {name: sum(answer[name].flop.values()) for name in names}
-    words, width = flop["words"] / flop["usual"], flop["width"] / flop["usual"]
-    need(1.8 < words < 2.8, f"'words' does {words:.2g} times the operations: twice the words do about twice as many")
-    need(width > 2.8, f"'width' does {width:.2g} times the operations: twice the width does nearly four times as many")
-    intensities = ", ".join(f"{name} {answer[name].intensity:.3g}" for name in names)
+    placed = [fields(answer, "usual", "words", "width")[name] for name in ("usual", "words", "width")]
+    need(all(isinstance(each, Placement) for each in placed), "these are not three placements")
+    usual, words, width = (sum(each.flop.values()) for each in placed)
+    need(1.8 < words / usual < 2.8, "'words' does not about twice the operations: take texts of twice as many words")
+    need(width / usual > 2.8, "'width' does not nearly four times the operations: take a network of twice the width")
+    intensities = ", ".join(f"{name} {each.intensity:.3g}" for name, each in answer.items())
     return f"flop per byte: {intensities}. A product's operations grow faster with its width than what it moves."
 
 
-@exercise("07-3", "(slow, fast), two rows of recorded_speed or measure_speed, in seconds")
+@exercise("07-3", "(slow, fast), two rows of the table `recorded`, in seconds")
 def _any_number(answer: Any) -> str:
-    names = ("what", "way", "size", "value", "unit", "setting", "machine")
-    slow, fast = (fields(row, *names) for row in pair(answer))
+    slow, fast = (fields(row, "what", "way", "size", "value", "unit", "setting", "machine") for row in pair(answer))
     need(slow["unit"] == fast["unit"] == "s", f"{slow['unit']} and {fast['unit']}: two times in seconds are compared")
-    need(slow["what"] == fast["what"], f"{slow['what']} against {fast['what']}: one network, on two machines")
-    need(slow["size"] == fast["size"], f"sizes {slow['size']} and {fast['size']}: that is not the same work")
-    devices = [(row["machine"], row["setting"]) for row in (slow, fast)]
-    need(
-        devices[0] != devices[1],
-        f"both are of {devices[0][0]}, {setting_words(devices[0][1])}: two devices are compared",
-    )
+    for name in ("what", "size"):
+        need(slow[name] == fast[name], f"{slow[name]} against {fast[name]}: that is not the same work")
+    need(any(slow[name] != fast[name] for name in ("machine", "setting")), "both are of one device")
     ratio = number(slow["value"]) / number(fast["value"])
     need(abs(ratio * 13.76 - 1) > 0.02, "the inverse: the slow one comes first")
     need(abs(ratio / 13.76 - 1) < 0.02, f"{ratio:.4g} times, which is more than 2 % from 13.76")
-    ways_note = "" if slow["way"] == fast["way"] else " (of two ways)"
-    return (
-        f"{ratio:.4g} times, by {slow['what']}, {slow['way']}{ways_note}. Among enough pairs there is one for any "
-        "number."
-    )
+    return f"{ratio:.4g} times, by {slow['what']}, {slow['way']}. Among enough pairs there is one for any number."
 
 
 # --- 08: when do many devices train faster than one? -----------------------------------------------------
@@ -145,48 +130,34 @@ def _any_number(answer: Any) -> str:
 
 @exercise("08-1", "a number of devices")
 def _twice_the_price(answer: Any) -> str:
-    gains = batch_gains(64.0, 8, range(1, 200)).set_index("devices")
-    right = int(gains.index[gains.price > 2 + 1e-9].min())
-    mistakes = {
-        right - 1: "there the price is 2, and more than that is asked for",
-        16: "dear enough, but not the fewest: try the numbers between 8 and 16",
-        int(gains.index[gains.speedup > 2].min()): "there the speedup passes 2, and not the price",
-    }
-    near(answer, right, mistakes, rel=1e-6)
-    return f"{right} devices are {gains.speedup[right]:.2f} times as fast for {gains.price[right]:.2f} times the price."
+    # n devices take (1 + 64 / 8n) / (1 + 64 / 8) times the updates of one, so the price is (n + 8) / 9 times as high.
+    mistakes = {10: "there the price is 2, and more than that is asked for", 16: "dear enough, but not the fewest"}
+    near(answer, 11, mistakes, rel=1e-6)
+    return f"11 devices are {9 * 11 / 19:.2f} times as fast for {19 / 9:.2f} times the price."
 
 
 @exercise("08-2", "(small, large), the tables `descents` of hogwild.py with two sizes of `--hidden`")
 def _gain_without_a_lock(answer: Any) -> str:
-    small, large = (table(descents, "way", "seed", "weights", "age", "updates_per_second") for descents in pair(answer))
-    speedups = []
+    small, large = (table(descents, "way", "seed", "weights", "updates_per_second") for descents in pair(answer))
+    gains = []
+    need(min(small.seed.nunique(), large.seed.nunique()) >= 6, "fewer than six seeds: take six at least")
     for frame in (small, large):
-        free, waiting = (frame[frame.way == way] for way in ("lock-free", "synchronous"))
-        need(len(free) > 0, "a table has no rows of lock-free descent")
-        need(free.seed.nunique() >= 6, f"{free.seed.nunique()} seeds: take six at least")
-        speedups.append(free.updates_per_second.mean() / waiting.updates_per_second.mean())
+        speeds = frame.groupby("way").updates_per_second.mean()
+        gains.append(speeds["lock-free"] / speeds["synchronous"])
     need(small.weights.max() < large.weights.max(), "the smaller network comes first, and has fewer weights")
-    return (
-        f"without a lock the small network makes {speedups[0]:.2f} times the updates a second, the large one "
-        f"{speedups[1]:.2f} times."
-    )
+    return f"without a lock the small network makes {gains[0]:.2f} times the updates a second, the large {gains[1]:.2f}"
 
 
 @exercise("08-3", "[(critical batch, devices), …], a phase each, two at least, of equally many updates at least")
 def _schedule(answer: Any) -> str:
-    need(isinstance(answer, (list, tuple)), f"{shown(answer)} is no list of phases")
-    need(2 <= len(answer) <= 1000, f"{len(answer)} phases: two are the fewest, a thousand the most")
-    phases = [tuple(number(value) for value in pair(phase)) for phase in answer]
-    batches, devices = zip(*phases, strict=True)
-    need(min(batches) > 0 and min(devices) >= 1, "a phase has no batch above 0 and no device")
-    need(all(count.is_integer() for count in devices), "a number of devices is whole")
+    need(isinstance(answer, (list, tuple)) and 2 <= len(answer) <= 1000, f"{shown(answer)} is no list of two phases")
+    batches, devices = zip(*([number(value) for value in pair(phase)] for phase in answer), strict=True)
+    need(min(batches) > 0, "a critical batch is above 0")
+    need(all(count >= 1 and count.is_integer() for count in devices), "a number of devices is whole, and at least 1")
     need(batches[0] < batches[-1], "the critical batch does not grow, and the question is what to do when it does")
-
-    def time(counts: tuple[float, ...]) -> float:  # S = S_min (1 + B_crit / B), B is 8 a device
-        return sum(1 + batch / (8 * count) for batch, count in zip(batches, counts, strict=True))
-
     mean = sum(devices) / len(devices)  # costs as much: a phase's price is proportional to its devices + B_crit / 8
-    gain = time((mean,) * len(devices)) / time(devices)
+    steady = sum(1 + batch / (8 * mean) for batch in batches)  # S = S_min (1 + B_crit / B), and B is 8 for each device
+    gain = steady / sum(1 + batch / (8 * count) for batch, count in zip(batches, devices, strict=True))
     need(gain > 1, f"for the same price {mean:.3g} devices all the time are {1 / gain:.2f} times as fast")
     return (
         f"by the law it is {gain:.2f} times as fast as {mean:.3g} devices all the time, for the same price. Whether it "
@@ -260,56 +231,42 @@ def _shifted(answer: Any) -> str:
 
 @exercise("10-1", "a probability, between 0 and 1")
 def _luck(answer: Any) -> str:
-    right = 1 - 0.95**20
     mistakes = {
         0.95**20: "the probability that none of them does",
         1.0: "twenty times 5 %: a bound, which adds up what happens together",
-        0.05: "that of one comparison",
     }
-    near(answer, right, mistakes)
+    right = near(answer, 1 - 0.95**20, mistakes)
     return f"{right:.0%}: of twenty settings that do nothing, one is more likely than not to be called different."
 
 
 @exercise("10-2", "a table of runs of yours: the autoencoder, quick, under cpu:threads=1, three seeds at least")
 def _own_runs(answer: Any) -> str:
-    runs = table(answer, "experiment", "profile", "setting", "seed", "protocol", "final_loss", "weights", "recorded")
+    runs = table(answer, "setting", "seed", "protocol", "final_loss", "weights", "recorded")
     need(not runs.recorded.any(), "some of these runs are the recorded ones: give those that you made")
     recorded_runs = recorded("autoencoder", "quick", loader="window", setting="cpu:threads=1")
-    sizes = ", ".join(sorted(set(runs["profile"].astype(str))))
-    need(
-        set(runs.protocol) & set(recorded_runs.protocol),
-        f"no run has the recorded protocol (profile {sizes}): take quick",
-    )
     paired_runs = runs.merge(recorded_runs, on=["protocol", "setting", "seed"])
-    need(len(paired_runs), "no run is under cpu:threads=1, from a seed that was recorded")
-    need(paired_runs.seed.nunique() >= 3, f"{paired_runs.seed.nunique()} seeds: take three at least")
-    spread = recorded_runs.final_loss.std()
+    seeds = paired_runs.seed.nunique()
+    need(seeds >= 3, f"{seeds} seeds are of the profile quick, under cpu:threads=1, and recorded too: take three")
     largest_difference = (paired_runs.final_loss_x - paired_runs.final_loss_y).abs().max()
     same_bits = int((paired_runs.weights_x == paired_runs.weights_y).sum())
-    return (
-        f"{same_bits} of {len(paired_runs)} have the same bits as the recorded ones. Their losses are at most "
-        f"{largest_difference / spread:.1e} of the standard deviation between seeds apart."
-    )
+    apart = f"{largest_difference / recorded_runs.final_loss.std():.1e} standard deviations between seeds apart"
+    return f"{same_bits} of {len(paired_runs)} have the same bits as the recorded ones; the losses are at most {apart}."
 
 
-@exercise("10-3", "{'metric': …, 'factor': …, 'reference': …, 'margin': …, 'seeds': …}, laid down before any run")
+@exercise("10-3", "{'metric': …, 'factor': …, 'reference': …, 'margin': …, 'seeds': …}, planned before any run")
 def _registration(answer: Any) -> str:
     plan = fields(answer, "metric", "factor", "reference", "margin", "seeds")
     runs = recorded("prednet", "paper", loader="window")
     for name in ("metric", "factor"):
         need(isinstance(plan[name], str) and plan[name] in runs, f"{name} {shown(plan[name])}: no column of gl.runs")
-    need(plan["metric"].endswith("loss"), f"metric {plan['metric']}: what is learned is a loss, not a time or an order")
     if plan["factor"] == "setting":
         Setting.parse(plan["reference"])  # which says what is wrong with it
-    parse_margin(plan["margin"])
     seeds = number(plan["seeds"])
     need(seeds >= 6, f"{seeds:g} seeds cannot show a difference, however large: six are the fewest")
-    needed = seeds_needed(runs, margin=plan["margin"], power=0.8, reference="cuda:tf32=off").seeds.min()
+    found = verdict(runs[runs["rerun"] == 0], margin=plan["margin"], reference="cuda:tf32=off").table
+    needed = found.seeds_needed.where(found.decision == "inconclusive", 10).min()
     need(seeds >= needed, f"{seeds:g} seeds: as far as recorded runs tell, this margin takes {needed:g} at least")
-    return (
-        f"as far as recorded runs tell, {seeds:g} seeds are enough for the setting that scatters least. Whether it "
-        "convinces is yours to say."
-    )
+    return f"{seeds:g} seeds are enough for the setting that scatters least. Whether it convinces is yours to say."
 
 
 # --- 11: where else does this fault live? ----------------------------------------------------------------

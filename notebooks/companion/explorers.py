@@ -1,19 +1,16 @@
-"""The widgets of the pages without code which compute: two trainings, a ball on a saddle, seeds, an audit."""
+"""The widgets of the pages without code which compute: a buffer, a ball on a saddle, and seeds."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets
 import numpy as np
 import pandas as pd
-import psutil
 import torch
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -22,35 +19,20 @@ from torch import Tensor, nn
 
 from companion.findings import in_words
 from companion.widgets import Explorer
-from gpulab.audits.audits import audit
-from gpulab.audits.comparison import check_same_step
-from gpulab.audits.traces import Trace
-from gpulab.errors import DataError, GpulabError, in_one_line, printable
-from gpulab.files import weights_digest
 from gpulab.plots import style
-from gpulab.plots.names import names, optimizer_words, setting_words
+from gpulab.plots.names import optimizer_words
 from gpulab.plots.runs import decided
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
-from gpulab.report import Picture, paragraphs
+from gpulab.report import Picture, paragraphs, table
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
-from gpulab.saddles.escapes import Descent, Weights, chosen_optimizer
+from gpulab.saddles.escapes import Descent, Weights, choose_optimizer
 from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
-from gpulab.settings import Setting, available_settings
+from gpulab.settings import Setting
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.store.recorded import recorded_folder
 from gpulab.store.runs import recorded_runs
-from gpulab.training import loop
-from gpulab.training.run import engine_of, set_up, windows
-from gpulab.training.spec import RunSpec
 
-MOST_UPLOADED = 1 << 23  # bytes of a file that comes through a browser; the largest recorded trace has a tenth
-MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
-MORE_MEMORY = 2 << 30  # bytes that reading and comparing may take
-DRAW_SECONDS = 0.3  # between two pictures of what goes on
-FRAMES = {"autoencoder": 1000, "prednet": 400}  # of a training, which takes some seconds
-OTHERS = "cpu:precision=bfloat16", "cpu:emulate=tf32", "cpu:emulate=bfloat16"  # beside those that a machine has itself
 FORMATS = {"float64": "cpu:precision=float64", "float32": "cpu", "bfloat16": "cpu:precision=bfloat16"}
 PUSHES = [("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)]
 STEPS = 200
@@ -69,7 +51,7 @@ COMPARISONS = {
         "setting",
         ("cpu:threads=1", GPU),
     ),
-    "PredNet: own and shared memory": (
+    "PredNet: copied and overwritten frames": (
         f"experiment == 'prednet' and profile == 'paper' and setting == '{GPU}' and speed == 1",
         "loader",
         ("copied", "imitated"),
@@ -90,90 +72,46 @@ def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) ->
     return play
 
 
-class TrainingExplorer(Explorer):
-    """Two settings under which the same network is trained from the same weights; losses are drawn as they come.
+class BufferExplorer(ipywidgets.VBox):
+    """Numbers that are written into one buffer, a frame each, and which of them the gradient finds there.
 
-    >>> TrainingExplorer().settings[1].value
-    'cpu:emulate=tf32'
+    >>> explorer = BufferExplorer()
+    >>> explorer.seen()["the gradient finds"].tolist()
+    [3.0, 3.0, 3.0]
+    >>> explorer.copy.value = True
+    >>> explorer.seen()["the gradient finds"].tolist()
+    [1.0, 2.0, 3.0]
     """
 
-    thread: threading.Thread | None = None  # in which the training goes on, until it is done or `stopping` is set
-
     def __init__(self) -> None:
-        self.stopping = threading.Event()
-        usable = [name for name in available_settings() if "isa=" not in name]  # that one is chosen before torch loads
-        usable += [name for name in OTHERS if name not in usable]
-        options = [(words, name) for name, words in names(usable).items()]
-        self.net = ipywidgets.Dropdown(options=[*FRAMES], description="network")
-        self.settings = [
-            ipywidgets.Dropdown(options=options, value=value, description=description)
-            for description, value in (("setting", usable[0]), ("and", "cpu:emulate=tf32"))
-        ]
-        self.seed = ipywidgets.IntSlider(0, min=0, max=9, description="seed")
-        self.train = ipywidgets.Button(description="Train", button_style="primary", icon="play")
-        self.halt = ipywidgets.Button(description="Stop", icon="stop")
-        self.said, self.image = ipywidgets.HTML(), ipywidgets.HTML()
-        controls = _row(self.net, *self.settings, self.seed)
-        super().__init__([controls, _row(self.train, self.halt), self.said, self.image])
-        self.train.on_click(lambda _: self._begin())
-        self.halt.on_click(self._end)
-        for control in (self.net, *self.settings, self.seed):
-            control.observe(self._restart, "value")
-        self._restart()
+        self.numbers = ipywidgets.Text("1 2 3", description="frames")
+        self.copy = ipywidgets.Checkbox(description="copy each frame")
+        self.image = ipywidgets.HTML()
+        super().__init__([_row(self.numbers, self.copy), self.image])
+        for control in (self.numbers, self.copy):
+            control.observe(self._show, "value")
+        self._show()
 
-    def picture(self) -> Picture:
-        """The losses so far."""
-        return side_by_side([dropdown.value for dropdown in self.settings], self.losses, FRAMES[self.net.value])
+    def seen(self) -> pd.DataFrame:
+        """A row for each frame: its loss when it came, (w − frame)² with w = 0, and the frame that the gradient finds.
 
-    def stop(self) -> None:
-        """End the training that goes on, if any."""
-        self.stopping.set()
-        if self.thread:
-            self.thread.join()
+        The gradient of that loss is −2 × frame.
+        """
+        weight, buffer, losses = torch.zeros((), requires_grad=True), np.zeros((), np.float32), []
+        frames = [float(number) for number in self.numbers.value.replace(",", " ").split()]
+        for number in frames:
+            buffer[...] = number  # over the frame before
+            frame = torch.as_tensor(buffer.copy() if self.copy.value else buffer)
+            losses.append(nn.functional.mse_loss(weight, frame))
+        found = [-torch.autograd.grad(loss, weight)[0].item() / 2 for loss in losses]
+        values = [loss.item() for loss in losses]
+        return pd.DataFrame({"frame": frames, "loss when it came": values, "the gradient finds": found})
 
-    def _restart(self, _: Any = None) -> None:
-        self.stop()
-        self.losses: tuple[list[tuple[int, float]], ...] = ([], [])
-        self.said.value = f"Press Train to begin from seed {self.seed.value}."
-        self.draw()
-
-    def _begin(self) -> None:
-        self._restart()
-        self.said.value = "Training …"
-        self.stopping.clear()
-        self.thread = threading.Thread(target=self._train, daemon=True)
-        self.thread.start()
-
-    def _end(self, _: Any = None) -> None:
-        self.stop()
-        self.said.value = "Stopped."
-
-    def _train(self) -> None:
-        """Train the network under both settings in turns, a window at a time, and draw it now and then."""
-        drawn_at, running = time.monotonic(), []
-        net, seed = self.net.value, self.seed.value
+    def _show(self, _: Any = None) -> None:
         try:
-            for dropdown in self.settings:
-                spec = RunSpec.of(net, setting=dropdown.value, seed=seed, profile="smoke", frames=FRAMES[net])
-                training = set_up(spec)
-                running.append((spec, training, engine_of(spec, training), windows(spec, training)))
-            for number in range(1, FRAMES[net] // running[0][0].window + 1):
-                for (spec, training, engine, left), rows in zip(running, self.losses, strict=True):
-                    if self.stopping.is_set():
-                        return
-                    if training.diverged_at is None:
-                        with spec.in_force():  # its flags are in force for its own turns only
-                            loop.train(training, [next(left)], engine)
-                        rows.append((number * spec.window, training.history[-1].loss))
-                if time.monotonic() - drawn_at > DRAW_SECONDS:
-                    self.draw()
-                    drawn_at = time.monotonic()
-        except GpulabError as error:
-            self.said.value = Markup.escape(error)
-            return
-        self.draw()
-        bits = {weights_digest(training.model.state_dict()) for _, training, *_ in running}
-        self.said.value = f"Done. The trained weights {'have the same bits' if len(bits) == 1 else 'differ'}."
+            self.image.value = table(self.seen())
+        except ValueError:
+            self.image.value = "Type numbers with spaces between them."
 
 
 class _TwoWeights(nn.Module):
@@ -206,7 +144,7 @@ def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float,
     rows: list[list[float]] = []
     with Setting.parse(setting).apply() as parsed:
         weights = Weights(saddle.model, parsed)
-        descent = Descent(saddle, weights, chosen_optimizer(saddle, weights, optimizer, rate))
+        descent = Descent(saddle, weights, choose_optimizer(saddle, weights, optimizer, rate))
         plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
         weights.move_to(descent.saddle + push * plane[0])
         for loss, displacement in itertools.islice(descent.walk(), STEPS + 1):
@@ -319,129 +257,7 @@ class SeedsExplorer(Explorer):
 
 
 ALONE = "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed for."
-EXAMPLE = ("whitener-cuda-tf32-off.trace", "whitener-cuda-tf32-on.trace")
-EXAMPLE_WORDS = (
-    "One step of a small network, recorded on one GPU twice: in float32, and with TF32, which rounds the factors of a "
-    "matrix product. Each paragraph is an operation that rounded more than it should; the first leads to NaN."
-)
-
-
-class AuditExplorer(ipywidgets.VBox):
-    """An uploaded trace, compared with the recorded one of the same step; or two, with one another.
-
-    Before anything is uploaded it shows an example: a network that becomes NaN on a card that rounds to TF32.
-
-    >>> "not a trace" in AuditExplorer().compare([("mine.trace", b"anything")])
-    True
-    """
-
-    def __init__(self) -> None:
-        self.upload = ipywidgets.FileUpload(
-            multiple=True,
-            description="Upload a trace, or two",
-            layout=ipywidgets.Layout(width="auto", align_self="flex-start"),
-        )
-        self.said = ipywidgets.HTML(self.example())
-        super().__init__([self.upload, ipywidgets.HTML(f"Each may have {MOST_UPLOADED:,} bytes."), self.said])
-        self.add_class("gpulab-upload")  # where the page says that a file is too large to be sent
-        self.upload.observe(self._compare_uploaded, "value")
-
-    def example(self) -> Markup:
-        """The audit of two recorded traces, and a sentence that says of what."""
-        files = [(name, (recorded_folder("traces") / name).read_bytes()) for name in EXAMPLE]
-        return Markup("<p><b>An example.</b> {}</p>").format(EXAMPLE_WORDS) + self.compare(files)
-
-    def _compare_uploaded(self, change: dict[str, Any]) -> None:
-        if not change["new"]:
-            return
-        files = [(printable(file["name"])[:40], bytes(file["content"])) for file in change["new"]]
-        self.upload.value = ()  # so that the same file can come again
-        self.said.value = Markup("<p>Reading {} …</p>").format(" and ".join(name for name, _ in files))
-        self.said.value = self.compare(files)
-
-    def compare(self, files: Sequence[tuple[str, bytes]]) -> Markup:
-        """The audit of (name, content) of one trace or two as HTML, or a sentence that says why there is none."""
-        try:
-            if len(files) > 2:
-                raise DataError(f"{len(files)} files: expected one trace, or two")
-            with at_most(MORE_MEMORY):
-                traces = [Trace.load(name, content, MOST_NUMBERS) for name, content in files]
-                a, b = traces if len(traces) == 2 else (traces[0], recorded_twin(traces[0]))
-                if a.title == b.title:
-                    for trace, (name, _) in zip((a, b), (*files, ("recorded", b"")), strict=False):
-                        trace.label = f"{trace.title} ({name})"
-                return Markup(audit(a, b, progress=False).html())
-        except GpulabError as error:
-            return Markup("<p>{}</p>").format(error)
-        except MemoryError:
-            return Markup("<p>This would take more than {:,} bytes of memory.</p>").format(MORE_MEMORY)
-        except Exception as error:  # of what a stranger wrote: a page says so, and goes on
-            return Markup("<p>This cannot be compared: {}</p>").format(in_one_line(error))
-
-
-def recorded_twin(trace: Trace) -> Trace:
-    """The recorded trace of the same step as this one. Raises `DataError` where there is none."""
-    for file in sorted(recorded_folder("traces").glob("*.trace")):
-        recorded = Trace.load(file)
-        with contextlib.suppress(DataError):
-            check_same_step(trace, recorded)
-            return recorded
-    raise DataError(f"{trace}: no recorded trace is of this step; upload two of the same step, to be compared")
-
-
-@contextlib.contextmanager
-def at_most(more_bytes: int) -> Iterator[None]:
-    """Inside, this process may take so many more bytes of memory, where the system can say so."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        yield
-        return
-    limits_before = resource.getrlimit(resource.RLIMIT_AS)
-    used_bytes = psutil.Process().memory_info().vms
-    soft_limit = min(limit for limit in (used_bytes + more_bytes, *limits_before) if limit != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_AS, (soft_limit, limits_before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits_before)
-
-
 # --- their figures ---------------------------------------------------------------------------------------
-
-
-def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, float]]], total: int) -> Picture:
-    """Two trainings that go on at the same time: their (frames seen, loss) so far of `total`, and how far apart."""
-    figure, (loss_axes, difference_axes) = style.canvas(2, height=3.4)
-    tints = style.colour(settings[0]), style.colour(settings[1])
-    looks: tuple[Look, Look] = {"lw": 3.5}, {"lw": 1.5, "ls": (0, (4, 3))}
-    setting_names = [setting_words(setting) for setting in settings]
-    for tint, look, words, rows in zip(tints, looks, setting_names, losses, strict=True):
-        loss_axes.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=words, **look)
-    distances = [(frames_seen, abs(a - b)) for (frames_seen, a), (_, b) in zip(*losses, strict=False)]
-    frames_seen, differences = np.reshape(distances, (-1, 2)).T
-    difference_axes.plot(
-        frames_seen, np.where(differences > 0, differences, np.nan), color=INK, lw=1.3, marker=".", ms=4
-    )
-    difference_axes.set(yscale="log", ylim=(1e-10, 1))
-    difference_axes.set_yticks(
-        [10.0**n for n in range(-10, 1, 2)], [style.power_of_ten(10.0**n) for n in range(-10, 1, 2)]
-    )
-    difference_axes.minorticks_off()
-    if len(differences):
-        style.log_scale(loss_axes.yaxis)
-    else:
-        loss_axes.set_yticks([])
-    for axes in (loss_axes, difference_axes):
-        axes.set(xlim=(0, total), xlabel="frames or images seen")
-    loss_axes.set_ylabel("loss (mean squared error)")
-    difference_axes.set_ylabel("difference of the losses")
-    headline = "Nothing is trained yet"
-    if len(differences):
-        latest = f"are {differences[-1]:.1e} apart" if differences[-1] else "have the same bits"
-        headline = f"After {frames_seen[-1]:,.0f} of {total:,} the losses {latest}"
-    alt = f"The losses of two trainings ({'; '.join(setting_names)}), and their difference. {headline}."
-    return style.finished(figure, headline, alt)
 
 
 @style.themed
@@ -496,5 +312,4 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     return style.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
 
 
-audit_explorer, saddle_explorer = AuditExplorer, SaddleExplorer
-seeds_explorer, training_explorer = SeedsExplorer, TrainingExplorer
+buffer_explorer, saddle_explorer, seeds_explorer = BufferExplorer, SaddleExplorer, SeedsExplorer

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import pandas as pd
 from markupsafe import Markup
 
-from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
-from gpulab.plots.names import LOADERS, SHARED_MEMORY, memory_words, names, setting_words
-from gpulab.report import Report, paragraphs
+from companion.learning import ALL, BEAT, FAMILY, LEARNED
+from gpulab.plots.names import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
+from gpulab.report import Report
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict
 
@@ -20,6 +20,7 @@ SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest si
 SAME = "the same bits"
 METRIC_WORDS = {"final_loss": "loss", "heldout_loss": "held-out loss", "smallest": "steepest way down"}
 METRIC_WORDS |= {"index_fraction": "share of ways down", "time upright (steps)": "time upright"}
+NUMBERS = ["metric", "speed", "seeds", "worse", "difference", "margin", "p_holm", "decision"]  # of a `learning_table`
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +53,19 @@ class CheckedSentences(Report):
                 visible += paragraph
         fold = Markup("<details><summary>{}</summary>{}</details>")
         visible += fold.format("How one knows", hidden) if hidden else hidden
-        numbers = self.statistics()
-        return visible + fold.format("The statistics", paragraphs(numbers)) if numbers else visible
+        numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format("\n".join(self.statistics()))
+        return visible + fold.format("The statistics", numbers) if self.statistics() else visible
 
     def statistics(self) -> list[str]:
         """What stands behind the fold, line by line."""
         lines = []
         for heading, result in self.parts:
             if isinstance(result, Verdict):
-                lines += [f"{heading}:", *str(result).splitlines()]
+                lines += [f"{heading}:", *str(result).splitlines(), ""]
             elif isinstance(result, pd.DataFrame):
-                lines += [f"{heading}:", *_decision_lines(result)]
+                for family, rows in result.groupby([*FAMILY], sort=False):
+                    numbers = rows[NUMBERS].to_string(index=False, float_format="{:.3g}".format)
+                    lines += [f"{heading}: {', '.join(family)}", *numbers.splitlines(), ""]
         return [*lines, *self.numbers]
 
 
@@ -132,8 +135,10 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
-        wide = f"over all {span(losses.seeds)} differences below {_per_cent(losses.margin_relative)} count as none"
-        clauses = [f"among seeds that learned, {'; '.join(_loss_clauses(learned, reference_name))}", wide]
+        wide = (
+            f"over all {span(losses.seeds)} seeds, differences below {_per_cent(losses.margin_relative)} count as none"
+        )
+        clauses = [f"among the seeds that learned, {'; '.join(_loss_clauses(learned, reference_name))}", wide]
     different = shares[shares.decision == "different"]
     if len(different):
         beat, reference_beat = different.beat - different.beat_reference, different.beat_reference
@@ -141,79 +146,45 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
         clauses.append(f"{listed(beat) if beat.any() else 'none'} {beat_words}, instead of {listed(reference_beat)}")
     elif len(shares) and not shares.beat.any():
         clauses.append("no network has learned motion")
-    subject = f"{network_words(experiment)}, {SIZES.get(size, size)}, {setting_in_text(setting)}"
-    memory = ""
-    if loader in LOADERS and LOADERS[loader] == SHARED_MEMORY:
-        memory = f", {memory_words(loader, setting)}"
-        if memory_words(loader, setting) != SHARED_MEMORY:
-            memory = ", the published line, which copies on a GPU (own memory)"
-    return f"{subject}{memory}: {'; '.join(clauses)}."
+    condition = ""
+    if LOADERS.get(loader) == OVERWRITTEN:
+        copies = condition_words(loader, setting) == COPIED
+        condition = ", the published line, which copies on a GPU" if copies else f", {OVERWRITTEN}"
+    subject = f"{network_words(experiment)}, {SIZES.get(size, size)}, {setting_in_text(setting)}{condition}"
+    return f"{subject}: {'; '.join(clauses)}."
 
 
 def _loss_clauses(rows: pd.DataFrame, reference_name: str) -> list[str]:
     """What is said of one loss at every speed, against the usual level."""
     clauses = []
-    for decision in sorted(set(rows.decision), key=[*reversed(DECISIONS)].index):
-        decision_rows = rows[rows.decision == decision]
-        within, seeds = _per_cent(decision_rows.margin_relative), span(decision_rows.seeds)
-        if decision == "different":
-            words = f"the loss is {listed(f'{1 + relative:.3g}' for relative in decision_rows.relative)} times as high"
-        elif (decision_rows.same_bits == decision_rows.seeds).all():
-            words = "the same bits in every seed"
-        elif decision == "inconclusive":
-            words = f"{seeds} seeds do not decide"
-        else:
-            effect = _per_cent(decision_rows.relative.abs())
-            shown = ", more than luck explains" if decision == "different but negligible" else ""
-            words = f"the loss differs by {effect} on average from that with {reference_name} ({seeds} seeds){shown}; "
-            words += f"differences below {within} count as none here"
-        clauses.append(words + (_speed_words(decision_rows) if len(rows) > 1 else ""))
-    return clauses
-
-
-def _decision_lines(table: pd.DataFrame) -> list[str]:
-    """What was decided of each metric, with the numbers: a line each, below one for each family."""
-    lines = []
-    for (experiment, size, setting, loader), family in table.groupby([*FAMILY], sort=False):
-        lines.append(f"{experiment}, {size} size, {setting}, frames {loader}:")
-        for metric in METRICS:
-            if len(rows := family[family.metric == metric]):
-                lines.append(f"  {metric}: {'; '.join(_decision_clauses(metric, rows))}.")
-    return lines
-
-
-def _decision_clauses(metric: str, rows: pd.DataFrame) -> list[str]:
-    """The decisions on a metric: `different at speed 1 and 2 (1.8 and 1.5 times, higher in 9 of 9 seeds)`."""
-    clauses = []
-    for decision, decision_rows in rows.groupby("decision", sort=False):
-        if metric in (BEAT, STUCK):
-            sizes, unit = [f"{100 * difference:+.0f}" for difference in decision_rows.difference], "points"
-        else:
-            sizes, unit = [f"{1 + relative:.3g}" for relative in decision_rows.relative], "times"
-        if decision_rows.seeds.nunique() == 1:
-            higher = f"{_listed_once(decision_rows.worse)} of {decision_rows.seeds.iloc[0]}"
-        else:
-            higher = _listed_once(f"{row.worse} of {row.seeds}" for row in decision_rows.itertuples())
-        clauses.append(
-            f"{decision}{_speed_words(decision_rows)} ({_listed_once(sizes)} {unit}, higher in {higher} seeds)"
+    for decision, decided in by_decision(rows):
+        speeds = (
+            ""
+            if len(rows) == 1 or decided.speed.isna().all()
+            else f" at speed {listed(decided.speed.map('{:g}'.format))}"
         )
-    if metric == BEAT and not rows.beat.any():
-        clauses.append("neither network has learned motion here")
+        seeds = f"{span(decided.seeds)} seeds"
+        if decision == SAME:
+            words = f"the same bits in every seed{speeds}"
+        elif decision == "different":
+            words = (
+                f"the loss is {listed(f'{1 + relative:.3g}' for relative in decided.relative)} times as high{speeds}"
+            )
+        elif decision == "inconclusive":
+            words = f"{seeds} do not decide{speeds}"
+        else:
+            effect = (
+                f"the loss differs by {_per_cent(decided.relative.abs())} on average from that with {reference_name}"
+            )
+            shown = ", more than luck explains" if decision == "different but negligible" else ""
+            none = f"differences below {_per_cent(decided.margin_relative)} count as none here"
+            words = f"{effect}{speeds} ({seeds}){shown}; {none}"
+        clauses.append(words)
     return clauses
-
-
-def _speed_words(rows: pd.DataFrame) -> str:
-    return "" if rows.speed.isna().all() else f" at speed {listed(map('{:g}'.format, rows.speed))}"
 
 
 def _per_cent(shares: pd.Series) -> str:
     return f"{100 * shares.max():.2g} %"
-
-
-def _listed_once(words: Iterable[Any]) -> str:
-    """As `listed`; where all are the same, one."""
-    texts = [*map(str, words)]
-    return listed(texts if len(set(texts)) > 1 else texts[:1])
 
 
 def span(numbers: Iterable[float], form: str = ".0f") -> str:

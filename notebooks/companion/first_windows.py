@@ -1,22 +1,20 @@
-"""The first window of a training: its losses and its gradient, in gpulab's own networks and in the published one."""
+"""The first window of a training: its losses and its gradient."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import gpulab as gl
-from companion.benchmarks import benchmark
 from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
+from gpulab.plots.names import COPIED, OVERWRITTEN
 from gpulab.store.recorded import recorded_table
 from gpulab.training.spec import RunSpec
 
@@ -104,22 +102,22 @@ class Computed:
 
 
 def recorded_windows() -> pd.DataFrame:
-    """What `benchmarks/record.py published` recorded: as `published_windows` there, with the `machine`."""
-    return recorded_table("windows").drop(columns="recorded")
+    """What `benchmarks/record.py published` recorded: as `published_windows` there, with the `machine`.
 
-
-def published_network(net: str | Path | None = None) -> str:
-    """The first window of the authors' own network on a CPU, buffer reused against copied, in a sentence.
-
-    Where Chainer or `net`, their folder, is missing, the sentence says that it was skipped, and how to get it.
+    In words: `gradient`, whose it is, and `compared_with`, whose it is compared with.
     """
-    try:
-        (row,) = benchmark("published").published_windows(net, profile="smoke").itertuples()
-    except gl.GpulabError as missing:
-        return f"Skipped: {missing}."
-    version = importlib.metadata.version("chainer")
-    return (
-        f"The published network (Chainer {version}), first window, reused against copied: "
-        f"{row.same_losses} of {row.losses} forward losses have the same bits; the gradient is off by "
-        f"{row.gradient_difference:.1e} (cosine {row.cosine:.5f})."
-    )
+    windows = recorded_table("windows").drop(columns="recorded")
+    return windows.assign(gradient=windows.of.map(_in_words), compared_with=windows.against.map(_in_words))
+
+
+def _in_words(cell: str) -> str:
+    """The published line, `reused`, overwrites frames on a CPU and copies them to a GPU."""
+    handed, _, trip = cell.partition(", ")
+    words = {
+        "cpu copied": f"CPU, {COPIED}",
+        "cpu reused": f"CPU, {OVERWRITTEN}",
+        "cuda copied": f"GPU, {COPIED} by .copy(), too",
+        "cuda reused": f"GPU, {COPIED}",
+        "cuda shared": f"GPU, {OVERWRITTEN}",
+    }
+    return ", ".join(filter(None, [words[handed], trip]))

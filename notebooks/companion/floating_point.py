@@ -37,10 +37,9 @@ from gpulab.report import Picture, Progress, Report, draw
 from gpulab.settings import cpu_flags
 from gpulab.stats.verdicts import Verdict
 from gpulab.store import runs as stores
-from gpulab.store.factors import FACTORS
+from gpulab.store.identities import FACTORS
 from gpulab.store.recorded import read_measured, recorded_table
-from gpulab.training.protocol import protocol
-from gpulab.training.spec import RunSpec
+from gpulab.training.spec import RunSpec, protocol
 
 CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
 SHOWN = 40  # moments of a training at which it is compared

@@ -17,19 +17,19 @@ import pandas as pd
 
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
+from gpulab.plots.names import condition_words
 from gpulab.report import Progress
 from gpulab.stats.decisions import decide
-from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.store.recorded import recorded_table
-from gpulab.store.runs import recorded_runs
-from gpulab.training.protocol import LAST_FIFTH, protocol
+from gpulab.store.recorded import recorded_folder, recorded_table
+from gpulab.store.runs import recorded_runs, runs
+from gpulab.training.spec import LAST_FIFTH, protocol
 
 RENDERED = ("walk", "moving-digits")
 FILM = ("data", "frames", "frame_size", "scene_seed", "speed")  # what a film is rendered from
 ALPHA = 0.05
-# What runs are judged by. All but the first, which needs no threshold of ours, were laid down in data/README.md before
+# What runs are judged by. All but the first, which needs no threshold of ours, were planned in data/README.md before
 # the runs on the anomaly were made; for a CPU against a GPU they were not.
 BEAT = "share of seeds that beat repeating the last frame"
 ALL, STUCK = "final loss of all seeds", "share of seeds that did not learn"
@@ -71,7 +71,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     the correction; `registered`, that against the margin as it was registered, a quarter of the sample's standard
     deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits` (seeds whose trained
     weights are identical), `beat` and `beat_reference` (runs that beat repeating the last frame: all, and the
-    reference's); `reference`.
+    reference's); `reference`; `condition`, whether frames were copied or overwritten.
     """
     rows, fixed_columns = [], [name for name in FAMILY if name != factor]
     groups = list(frame.groupby([*fixed_columns, "data", "speed"], dropna=False))
@@ -88,7 +88,8 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     table = pd.DataFrame(rows)
     family_size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
     table["p_diverged_holm"] = (table.p_diverged * family_size).clip(upper=1.0)
-    return corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]].assign(reference=reference)
+    table = corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]]
+    return table.assign(reference=reference, condition=conditions(table))
 
 
 def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
@@ -105,7 +106,7 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
     table = judged.table.rename(columns={"decision": "uncorrected"}).assign(registered=judged.table.decision)
     table["registered_margin"] = table.margin
     if isinstance(judged.margin, str) and judged.between_seeds > 0:
-        margin = parse_margin(judged.margin)[0] * judged.between_seeds
+        margin = float(judged.margin.removesuffix("sd")) * judged.between_seeds
         registered_verdict = verdict(
             judged.runs, judged.metric, judged.factor, margin=margin, reference=judged.reference
         )
@@ -172,12 +173,21 @@ def motion_finding(frame: pd.DataFrame) -> str:
     )
 
 
-def recorded_films() -> pd.DataFrame:
-    """Recorded runs of PredNet from several seeds on several films: other towns, ways and people of the walk.
+def conditions(frame: pd.DataFrame) -> pd.Series:
+    """Of each run of gpulab's networks the condition in words: its frames were copied, or overwritten.
 
-    The column `protocol` is left out, since a film is part of it.
+    >>> from gpulab.store.runs import recorded_runs
+    >>> sorted(set(conditions(recorded_runs())))
+    ['copied frames', 'overwritten frames']
     """
-    return recorded_runs("films").drop(columns="protocol")
+    words = [condition_words(*run) for run in zip(frame.loader, frame.setting, strict=True)]
+    return pd.Series(words, frame.index, dtype=object)
+
+
+def atlas() -> pd.DataFrame:
+    """The runs that are shipped with gpulab and those that others contributed to `data/atlas`, as `gpulab.runs`."""
+    contributed = runs(recorded_folder("atlas")).assign(recorded=True)
+    return pd.concat([recorded_runs(), contributed], ignore_index=True).drop_duplicates("id")
 
 
 def title_runs() -> pd.DataFrame:
@@ -189,14 +199,6 @@ def title_runs() -> pd.DataFrame:
     """
     frame = pd.concat([recorded_runs("title"), recorded_runs("stuck").query("device == 'cpu'")], ignore_index=True)
     return frame.assign(setting=frame.setting + frame["rerun"].map({0: "", 1: " again"}), rerun=0)
-
-
-def longer_runs() -> pd.DataFrame:
-    """Recorded PredNets of the published size, trained on ten times the published number of frames.
-
-    With a frame's own memory and with shared memory (the loaders `window` and `imitated`), with and without TF32.
-    """
-    return recorded_runs("longer")
 
 
 def _film_losses(frame: pd.DataFrame, loss: str) -> pd.Series:

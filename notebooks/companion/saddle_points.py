@@ -2,251 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 
-import gpulab as gl
-from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed, network_words, setting_in_text
+from companion.findings import CheckedSentences, Part, finding, listed
 from gpulab.plots.names import optimizer_words
-from gpulab.stats.sentences import p_text
+from gpulab.settings import Setting
+from gpulab.stats.verdicts import Verdict
 
-SHUFFLES = 9999
-FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
-COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
-MADE = {True: "recorded", False: "made here"}
+PUBLISHED = "adam"  # the optimiser of the paper, which decides the answer
+DEVICE = r"^(cuda|cpu:threads=1|cpu)"  # how a setting begins: its arithmetics are compared on the same device
 
 
-def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> CheckedSentences:
-    """What is known about escapes (the `table` of `gpulab.saddles.escape_table`) and curvature (`curvature_along`), or
-    one.
+def saddle_finding(escapes: pd.DataFrame, related: pd.DataFrame, verdicts: Mapping[str, Verdict]) -> CheckedSentences:
+    """Whether rounding helps a network to leave a saddle, yes or no, and why.
 
-    >>> import gpulab
-    >>> saddle_finding(curvature=gpulab.saddles.recorded_curvature()).parts[0][0]
-    'Loss and share of ways down'
+    Args:
+        escapes: The `table` of `gpulab.saddles.escape_table`, or several of them.
+        related: A row for each network, with the correlation of the loss with the share of ways down `over the
+            training`, and the `p` of that at one step.
+        verdicts: Of each network, whether a setting changes the share of ways down at the end of training.
     """
-    if escapes is None and curvature is None:
-        raise gl.UsageError("saddle_finding: expected escapes, curvature, or both")
-    sections: list[tuple[str, Part]] = []
-    numbers: list[str] = []
-    if escapes is not None:
-        _say_escapes(escapes, sections, numbers)
-    if curvature is not None:
-        _say_curvature(curvature, sections, numbers)
+    full_batch, unpushed = escapes.batch_size == 0, escapes.perturbation == 0
+    masters = escapes.master_weights.astype(bool)
+    plain = escapes[full_batch & unpushed & ~masters]
+    pairs = against_float64(plain)
+    decisions = pd.concat([judged.table for judged in verdicts.values()], ignore_index=True)
+    fewer = int(((decisions.decision == "different") & (decisions.difference < 0)).sum())
+    sections: dict[str, Part] = {
+        "Does rounding help": [
+            _answer(pairs[pairs.optimizer == PUBLISHED], fewer, len(decisions)),
+            _in_pairs(pairs[pairs.optimizer == "sgd"]),
+            _with_minibatches(escapes[~full_batch]),
+        ],
+        "When rounding holds a network": _held(plain, escapes[full_batch & unpushed & masters]),
+        "Along trainings": _along_trainings(related, decisions),
+    }
+    pushed = escapes[full_batch & ~unpushed]
+    numbers = [f"Pushed off the saddle: {pushed.left.sum()} of {len(pushed)} left."]
+    others = pairs[~pairs.optimizer.isin([PUBLISHED, "sgd"])]
+    numbers += [_in_pairs(rows) for _, rows in others.groupby("optimizer", sort=False)]
+    numbers += [f"{network}: {line}" for network, judged in verdicts.items() for line in str(judged).splitlines()]
     return finding(sections, numbers)
 
 
-def _say_escapes(table: pd.DataFrame, sections: list[tuple[str, Part]], numbers: list[str]) -> None:
-    full_batch, master_weights = table.batch_size == 0, table.master_weights.astype(bool)
-    unpushed = full_batch & (table.perturbation == 0)
-    escapes = table[unpushed & ~master_weights]
-    made_here = escapes[~escapes.recorded.astype(bool)]
-    sections.append(("What leaves a saddle", _deciding_optimizers(made_here if len(made_here) else escapes)))
-    with_step_ratio = escapes[escapes.step_ratio.notna()]
-    if len(with_step_ratio):
-        above_one = with_step_ratio.step_ratio > 1
-        exceptions = with_step_ratio.step_ratio[with_step_ratio.left != above_one]
-        exception_words = (
-            f" The exceptions are within a factor of {np.maximum(exceptions, 1 / exceptions).max():.1f} of it."
-        )
-        sentence = (
-            "Where the optimiser's step is above half a last place of the weights, "
-            f"{_left_count(with_step_ratio[above_one])} left; where it is below, "
-            f"{_left_count(with_step_ratio[~above_one])}.{exception_words if len(exceptions) else ''}"
-        )
-        sections.append(("When", sentence))
-    laws = []
-    for optimizer, times, spread in _steps_over_law(table[unpushed]):
-        laws.append(f"{optimizer_words(optimizer)} took {times:.1f} times the expected steps (median).")
-        numbers.append(f"{optimizer_words(optimizer)}, where about r/(η‖v‖₁) steps are expected: {spread}.")
-    sections.append(("How rough the law of an adaptive optimiser is", laws))
-    for (_, optimizer), rows in escapes.groupby(["recorded", "optimizer"], sort=False):
-        stayed = [
-            f"{setting} at {_rates(setting_rows)}"
-            for setting, setting_rows in rows[~rows.left].groupby("setting", sort=False)
-        ]
-        stayed_words = f"; stayed under {', '.join(stayed)}" if stayed else ""
-        numbers.append(f"{optimizer} ({_origin(rows)}): {_left_count(rows)} left{_delay_words(rows)}{stayed_words}.")
-    start_columns = ["recorded", "setting", "optimizer", "learning_rate"]
-    freed_escapes = table[master_weights & full_batch].merge(
-        escapes.loc[~escapes.left, start_columns].drop_duplicates()
-    )
-    if len(freed_escapes):
-        conclusion = ": what is rounded away is the update" if freed_escapes.left.all() else ""
-        sections.append(
-            (
-                "Why they stay",
-                f"With the same gradients, but weights in float64, {_left_count(freed_escapes)} leave after "
-                f"all{conclusion}.",
-            )
-        )
-    for (_, setting, optimizer, _), rows in freed_escapes.groupby(start_columns):
-        numbers.append(
-            f"With the gradients of {setting}, but weights in float64, {optimizer} leaves where it stayed "
-            f"({_origin(rows)}; theory {rows.expected.median():,.0f}): {_left_count(rows)}."
-        )
-    for recorded, rows in table[full_batch & (table.perturbation > 0)].groupby("recorded"):
-        numbers.append(f"Pushed off the saddle ({MADE[recorded]}): {_left_count(rows)} left{_delay_words(rows)}.")
-    for (_, optimizer, rate), rows in table[~full_batch].groupby(
-        ["recorded", "optimizer", "learning_rate"], sort=False
-    ):
-        full_batch_steps = (
-            escapes[(escapes.optimizer == optimizer) & (escapes.learning_rate == rate)]
-            .groupby("setting")
-            .steps.median()
-        )
-        for size, batch_rows in rows.groupby("batch_size"):
-            delay = (batch_rows.groupby("setting").steps.median() / full_batch_steps).median()
-            delay_words = "" if delay != delay else f", {delay:.1f} times as late as with all data at once (median)"
-            subject = f"{optimizer} at {_rates(batch_rows)} with batches of {size}"
-            numbers.append(f"{subject} ({_origin(batch_rows)}): {_left_count(batch_rows)} left{delay_words}.")
-        _say_batches(rows, sections, numbers)
+def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
+    """Each escape beside that of float64 on the same device, from the same seed and at the same learning rate.
 
-
-def _deciding_optimizers(escapes: pd.DataFrame) -> list[str]:
-    """Under which optimisers the arithmetic decides whether a network leaves."""
-    leaving, staying = [], []
-    for (optimizer, rate), rows in escapes.groupby(["optimizer", "learning_rate"], sort=False):
-        counts = rows.groupby("setting", sort=False).left.agg(["sum", "size"])
-        stayed = []
-        for setting, left_count, run_count in counts.itertuples():
-            if left_count < run_count:
-                stayed.append(f"{left_count} of {run_count} leave under {setting_in_text(setting)}")
-        name = f"{optimizer_words(optimizer)} at {rate:.3g}"
-        if stayed:
-            staying.append(f"{name}: {listed(stayed)}.")
-        else:
-            leaving.append(name)
-    sentences = ["It is the optimiser that decides what an arithmetic does at a saddle."] if leaving and staying else []
-    sentences += (
-        [f"{listed(leaving)} {'leaves' if len(leaving) == 1 else 'leave'} in every arithmetic."] if leaving else []
-    )
-    return sentences + staying
-
-
-def _steps_over_law(table: pd.DataFrame) -> Iterator[tuple[str, float, str]]:
-    """How many times as many steps as its law expects an optimiser took that divides a gradient by its size.
-
-    The optimiser, the median, and the spread in words.
+    `times` is how many times as many steps it took; NaN where one of the two never left.
     """
-    adaptive = table[table.left & table.optimizer.isin(["adam", "rmsprop"]) & (table.expected > 1)]
-    for optimizer, rows in adaptive.assign(times=adaptive.steps / adaptive.expected).groupby("optimizer"):
-        low, middle, high = rows.times.quantile([0.25, 0.5, 0.75])
-        rates = [f"{rate_times.median():.1f} at {rate:g}" for rate, rate_times in rows.groupby("learning_rate").times]
-        by_rate = f"; by learning rate {listed(rates)}" if len(rates) > 1 else ""
-        yield str(optimizer), middle, f"median of {len(rows)} escapes; quartiles {low:.1f} to {high:.1f}{by_rate}"
+    keys = ["device", "optimizer", "learning_rate", "seed"]
+    escapes = escapes.assign(device=escapes.setting.str.extract(DEVICE, expand=False))
+    escapes = escapes.drop_duplicates([*keys, "setting"])  # some were recorded twice
+    exact = escapes.setting.str.contains("precision=float64")
+    pairs = escapes[~exact].merge(escapes.loc[exact, [*keys, "steps", "left"]], on=keys, suffixes=("", "_float64"))
+    return pairs.assign(times=pairs.steps / pairs.steps_float64)
 
 
-def _say_batches(table: pd.DataFrame, sections: list[tuple[str, Part]], numbers: list[str]) -> None:
-    """What the same minibatches do in different arithmetic: the article's explanation."""
-    stuck = [setting for setting, rows in table.groupby("setting", sort=False) if not rows.left.any()]
-    steps = table.pivot_table(index=["batch_size", "seed"], columns="setting", values="steps").dropna()
-    if min(steps.shape) < 2:
-        return
-    arithmetic = (steps.max(axis=1) / steps.min(axis=1) - 1).median()
-    seeds = (steps.max() / steps.min() - 1).median()
-    subject = f"{table.optimizer.iloc[0]} at {_rates(table)}"
-    numbers.append(
-        f"With the same minibatches, the escape by {subject} takes {arithmetic:.1%} longer in the slowest arithmetic "
-        f"that leaves than in the fastest (median of {len(steps)} seeds); from seed to seed up to {seeds:.0%} longer."
-    )
-    if stuck:
-        answer = f"The batches lead away, but not under {listed(map(setting_in_text, stuck))}."
-    elif arithmetic < seeds / 2:
-        answer = "It is the batches that lead away, and the arithmetic hardly matters."
-    else:
-        answer = "Even with minibatches the arithmetic matters here as much as the seed."
-    sections.append((f"With minibatches, {optimizer_words(table.optimizer.iloc[0])} at {_rates(table)}", answer))
+def _answer(pairs: pd.DataFrame, fewer: int, comparisons: int) -> str:
+    """Yes where the published optimiser always leaves sooner in coarser arithmetic, or trainings end better for it."""
+    helps = (pairs.times < 1).all() or fewer > 0
+    ends = f"{fewer} of {comparisons} comparisons of trainings ended with fewer ways down"
+    return f"{'Yes' if helps else 'No'}. {_in_pairs(pairs)[:-1]}, and {ends}."
 
 
-def _left_count(rows: pd.DataFrame) -> str:
-    return f"{rows.left.sum()} of {len(rows)}"
-
-
-def _rates(rows: pd.DataFrame) -> str:
-    return ", ".join(f"{rate:.3g}" for rate in sorted(rows.learning_rate.unique()))
-
-
-def _origin(rows: pd.DataFrame) -> str:
-    """Where rows were made, and after how many steps those left that did."""
-    steps = f", after {rows.steps.min():,.0f} to {rows.steps.max():,.0f} steps" if rows.left.any() else ""
-    return f"{MADE[rows.recorded.iloc[0]]}{steps}"
-
-
-def _delay_words(rows: pd.DataFrame) -> str:
-    escaped = rows[rows.left & (rows.expected > 1)]
+def _in_pairs(pairs: pd.DataFrame) -> str:
+    name = optimizer_words(pairs.optimizer.iloc[0])
+    who = f"{name}, the optimiser of the paper," if pairs.optimizer.iloc[0] == PUBLISHED else name
+    sooner, times = (pairs.times < 1).sum(), pairs.times.median()
+    held = f"; {(~pairs.left).sum()} never left, with weights in {_formats_held(pairs)}" if not pairs.left.all() else ""
     return (
-        f", after {(escaped.steps / escaped.expected).median():.2f} times the expected steps (median)"
-        if len(escaped)
-        else ""
+        f"With {who} coarser arithmetic left the saddle sooner than float64 in {sooner} of {len(pairs)} pairs of "
+        f"trainings ({times:.2f} times as many steps in the median{held})."
     )
 
 
-def _say_curvature(frame: pd.DataFrame, sections: list[tuple[str, Part]], numbers: list[str]) -> None:
-    correlations: list[str] = []
-    for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
-        origin = f"{_network_and_size(network, size)} ({MADE[recorded]})"
-        complete_rows = rows.dropna(subset=["loss", "index_fraction"])
-        sentence, number = _correlation(complete_rows)
-        correlations.append(f"{origin}: {sentence}")
-        numbers.append(f"{origin}: {number}")
-        of_step = {
-            step: step_rows.loss.rank().corr(step_rows.index_fraction.rank())
-            for step, step_rows in complete_rows.groupby("step")
-        }
-        by_step = ", ".join(f"{r:+.2f} at step {step}" for step, r in of_step.items())
-        numbers.append(f"{origin}, rank correlation of all trainings {by_step}.")
-    sections.append(("Loss and share of ways down", correlations))
-    for metric, name in COMPARED.items():
-        sentences = []
-        for (network, size), rows in frame.groupby(["experiment", "profile"], sort=False):
-            end_rows = rows[rows.final].drop_duplicates(["setting", "seed"])
-            if end_rows.setting.nunique() > 1:
-                judged = gl.verdict(end_rows, metric=metric)
-                sentences += [
-                    f"{_network_and_size(network, size)}: {sentence[0].lower()}{sentence[1:]}"
-                    for sentence in in_words(judged)
-                ]
-                numbers += [f"{_network_and_size(network, size)}, {name}:", *str(judged).splitlines()]
-        sections.append((f"{name.capitalize()}, at the end of training", sentences))
+def _formats_held(escapes: pd.DataFrame) -> str:
+    """The formats of the weights of those that never left."""
+    return listed(sorted({Setting.parse(setting).precision or "float32" for setting in escapes[~escapes.left].setting}))
 
 
-def _network_and_size(network: str, size: str) -> str:
-    return f"{network_words(network)}, {SIZES[size]}"
+def _with_minibatches(escapes: pd.DataFrame) -> str:
+    """How far arithmetics differ that get the same minibatches, and how far seeds do."""
+    steps = escapes.pivot_table(index=["optimizer", "seed"], columns="setting", values="steps")  # of those that left
+    arithmetic, by_optimizer = steps.max(axis=1) / steps.min(axis=1) - 1, steps.groupby("optimizer")
+    seeds = (by_optimizer.max() / by_optimizer.min() - 1).stack()
+    held = ""
+    if not escapes.left.all():
+        held = f"; {(~escapes.left).sum()} of {len(escapes)} never left, with weights in {_formats_held(escapes)}"
+    return (
+        f"With the same minibatches, the slowest arithmetic that leaves takes {arithmetic.median():.1%} more steps "
+        f"than the fastest (median), and the slowest seed {seeds.median():.0%} more than the fastest{held}."
+    )
 
 
-def _correlation(rows: pd.DataFrame) -> tuple[str, str]:
-    """Whether loss and share go together, in a sentence, and the numbers behind it.
-
-    Their rank correlation over all snapshots and at a fixed step, with its p by exchanging seeds.
-
-    Both fall in a training, so that snapshots of many steps correlate whatever the share has to do with the loss.
-    """
-    overall = rows.loss.corr(rows.index_fraction, method="spearman", min_periods=3)
-    trainings = rows.groupby(["setting", "seed"]).ngroups
-    summary = f"rank correlation {overall:+.2f} over {len(rows)} snapshots of {trainings} trainings"
-    trend = f"a lower loss {'goes' if overall > 0 else 'does not go'} with fewer ways down"
-    if np.isnan(overall):
-        return (
-            f"{len(rows)} snapshots are too few to see whether a lower loss goes with fewer ways down.",
-            f"{summary}.",
+def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
+    """What the length of a step says of who leaves, and what weights of more digits change."""
+    measured = plain[plain.step_ratio.notna()]
+    longer, shorter = (measured[measured.step_ratio > 1], measured[measured.step_ratio <= 1])
+    sentences = [
+        "Where a step is longer than half the distance from a weight to the next number of its format, "
+        f"{longer.left.sum()} of {len(longer)} trainings left the saddle; where it is shorter, {shorter.left.sum()} of "
+        f"{len(shorter)}."
+    ]
+    freed = masters.merge(plain.loc[~plain.left, ["setting", "optimizer", "learning_rate"]].drop_duplicates())
+    if len(freed):
+        conclusion = ": what is rounded away is the update, not the gradient" if freed.left.all() else ""
+        sentences.append(
+            f"With the same gradients, but weights in float64, {freed.left.sum()} of {len(freed)} of those that were "
+            f"held left after all{conclusion}."
         )
-    # What settings made of one seed is averaged: they are no replications.
-    table = rows.pivot_table(index="step", columns="seed", values=["loss", "index_fraction"]).dropna(axis=1)
-    scores = []
-    for name in ("loss", "index_fraction"):
-        ranks = table[name].rank(axis=1)
-        centred = ranks.sub(ranks.mean(axis=1), axis=0)
-        scores.append(centred.div(np.sqrt((centred**2).sum(axis=1)), axis=0).fillna(0.0).to_numpy())
-    products = scores[0].T @ scores[1] / len(table)
-    seeds, r = len(products), products.trace()
-    if seeds < FEWEST:
-        return f"{trend}. It may be training time alone: {seeds} seeds cannot tell.", f"{summary}."
-    seed_numbers = np.arange(seeds)
-    shuffled = np.random.default_rng(0).permuted(np.tile(seed_numbers, (SHUFFLES, 1)), axis=1)
-    by_luck = products[shuffled, seed_numbers].sum(axis=1)
-    p = (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
-    shown = "shown, so it is not" if p <= 0.05 else "not shown, so it may be"
-    number = f"{summary}; at a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)})."
-    return f"{trend}. At a fixed step that is {shown} training time alone.", number
+    return sentences
+
+
+def _along_trainings(related: pd.DataFrame, decisions: pd.DataFrame) -> list[str]:
+    falls, shown = int((related["over the training"] > 0).sum()), int((related.p <= 0.05).sum())
+    counts = decisions.decision.value_counts()
+    return [
+        f"A lower loss goes with fewer ways down in {falls} of {len(related)} groups of trainings; at one and the same "
+        f"step that is shown in {shown} of them, so that elsewhere it may be training time alone.",
+        f"Comparing settings by the share of ways down at the end of training, the verdicts are: "
+        f"{listed(f'{count} {decision}' for decision, count in counts.items())}.",
+    ]

@@ -7,7 +7,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 
 import gpulab as gl
-from gpulab.guards import own_work
+from gpulab.guards.memory import at_work
 
 # An older torch (2.6) compiles what runs between the graphs of a compiled function that calls `backward`.
 needs_newer_torch = pytest.mark.skipif(
@@ -127,7 +127,7 @@ def test_guard_says_when_it_is_at_work_on_the_thread_of_a_backward_pass():
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            seen.append((operation.overloadpacket.__name__, own_work.at_work()))
+            seen.append((operation.overloadpacket.__name__, at_work()))
             return operation(*args, **(kwargs or {}))
 
     matrix = torch.eye(3).to_sparse().requires_grad_()
@@ -136,4 +136,4 @@ def test_guard_says_when_it_is_at_work_on_the_thread_of_a_backward_pass():
     guards_own = {name for name, at_work in seen if at_work}
     assert {"_indices", "_values"} <= guards_own
     assert {name for name, at_work in seen if not at_work} >= {"sum", "_sparse_addmm"}
-    assert not own_work.at_work()
+    assert not at_work()

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import gpulab as gl
-from gpulab.guards import fingerprints, guards
-from gpulab.guards.fingerprints import fingerprint
+from gpulab.guards import guards, memory
+from gpulab.guards.memory import fingerprint
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -332,7 +332,7 @@ def test_memory_is_freed_without_the_garbage_collector(ending):
 
 def in_words(tensor):
     """The fingerprint that accelerators use, here."""
-    return int(fingerprints._digest(tensor))
+    return int(memory._digest(tensor))
 
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
@@ -377,7 +377,7 @@ KINDS = {
     "scalar expanded": lambda x: x[0, 0, 0, 0].expand(4),
     "windows": lambda x: x.flatten().unfold(0, 4, 1),
     "odd offset": lambda x: x.half().flatten()[1:],
-    "long": lambda x: x.repeat(fingerprints.TABLE // 100, 1, 1, 1).flatten()[5:],
+    "long": lambda x: x.repeat(memory.TABLE // 100, 1, 1, 1).flatten()[5:],
 }
 
 
@@ -392,19 +392,19 @@ def test_a_change_is_seen_in_memory_of_every_kind(take, kind):
 
 
 def test_the_words_have_chunks(monkeypatch):
-    x, chunk = torch.rand(5 * fingerprints.TABLE + 3), 2 * fingerprints.TABLE
-    monkeypatch.setattr(fingerprints, "CHUNK", chunk)
+    x, chunk = torch.rand(5 * memory.TABLE + 3), 2 * memory.TABLE
+    monkeypatch.setattr(memory, "CHUNK", chunk)
     others = [x.index_add(0, torch.tensor([place]), torch.ones(1)) for place in (0, chunk // 2, chunk, len(x) - 1)]
     others.append(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]]))
     state = torch.get_rng_state()
-    fingerprints._table.cache_clear()
+    memory._table.cache_clear()
     assert len({in_words(x), *map(in_words, others)}) == 6
     assert torch.equal(state, torch.get_rng_state()), "its table is drawn beside the generator of training"
 
 
 def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
     """The comparison is put off to the end of backward; here with a CPU's tensors."""
-    monkeypatch.setattr(guards, "fingerprint", lambda tensor: fingerprints._digest(tensor))
+    monkeypatch.setattr(guards, "fingerprint", lambda tensor: memory._digest(tensor))
     net, x = Weight(3), torch.rand(3)
 
     def step(spoil):
@@ -521,7 +521,7 @@ def test_processes_live_to_their_end(python):
         import os, sys
         import numpy as np, torch
         import gpulab as gl
-        from gpulab.guards import fingerprints, guards
+        from gpulab.guards import guards, memory
         from torch.utils.checkpoint import checkpoint
 
         def loss(call=lambda f, *args: f(*args)):
@@ -545,7 +545,7 @@ def test_processes_live_to_their_end(python):
                 loss().backward()
 
         def as_on_an_accelerator():
-            guards.fingerprint = fingerprints._digest
+            guards.fingerprint = memory._digest
             fails()
 
         def in_a_checkpoint():

@@ -105,7 +105,9 @@ def test_the_title_of_curves_compares_final_losses_as_training_has_them():
         for seed in range(2)
     ]
     picture = gl.plots.curves(pd.concat(runs), factor="loader")
-    assert title(picture) == "The final loss is 2 times as high, on average, for shared memory as for own memory"
+    assert (
+        title(picture) == "The final loss is 2 times as high, on average, for overwritten frames as for copied frames"
+    )
 
 
 def test_the_roofline_names_the_least_used_layer():
@@ -175,8 +177,7 @@ def test_a_spectrum_has_every_eigenvalue_and_says_how_many_stand_out():
     picture = gl.plots.spectrum(gl.saddles.spectral_density(torch.diag(values), steps=20, progress=False))
     (axes,) = picture.figure.axes
     assert title(picture) == "Of 100 eigenvalues 10.00% stand out below zero, 30.00% above"
-    (steps,) = axes.lines
-    assert steps.get_ydata().max() == pytest.approx(60, abs=1)
+    assert max(bar.get_height() for bar in axes.containers[0]) == pytest.approx(60, abs=1)
     assert axes.get_xscale() == "symlog"
 
 
@@ -192,15 +193,10 @@ def test_an_axis_says_the_quantity_in_words_and_the_unit_where_it_is_known():
 
 
 def test_rows_put_below_each_other_may_bear_the_same_numbers(runs):
-    """As two experiments do that were concatenated, or curvature made here and recorded."""
+    """As two experiments do that were concatenated."""
     twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
-    recorded = gl.saddles.recorded_curvature()
-    recorded = recorded[(recorded.experiment == "autoencoder") & (recorded.setting == recorded.setting.iloc[0])]
-    one = recorded[recorded.seed == recorded.seed.min()].reset_index(drop=True)
-    measured = pd.concat([one, one.assign(recorded=False, loss=2 * one.loss)])
-    plots = gl.plots.index_against_loss, gl.plots.spectra
-    for drawn, frame in ((lambda frame: gl.verdict(frame).plot(), twice), *((plot, measured) for plot in plots)):
-        assert drawn(frame).png() == drawn(frame.reset_index(drop=True)).png()
+    drawn, drawn_again = (gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True)))
+    assert drawn.png() == drawn_again.png()
 
 
 def test_what_is_off_stands_in_the_last_row_of_reconstructions(tmp_path):
@@ -227,6 +223,6 @@ def test_settings_have_names_in_words_and_keep_their_own_where_two_would_be_call
         "cpu:threads=1": "cpu:threads=1",
         "cpu: threads=1": "cpu: threads=1",
     }
-    assert names(["copied", "imitated"], "loader") == {"copied": "own memory", "imitated": "shared memory"}
+    assert names(["copied", "imitated"], "loader") == {"copied": "copied frames", "imitated": "overwritten frames"}
     assert names(["copied", "window"], "loader") == {"copied": "copied", "window": "window"}
     assert names(["cpu", 3], "width") == {"cpu": "cpu", 3: "3"}

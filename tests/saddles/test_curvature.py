@@ -1,7 +1,6 @@
 import warnings
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -107,7 +106,6 @@ def test_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch):
     assert frame.final.tolist() == [False, True]
     assert np.isfinite(frame.largest.iloc[0])
     assert frame[list(trajectories.MEASURED)].iloc[1].isna().all()
-    assert "+nan" in gl.plots.index_against_loss(frame).alt, "one number has no rank correlation"
 
 
 def test_damaged_recordings_are_named(frame, tmp_path, folder):
@@ -129,18 +127,3 @@ def test_what_is_shipped_is_recorded_with_its_passport():
             assert record["command"].startswith("python benchmarks/record_saddles.py")
             assert record["passport"]["software"]["commit"]
             assert name == "escapes" or record["tolerance"] == ZERO, "what counts as zero is the same in all"
-
-
-def test_figures_say_what_they_show(frame):
-    shown = frame.loss.rank().corr(frame.index_fraction.rank())
-    assert f"over all steps: {shown:+.2f} (autoencoder)" in gl.plots.index_against_loss(frame).alt
-    assert "seeds: 2" in gl.plots.spectra(frame).alt
-    with pytest.raises(gl.UsageError, match="the frame mixes"):
-        gl.plots.spectra(pd.concat([frame, frame.assign(experiment="another")]))
-    (axes,) = gl.plots.index_against_loss(frame).figure.axes
-    (medians,) = (line for line in axes.lines if line.get_label() == "median")
-    least = frame.index_fraction[frame.index_fraction > 0].min()
-    shares = frame.index_fraction.clip(lower=least / 2)  # where those without a way down stand
-    middle = frame.assign(index_fraction=shares).groupby("step")[["loss", "index_fraction"]].median()
-    assert list(medians.get_xdata()) == pytest.approx(list(middle.loss))
-    assert list(medians.get_ydata()) == pytest.approx(list(100 * middle.index_fraction))

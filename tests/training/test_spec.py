@@ -16,9 +16,8 @@ import gpulab as gl
 from gpulab.cli import app
 from gpulab.data.feed import LOADERS
 from gpulab.store import recorded
-from gpulab.store.factors import factors_of_record
-from gpulab.training.protocol import protocol
-from gpulab.training.spec import CODE_VERSION, RunSpec
+from gpulab.store.identities import factors_of_record
+from gpulab.training.spec import CODE_VERSION, RunSpec, protocol
 
 
 def planned(net, **options):

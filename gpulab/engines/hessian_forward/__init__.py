@@ -23,7 +23,7 @@ makes the tangent of its result from those of its arguments. Tangents are number
     aten.mul.Tensor [None, 4] [5]
 
 `linear_maps` keeps the steps that the gradients depend on, here on variable 5, and joins them: neighbouring
-`combinations` into one pass, and `convolutions` with one weight, as those of several time steps, into one batch. It
+combinations into one pass, and convolutions with one weight, as those of several time steps, into one batch. It
 replays them for k vectors at once: step by step, or on a GPU as one CUDA graph.
 
     >>> linear_map = builder.linear_map(results)

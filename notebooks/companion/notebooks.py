@@ -1,0 +1,83 @@
+"""Notebooks as files: found, read, written, copied for a class, and tidied before they are committed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from gpulab import files
+from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
+
+
+def find_notebooks(folder: Path, only: str | None) -> list[Path]:
+    """The notebooks of a folder in order; `only` names some by how they begin (`04` or `03,04`)."""
+    if not folder.is_dir():
+        raise GpulabError(f"{folder}: no such folder; run this where the notebooks are")
+    notebooks = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
+    if not notebooks:
+        raise GpulabError(f"{folder}: holds no notebooks")
+    prefixes = [name.strip() for name in (only or "").split(",") if name.strip()]
+    for prefix in prefixes:
+        if not any(file.name.startswith(prefix) for file in notebooks):
+            names = ", ".join(file.stem for file in notebooks)
+            raise UsageError(f"only={only!r}: no notebook begins with {prefix!r}; there are {names}")
+    return [file for file in notebooks if not prefixes or file.name.startswith(tuple(prefixes))]
+
+
+def read_notebook(file: Path) -> Any:
+    """A notebook from its file; `DataError` where it is none."""
+    import nbformat
+
+    try:
+        return nbformat.reads(files.read(file).decode(), as_version=4)
+    except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
+        raise DataError(f"{file}: not a notebook: {in_one_line(error)}") from None
+
+
+def write_notebook(notebook: Any, file: Path) -> None:
+    """Write a notebook to a file, whole or not at all."""
+    import nbformat
+
+    files.write(file, (nbformat.writes(notebook).rstrip("\n") + "\n").encode())
+
+
+def tidy(notebook: Any) -> None:
+    """Take out what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
+    for node in (notebook, *notebook.cells):
+        for name in ("papermill", "execution", "widgets"):
+            node.metadata.pop(name, None)
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        outputs, cell.outputs = cell.outputs, []
+        for output in outputs:
+            data = output.get("data", {})
+            widget = data.pop("application/vnd.jupyter.widget-view+json", None)
+            if output.get("name") != "stderr" and (widget is None or "image/png" in data):  # its still picture
+                cell.outputs.append(output)
+
+
+@extra("notebooks")
+def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
+    """Copies of the notebooks with nothing executed, in which guesses come before answers; the new ones.
+
+    A copy that is there already stays as it is: it may hold somebody's work. The solutions are copied with their
+    outputs.
+    """
+    import nbformat
+
+    copies = []
+    for source in [*find_notebooks(notebooks, None), *sorted((notebooks / "solutions").glob("*.ipynb"))]:
+        copy = folder / source.relative_to(notebooks)
+        if copy.exists():
+            continue
+        notebook = read_notebook(source)
+        if source.parent == notebooks:
+            for cell in notebook.cells:
+                if cell.cell_type == "code":
+                    cell.outputs, cell.execution_count = [], None
+            notebook.cells.append(nbformat.v4.new_code_cell("# Your answers to the exercises"))
+        write_notebook(notebook, copy)
+        copies.append(copy)
+    return copies
