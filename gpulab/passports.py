@@ -136,10 +136,10 @@ def _gpus() -> list[dict[str, Any]]:
 
     gpus: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpu = {"kind": "cuda", "name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
-        gpu |= {"multiprocessors": properties.multi_processor_count, "memory_bytes": properties.total_memory}
-        gpus.append(gpu | {"driver": _nvidia_driver() if torch.version.cuda else None})
+        found = torch.cuda.get_device_properties(index)
+        gpu: dict[str, Any] = {"kind": "cuda", "name": found.name, "compute_capability": f"{found.major}.{found.minor}"}
+        gpu |= {"multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory}
+        gpus.append(gpu | {"driver": _nvidia_driver()})
     if torch.backends.mps.is_available():
         gpus.append({"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"})
     for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
@@ -158,6 +158,7 @@ def _said(*command: str) -> str | None:
 
 @functools.cache
 def _nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver; None where there is none, as beside a GPU of AMD's."""
     versions = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.split("\n")[0].strip() if versions else None
 

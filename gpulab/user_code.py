@@ -18,10 +18,7 @@ from typing import Any
 from gpulab.errors import UsageError, in_one_line
 from gpulab.files import PACKAGE, shipped
 
-LIBRARIES = (
-    PACKAGE.resolve(),
-    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
-)
+LIBRARIES = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
 GENERATED = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
 
 
@@ -146,7 +143,7 @@ def file_of(definition: Any) -> Path | None:
 
 def _of_library(definition: Any) -> bool:
     file = file_of(definition)
-    in_library = file is None or any(file.is_relative_to(folder) for folder in LIBRARIES)
+    in_library = file is None or any(file.is_relative_to(folder.resolve()) for folder in LIBRARIES)
     return in_library and definition.__module__ != "__main__"
 
 
