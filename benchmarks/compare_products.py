@@ -38,7 +38,7 @@ from gpulab import files
 from gpulab.errors import GpulabError
 from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.settings import setting
 from gpulab.store.recorded import read_json, recorded_folder
 

@@ -31,7 +31,7 @@ from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device.rooflines import roofline
 from gpulab.errors import UsageError, in_one_line
 from gpulab.passports import machine
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
 from gpulab.store.runs import pack

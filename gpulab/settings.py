@@ -274,8 +274,8 @@ class Setting:
 
         on_cuda, on_mps = self.kind == "cuda", self.kind == "mps"
         count = torch.cuda.device_count() if on_cuda else 0
-        by_inductor, on_gpu = self.compile == "inductor", self.kind in ("cuda", "xpu")
-        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        compiles, on_gpu = self.compile == "inductor", self.kind in ("cuda", "xpu")
+        compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
         lacking = {
             "no CUDA or ROCm GPU that this build of torch can use": on_cuda and count == 0,
             f"only {count} CUDA GPU(s), numbered from 0": on_cuda and int(self.device.partition(":")[2] or 0) >= count,
@@ -283,10 +283,8 @@ class Setting:
             "no Apple GPU (mps)": on_mps and not torch.backends.mps.is_available(),
             "no float64 on its Apple GPU": on_mps and self.precision == "float64",
             "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
-            "no C++ compiler for Inductor, g++ or what $CXX names": by_inductor
-            and not on_gpu
-            and not shutil.which(compiler),
-            "no Triton for Inductor": by_inductor and on_gpu and find_spec("triton") is None,
+            "no C++ compiler for Inductor, g++ or what $CXX names": compiles and not on_gpu and not compiler,
+            "no Triton for Inductor": compiles and on_gpu and find_spec("triton") is None,
             f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags(),
         }
         for what, lacks in lacking.items():
@@ -331,10 +329,9 @@ class Setting:
         if self.compile is None:
             return function
         # The number of threads is written into the code, which torch keeps on disk by all that is given here.
-        threads: Any = (
-            {"cpp.threads": torch.get_num_threads()} if (self.kind, self.compile) == ("cpu", "inductor") else None
-        )
-        return torch.compile(function, backend=self.compile, dynamic=False, options=threads)
+        on_threads = (self.kind, self.compile) == ("cpu", "inductor")
+        options: Any = {"cpp.threads": torch.get_num_threads()} if on_threads else None
+        return torch.compile(function, backend=self.compile, dynamic=False, options=options)
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:

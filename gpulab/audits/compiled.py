@@ -27,7 +27,7 @@ from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import passport
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.settings import Setting
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def record(
         >>> gl.record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
         trace of 2 operations under cpu:threads=1
     """
-    from gpulab.progress import Progress
+    from gpulab.report import Progress
 
     parsed = Setting.parse(setting)
     check_step(step)

@@ -28,8 +28,7 @@ from gpulab.errors import UsageError, check_count
 from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.numerics.flags import precision_allowed
 from gpulab.passports import machine, passport
-from gpulab.progress import Progress
-from gpulab.report import Report
+from gpulab.report import Progress, Report
 from gpulab.settings import Setting
 from gpulab.store.recorded import recorded_table
 

@@ -33,8 +33,7 @@ from gpulab.numerics.formats import ulp_distance
 from gpulab.passports import machine as machine_of
 from gpulab.plots import style
 from gpulab.plots.style import BESIDE, FAINT, INK, ON_CPU, ON_GPU, Look
-from gpulab.progress import Progress
-from gpulab.report import Picture, Report, draw
+from gpulab.report import Picture, Progress, Report, draw
 from gpulab.settings import cpu_flags
 from gpulab.stats.verdicts import Verdict
 from gpulab.store import runs as stores
