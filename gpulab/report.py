@@ -11,6 +11,7 @@ import functools
 import importlib
 import io
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,8 @@ class Picture:
         heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS
         fold = Markup("<details><summary>{}</summary><p>{}</p></details>").format(heading, self.alt)
         display({"text/html": fold, "text/plain": f"{heading}: {self.alt}"}, raw=True)
+        if "matplotlib.pyplot" in sys.modules:  # whose figures, such as seaborn's, a notebook shows by itself
+            sys.modules["matplotlib.pyplot"].close(self.figure)
 
     def _ipython_display_(self) -> None:
         self.show()

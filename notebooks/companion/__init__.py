@@ -6,11 +6,10 @@ HOMES = {
     "anomaly": "anomaly_finding anomaly_table dose_finding dose_response first_window published_figure published_page "
     "published_runs published_table recorded_dose round_trips shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
+    "cuda_random": "cuda_uniform",
     "exercises": "check",
     "explorers": "audit_explorer saddle_explorer seeds_explorer training_explorer",
     "findings": "finding",
-    "floating_point": "FactorTable cuda_uniform factor_table growth growth_figure measure recorded_measurements "
-    "recorded_products sums_figure",
     "image_bytes": "byte_round_trip decoded encode_jpeg jpeg_decoders numbers_of_bytes",
     "in_the_wild": "accuracies cartpole_runs copies_under_way delivered foreseen image_loader inbox learn_cartpole "
     "microphone pendulum public_questions spectrograms wild_finding",
