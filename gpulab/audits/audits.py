@@ -36,7 +36,7 @@ class Audit(Answer):
         a: The first trace.
         b: The other trace.
         findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
-        pairs: Each operation as it is in `a` and in `b`, where it is, with the same one in float64.
+        pairs: Each operation as it is in `a` and in `b`, where it is.
 
     Examples:
         >>> import torch
@@ -67,10 +67,8 @@ class Audit(Answer):
 
         `operation`, `phase`, `module`, `line`; `kind`; for both settings the operation's own error
         `error_a` against float64 from the same inputs, the bound that rounding explains `bound_a`, and
-        `ratio_a`; the error that has come together since the beginning of the step, `so_far_a`; the
-        `difference` between the two settings; all relative to the size of the exact result (NaN where
-        that is next to nothing, as the gradient of a bias before a normalisation is); and whether both
-        gave the `same_bits`.
+        `ratio_a`, relative to the size of the exact result; the `difference` between the two settings, relative
+        to what the first one made; and whether both gave the `same_bits`.
         """
         from gpulab.audits.summaries import operations_table
 
@@ -78,7 +76,7 @@ class Audit(Answer):
 
     def words(self) -> Markup:
         """The findings and all operations."""
-        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
+        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "error_a", "error_b", "difference"]
         operations = report.table(self.table[shown], na_rep="")
         return super().words() + report.render("audit.html", count=len(self.pairs), operations=operations)
 
@@ -171,11 +169,8 @@ def audit(
 
 
 def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
-    """Two traces of two names: their own; or else by file, by what differs in machine or flags, or by order."""
+    """Two traces of two names: their own; or else by file, or by order."""
     if a.title != b.title:
         return [a, b]
-    about_a, about_b = (trace.passport | trace.arithmetic for trace in (a, b))
-    differing = next((name for name in about_a if name in about_b and about_a[name] != about_b[name]), None)
-    by_machine = [f"{differing} {about[differing]}" if differing else "" for about in (about_a, about_b)]
-    names = next(pair for pair in (files, by_machine, ("first", "second")) if all(pair) and pair[0] != pair[1])
+    names = files if all(files) and files[0] != files[1] else ("first", "second")
     return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]

@@ -30,11 +30,10 @@ Values = tuple[str, str]  # the names of a value under the first setting, and of
 
 @dataclass(frozen=True)
 class Pair:
-    """An operation under both settings, or under one alone, and the same one in float64."""
+    """An operation under both settings, or under one alone."""
 
     a: Operation | None
     b: Operation | None
-    exact: Operation | None
 
     @property
     def one(self) -> Operation:
@@ -68,15 +67,8 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> list[Pair]:
-        """Operations of the two that stand for each other, each with the one in float64."""
-        exact = {
-            op: twin
-            for trace in (self.a, self.b)
-            for op, twin in aligned(trace.operations, self.a.reference)
-            if op and twin and op.shape == twin.shape
-        }
-        pairs = aligned(self.a.operations, self.b.operations)
-        return [Pair(a, b, exact.get(a or b) or exact.get(b or a)) for a, b in pairs]  # type: ignore[arg-type]
+        """Operations of the two that stand for each other."""
+        return [Pair(a, b) for a, b in aligned(self.a.operations, self.b.operations)]
 
     @cached_property
     def matched(self) -> list[tuple[Operation, Operation]]:

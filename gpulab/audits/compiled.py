@@ -44,12 +44,10 @@ class Compared:
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
         graphs: How many graphs the compiler made of it.
-        repeats: Whether the compiled step gave the same bits again.
     """
 
     table: pd.DataFrame
     graphs: int
-    repeats: bool
 
     @property
     def wrong(self) -> bool:
@@ -166,7 +164,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     nudged = [results_of(step, plain if uses_tf32 else without_tf32, draw) for draw in range(1, 1 + NUDGES)]
     counters.clear()
     with _random_numbers_as_uncompiled():
-        found, again = (results_of(step, compiled) for _ in range(2))
+        found = results_of(step, compiled)
     graphs = counters["stats"]["unique_graphs"]
     measure = _is_measure(exact, written, nudged)
     missing = torch.full((), math.nan, device=plain.device)
@@ -176,7 +174,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
         rows.append({"result": name, **_apart(x, y, z, moved, measure)})
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
-    return Compared(table, graphs, _same_bits(found, again))
+    return Compared(table, graphs)
 
 
 def _same_bits(results: Results, others: Results) -> bool:
@@ -230,15 +228,13 @@ def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
 
 
 def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
-    """What the whole step shows: results that are no numbers, do not repeat themselves, or were drawn otherwise."""
+    """What the whole step shows: results that are no numbers, or were drawn otherwise."""
     if not whole.table.finite.all():
         names = _listed(list(whole.table.result[~whole.table.finite]))
         detail = (
             f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
         yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
-    if not whole.repeats:
-        yield _finding("nondeterminism", str(compiled), step.model, "gave other bits when it was done again")
     if compiled.compile == "inductor":
         with _random_numbers_as_uncompiled(False):
             written, found = (results_of(step, setting)["loss"] for setting in (plain, compiled))

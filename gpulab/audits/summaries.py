@@ -11,10 +11,8 @@ import numpy as np
 import pandas as pd
 
 from gpulab.audits.comparison import Comparison
-from gpulab.audits.count_sketch import distance
 from gpulab.audits.findings import KINDS, Finding, described, in_module, named
-from gpulab.audits.operations import RESULT, Operation
-from gpulab.audits.traces import Trace
+from gpulab.audits.operations import RESULT
 
 MOST_LINES = 12  # of findings that are shown
 
@@ -78,26 +76,15 @@ def by_line(findings: Sequence[Finding]) -> list[str]:
 
 def operations_table(comparison: Comparison, findings: Sequence[Finding]) -> pd.DataFrame:
     """A row for each operation, in the order in which they ran, as `Audit.table` says."""
-    a, b = comparison.a, comparison.b
-
-    def apart(trace: Trace, op: Operation | None, exact: Operation | None) -> float:
-        return distance(trace.sketches[op.outputs[0]], a.sketches[exact.outputs[0]]) if op and exact else math.nan
-
     kinds = {finding.op: finding.kind for finding in reversed(findings)}
-    rows, sizes = [], []
+    rows = []
     for pair in comparison.pairs:
         of_both = [kinds[one] for one in pair.operations if one in kinds]
         row: dict[str, Any] = {name: getattr(pair.one, name) for name in ("name", "phase", "module", "line")}
         row["kind"] = min(of_both, key=KINDS.index, default="rounding")
-        for side, trace, op in (("a", a, pair.a), ("b", b, pair.b)):
+        for side, op in (("a", pair.a), ("b", pair.b)):
             row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
-            row[f"so_far_{side}"] = apart(trace, op, pair.exact)
-        row["difference"] = apart(b, pair.b, pair.a)
+        row["difference"] = comparison.gap((pair.a.outputs[0], pair.b.outputs[0])) if pair.a and pair.b else math.nan
         row["same_bits"] = bool(pair.a and pair.b and comparison.same_bits(pair.a, pair.b))
         rows.append(row)
-        sizes.append(float(np.linalg.norm(a.sketches[pair.exact.outputs[0]])) if pair.exact else math.nan)
-    table, size = pd.DataFrame(rows).rename(columns={"name": "operation"}), pd.Series(sizes)
-    table.loc[~(size > 2.0**-36 * size.median()), ["so_far_a", "so_far_b"]] = (
-        math.nan
-    )  # what roundings leave of nothing
-    return table
+    return pd.DataFrame(rows).rename(columns={"name": "operation"})
