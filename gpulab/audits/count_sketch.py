@@ -48,7 +48,7 @@ def leaves(values: Any) -> list[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Nested values with each that is no list, tuple or dict changed; quicker than torch's trees, which know more kinds."""
+    """Nested values with each that is no list, tuple or dict changed; quicker than the trees of torch."""
     if isinstance(values, list | tuple):
         return type(values)([mapped(change, value) for value in values])
     if isinstance(values, dict):
