@@ -107,24 +107,28 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
 def test_a_table_from_elsewhere_gets_its_verdict_and_picture(answer, tmp_path):
     losses = [("cpu", 0.1), ("cuda", 0.6)]
     rows = [f"{seed},{device},{base + 0.01 * seed},FINISHED,a" for seed in range(8) for device, base in losses]
-    header = "params.seed,params.device,metrics.loss,status,params.model"
+    header = "seed,params.device,metrics.loss,status,params.model"
     (tmp_path / "runs.csv").write_text("\n".join([header, *rows, "8,cpu,,KILLED,a", "0,cpu,0.3,FINISHED,b"]))
-    options = ["verdict", "runs.csv", "--metric", "loss", "--factor", "device", "--margin", "0.05"]
-    first = answer(*options, "--where", "model=a", "--picture", "seeds.png")
+    options = ["verdict", "runs.csv", "--metric", "metrics.loss", "--factor", "params.device", "--margin", "0.05"]
+    first = answer(*options, "--where", "params.model=a", "--picture", "seeds.png")
     assert (
-        "cuda against cpu, 8 seeds: different. With cuda the loss is 4.7 times as high as with cpu, and " in first.out
+        "cuda against cpu, 8 seeds: different. With cuda the metrics.loss is 4.7 times as high as with cpu, and "
+        in first.out
     )
     assert "Difference 0.5; 95 % interval 0.5 to 0.5; p = 0.0078" in first.out
-    assert "differences below 1 % count" in answer(*options[:-1], "1%", "--where", "model=a", "--alpha", "0.001").out
+    assert (
+        "differences below 1 % count"
+        in answer(*options[:-1], "1%", "--where", "params.model=a", "--alpha", "0.001").out
+    )
     assert "did not finish: 1 (cpu 1 killed)" in first.out
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    other = answer(*options, "--where", "model=a", "--reference", "cuda", "--alpha", "0.005")
+    other = answer(*options, "--where", "params.model=a", "--reference", "cuda", "--alpha", "0.005")
     assert "cpu against cuda, 8 seeds: inconclusive" in other.out
     for wrong, status, words in (
-        (options, 2, "device 'cpu' seed 0 was run more than once"),
+        (options, 2, "params.device 'cpu' seed 0 was run more than once"),
         ([*options, "--margin", "small"], 2, "margin 'small': expected a number above 0"),
         (["verdict", "no.csv"], 1, "no.csv"),
-        (["verdict", "runs.csv", "--metric", "lost"], 2, "no column 'lost'; there are params.seed, params.device"),
+        (["verdict", "runs.csv", "--metric", "lost"], 2, "no column 'lost'; there are seed, params.device"),
     ):
         got = answer(*wrong)
         assert got.status == status
