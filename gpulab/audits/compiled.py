@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from gpulab import report
 from gpulab.audits import tolerances as tol
-from gpulab.audits.answers import Answer
-from gpulab.audits.findings import ADVICE, Finding
+from gpulab.audits.findings import ADVICE, Answer, Finding
 from gpulab.audits.modules_alone import FURTHEST, LEEWAY, ModuleCall, Results, module_calls, results_of
 from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
@@ -71,6 +70,11 @@ class CompiledAudit(Answer):
 
     Attributes:
         compared: The results of the whole step, with what the compiler made of it.
+        table: A row for each result of the step: the loss, outputs, gradients and buffers. All relative to its size.
+            `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
+            (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no
+            rounding explains the difference, and the one without the compiler is nearer to float64. `finite` says
+            whether all its numbers are finite without the compiler.
 
     Examples:
         >>> import torch
@@ -82,18 +86,7 @@ class CompiledAudit(Answer):
 
     def __init__(self, plain: Setting, compiled: Setting, findings: list[Finding], compared: Compared) -> None:
         self.titles, self.findings, self.compared = (str(plain), str(compiled)), findings, compared
-        self.passports = (passport(), passport())
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """A row for each result of the step: the loss, outputs, gradients and buffers. All relative to its size.
-
-        `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
-        (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no rounding
-        explains the difference, and the one without the compiler is nearer to float64. `finite` says whether all its
-        numbers are finite without the compiler.
-        """
-        return self.compared.table
+        self.table, self.passports = compared.table, (passport(), passport())
 
     @property
     def headline(self) -> str:

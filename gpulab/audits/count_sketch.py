@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.guards.memory import component_tensors, content
+from gpulab.guards.fingerprints import component_tensors, content
 
 SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
 IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
@@ -23,21 +23,13 @@ BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory f
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """The tensors with content among nested values, in order; of a sparse, nested or quantised one its parts."""
-    plain = (opened for value in leaves(values) for opened in _opened(value))
-    return [component for value in plain for component in component_tensors(value) if component.numel()]
+    """The tensors with content among nested values, in order; of a sparse or jagged one its parts."""
+    return [component for value in leaves(values) for component in component_tensors(value) if component.numel()]
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's numbers lie in memory by its strides, as they are."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-
-
-def _opened(tensor: Tensor) -> Sequence[Tensor]:
-    """A tensor, or plain ones that hold the same numbers where it hides its parts."""
-    if tensor.is_quantized:
-        return [tensor.dequantize()]
-    return tensor.unbind() if tensor.is_nested and tensor.layout == torch.strided else [tensor]
 
 
 def leaves(values: Any) -> list[Tensor]:
@@ -48,7 +40,7 @@ def leaves(values: Any) -> list[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Nested values with each that is no list, tuple or dict changed; quicker than the trees of torch."""
+    """Nested values with each changed that is no list, tuple or dict; quicker than torch's trees of more kinds."""
     if isinstance(values, list | tuple):
         return type(values)([mapped(change, value) for value in values])
     if isinstance(values, dict):

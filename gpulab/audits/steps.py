@@ -79,10 +79,7 @@ class PreparedStep:
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
-        self.setting, self.loss = setting, step.loss
-        # What is lazy becomes another class when it is first used.
-        any_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
-        self.model = copy.deepcopy(step.model) if any_lazy else step.model
+        self.setting, self.model, self.loss = setting, step.model, step.loss
 
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
@@ -134,10 +131,10 @@ class State:
         containers = [*attributes, *(value for value in values if type(value) in (dict, OrderedDict, list, set))]
         self.containers = [(container, copy.copy(container)) for container in containers]
         tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
+        if any(map(is_lazy, tensors)):
+            raise UsageError(f"{type(owner).__name__} has lazy parameters: call it once, so that they get their shapes")
         self.tensors = [
-            (tensor, tensor.data, tensor.grad, tensor.requires_grad)
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and not is_lazy(tensor)
+            (tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors if isinstance(tensor, Tensor)
         ]
         held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
         self.contents = [(memory, memory.clone()) for memory in held if with_contents]
