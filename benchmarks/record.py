@@ -126,7 +126,10 @@ def record_speed(
     sizes: Annotated[list[str], typer.Option(help="of smoke, quick and paper; several times")] = ("quick", "paper"),
     parts: Annotated[list[str], typer.Option(help="some sections only; several times")] = PARTS,
 ) -> None:
-    """Everything that notebook 07 shows, under one setting; what this machine lacks is kept as a row that says so."""
+    """The trainings that notebook 07 shows, under one setting; what this machine lacks is kept as a row that says so.
+
+    What else the notebook shows beside its own measurements was recorded at commit 14efec38.
+    """
     frames = []
     for size, part in itertools.product(sizes, parts):
         try:
