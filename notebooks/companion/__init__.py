@@ -9,8 +9,7 @@ HOMES = {
     "explorers": "buffer_explorer saddle_explorer seeds_explorer",
     "findings": "finding",
     "image_bytes": "encode_jpeg jpeg_decoders",
-    "in_the_wild": "accuracies cartpole_runs copies_under_way delivered foreseen image_loader inbox learn_cartpole "
-    "microphone pendulum public_questions spectrograms wild_finding",
+    "in_the_wild": "learn_cartpole public_questions",
     "learning": "atlas blurred_losses conditions false_alarms learning_table missing_colour_losses motion_finding "
     "repeat_losses title_runs",
     "old_gpu": "cards_finding",
