@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.guards.fingerprints import component_tensors, content
+from gpulab.guards.memory import component_tensors, content
 
 SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
 IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
