@@ -126,7 +126,7 @@ def test_a_table_from_elsewhere_gets_its_verdict_and_picture(answer, tmp_path):
     assert "cpu against cuda, 8 seeds: inconclusive" in other.out
     for wrong, status, words in (
         (options, 2, "params.device 'cpu' seed 0 was run more than once"),
-        ([*options, "--margin", "small"], 2, "margin 'small': expected a number above 0"),
+        ([*options, "--where", "params.model=a", "--margin", "small"], 2, "margin 'small': expected a number above 0"),
         (["verdict", "no.csv"], 1, "no.csv"),
         (["verdict", "runs.csv", "--metric", "lost"], 2, "no column 'lost'; there are seed, params.device"),
     ):

@@ -1,5 +1,5 @@
-import pandas as pd
 import pytest
+from stats_runs import runs_of
 
 import gpulab as gl
 from gpulab.errors import DataError, UsageError
@@ -71,9 +71,7 @@ def test_text_of_every_kind(table, text):
 
 
 def test_parquet_and_truth_values(tmp_path):
-    frame = pd.DataFrame(
-        {"setting": ["cpu"] * 8 + ["cuda"] * 8, "seed": [*range(8)] * 2, "learned": [True] * 8 + [False] * 8}
-    )
+    frame = runs_of({"cpu": [True] * 8, "cuda": [False] * 8}).rename(columns={"final_loss": "learned"})
     frame.to_parquet(tmp_path / "runs.parquet")
     frame.astype({"setting": "category"}).set_index("setting").to_parquet(tmp_path / "indexed.parquet")
     frame.to_csv(tmp_path / "runs.csv")
