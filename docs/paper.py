@@ -25,9 +25,9 @@ def minutes(profile):
 def numbers():
     """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
     pairs = answer.counted(answer.pairs())
-    studies = sorted(path.stem for path in (ROOT / "data" / "studies").glob("*.parquet"))
-    poles = companion.cartpole_runs().pivot_table(index="seed", columns="memory", values="time upright (steps)")
-    shorter = poles["overwritten frames"] / poles["copied frames"]
+    studies = {path.stem.partition("-")[0] for path in (ROOT / "data" / "studies").glob("*.parquet")}
+    poles = gl.recorded_runs("cartpole").pivot_table(index="seed", columns="keep", values="steps_up")
+    shorter = poles.as_tensor / poles.tensor  # overwritten frames, over copied ones
     means = poles.mean()
     return {
         "notebooks": len([*(ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")]),
@@ -35,9 +35,9 @@ def numbers():
         "runs": len(companion.atlas()) + sum(len(gl.recorded_runs(name)) for name in studies),
         **{name: f"{worse} of {count}" for name, (worse, count, _) in pairs.items()},
         "device_decision": answer.device_table().loc["final loss of all seeds", "decision"],
-        "cartpole": share(means["overwritten frames"] / means["copied frames"]),
+        "cartpole": share(means.as_tensor / means.tensor),
         "cartpole_range": f"{share(shorter.min(), 0)} to {share(shorter.max(), 0)}",
-        "cartpole_seeds": companion.cartpole_runs().seed.nunique(),
+        "cartpole_seeds": len(poles),
         **replication(),
         "smoke": minutes("smoke"),
         "quick": minutes("quick"),

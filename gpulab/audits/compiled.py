@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from gpulab import report
 from gpulab.audits import tolerances as tol
-from gpulab.audits.answers import Answer
-from gpulab.audits.findings import ADVICE, Finding
+from gpulab.audits.findings import ADVICE, Answer, Finding
 from gpulab.audits.modules_alone import FURTHEST, LEEWAY, ModuleCall, Results, module_calls, results_of
 from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
@@ -44,12 +43,10 @@ class Compared:
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
         graphs: How many graphs the compiler made of it.
-        repeats: Whether the compiled step gave the same bits again.
     """
 
     table: pd.DataFrame
     graphs: int
-    repeats: bool
 
     @property
     def wrong(self) -> bool:
@@ -73,6 +70,11 @@ class CompiledAudit(Answer):
 
     Attributes:
         compared: The results of the whole step, with what the compiler made of it.
+        table: A row for each result of the step: the loss, outputs, gradients and buffers. All relative to its size.
+            `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
+            (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no
+            rounding explains the difference, and the one without the compiler is nearer to float64. `finite` says
+            whether all its numbers are finite without the compiler.
 
     Examples:
         >>> import torch
@@ -84,18 +86,7 @@ class CompiledAudit(Answer):
 
     def __init__(self, plain: Setting, compiled: Setting, findings: list[Finding], compared: Compared) -> None:
         self.titles, self.findings, self.compared = (str(plain), str(compiled)), findings, compared
-        self.passports = (passport(), passport())
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """A row for each result of the step: the loss, outputs, gradients and buffers. All relative to its size.
-
-        `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
-        (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no rounding
-        explains the difference, and the one without the compiler is nearer to float64. `finite` says whether all its
-        numbers are finite without the compiler.
-        """
-        return self.compared.table
+        self.table, self.passports = compared.table, (passport(), passport())
 
     @property
     def headline(self) -> str:
@@ -166,7 +157,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     nudged = [results_of(step, plain if uses_tf32 else without_tf32, draw) for draw in range(1, 1 + NUDGES)]
     counters.clear()
     with _random_numbers_as_uncompiled():
-        found, again = (results_of(step, compiled) for _ in range(2))
+        found = results_of(step, compiled)
     graphs = counters["stats"]["unique_graphs"]
     measure = _is_measure(exact, written, nudged)
     missing = torch.full((), math.nan, device=plain.device)
@@ -176,7 +167,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
         rows.append({"result": name, **_apart(x, y, z, moved, measure)})
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
-    return Compared(table, graphs, _same_bits(found, again))
+    return Compared(table, graphs)
 
 
 def _same_bits(results: Results, others: Results) -> bool:
@@ -230,15 +221,13 @@ def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
 
 
 def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
-    """What the whole step shows: results that are no numbers, do not repeat themselves, or were drawn otherwise."""
+    """What the whole step shows: results that are no numbers, or were drawn otherwise."""
     if not whole.table.finite.all():
         names = _listed(list(whole.table.result[~whole.table.finite]))
         detail = (
             f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
         yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
-    if not whole.repeats:
-        yield _finding("nondeterminism", str(compiled), step.model, "gave other bits when it was done again")
     if compiled.compile == "inductor":
         with _random_numbers_as_uncompiled(False):
             written, found = (results_of(step, setting)["loss"] for setting in (plain, compiled))

@@ -84,12 +84,6 @@ def repeats(arguments: dict[str, Any]) -> int:
 # --- matrices --------------------------------------------------------------------------------------------------
 
 
-def _least_squares(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
-    """Without full rank there are many solutions."""
-    matrix = arguments["self"]
-    return None if int(torch.linalg.matrix_rank(matrix).min()) == matrix.shape[-1] else UNKNOWN
-
-
 def _factorisation(operation: Any, name: str, arguments: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
     """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and order.
 
@@ -123,6 +117,5 @@ DEFINITIONS: dict[str, Callable[[Any, str, dict[str, Any], list[Tensor]], Answer
     dict.fromkeys(_SELECTIONS.split(), _selection)
     | dict.fromkeys(("scatter", "index_copy", "index_put", "_index_put_impl"), _written)
     | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_qr"), _factorisation)
-    | {"linalg_lstsq": _least_squares}
-    | dict.fromkeys(("_unique2", "linalg_eig", "mode"), lambda *_: UNKNOWN)
+    | dict.fromkeys(("_unique2", "linalg_eig", "linalg_lstsq", "mode"), lambda *_: UNKNOWN)
 )

@@ -50,8 +50,8 @@ class Trace:
         passport: The machine.
         arithmetic: The flags in force, such as TF32.
         label: What reports call the trace, instead of its setting.
-        notes: What else is known of the step: the `loss` that was taken where it names none, the format of `autocast`,
-            and that a `compiled` model was not run as such.
+        notes: What else is known of the step: the `loss` that was taken where it names none, and that a `compiled`
+            model was not run as such.
 
     Examples:
         >>> import torch
@@ -78,9 +78,8 @@ class Trace:
 
     @property
     def title(self) -> str:
-        """What the trace is called in reports: its label, or the setting, with autocast's format."""
-        autocast = f"autocast to {self.notes['autocast']}" if "autocast" in self.notes else ""
-        return self.label or ", ".join(filter(None, (self.setting, autocast, self.notes.get("compiled"))))
+        """What the trace is called in reports: its label, or the setting."""
+        return self.label or ", ".join(filter(None, (self.setting, self.notes.get("compiled"))))
 
     def __repr__(self) -> str:
         count = sum(op.phase != RESULT for op in self.operations)

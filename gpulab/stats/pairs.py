@@ -39,7 +39,7 @@ def _without(options: Any, names: Collection[str]) -> str:
 
 
 # What to do where a table's columns are called otherwise.
-NAME_THEM = "; name them by metric=, factor= and block=; pandas.melt makes rows of a column for each level"
+NAME_THEM = "; say which by metric=, factor= and block= (--metric …); pandas.melt makes rows of a column for each level"
 
 
 def rows_where(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:

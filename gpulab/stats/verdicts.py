@@ -71,7 +71,6 @@ class Verdict(Paired, Report):
     - `margin`: The margin in the metric's units; NaN where it was asked for in standard deviations and the seeds do not
       differ under the reference.
     - `margin_relative`: The margin as a multiple of the pairs' mean under the reference.
-    - `smallest_shown`: The smallest difference that so many pairs show with a probability of 0.8, at alpha / k.
     - `largest_difference`: The largest absolute difference.
     - `same_bits`: How many pairs ended with identical weights.
     - `moved`: How many seeds moved by more than the margin.
@@ -80,7 +79,10 @@ class Verdict(Paired, Report):
     - `diverged_apart_at_most`: The share of all seeds that could diverge under one only, likewise at 95 %.
     - `p_diverged`: The p value of the test that both diverge equally often.
     - `left_out`: How many runs have no partner of the same seed.
-    - `seeds_needed`: Where the decision is inconclusive, about how many seeds in all would settle it.
+    - `seeds_needed`: About how many seeds such a comparison needs: with so many, four times in five, no difference is
+      shown to be none, and about as often one as large as the margin is shown. It is for normal differences, and
+      alpha / the number of levels. Where the decision is inconclusive it is above the seeds that there are; infinite
+      where 100,000 are not enough, and NaN for fewer than two pairs.
 
     Examples:
         >>> import pandas as pd
@@ -161,13 +163,12 @@ def verdict(
             with `rerun` above 0 are a control; without that column all are first runs. The column `status` says how a
             run ended: one that is neither `finished` nor `diverged` is left out, and the verdict says so. Without that
             column, a run whose metric is no finite number counts as diverged.
-        metric: A column of numbers, or of booleans. Where no column has this name, the one that ends in it is taken,
-            such as `metrics.loss` for `loss`; so it is for the next two arguments.
+        metric: A column of numbers, or of booleans.
         factor: The column whose levels are compared.
         block: The column of what they are compared on, usually the seed.
-        margin: The largest difference without importance, in the metric's units; or in standard deviations between
-            seeds under the reference, as a text such as `"0.25sd"`, the default. For booleans it is a share of the
-            seeds, by default 0.1.
+        margin: The largest difference without importance, in the metric's units; or as a text in standard deviations
+            between seeds under the reference (`"0.25sd"`, the default), or of their mean (`"1%"`). For booleans it is a
+            share of the seeds, by default 0.1.
         alpha: The level of significance, between 0 and 0.5.
         reference: The level that the others are compared with; by default `cpu`, or where there is none the first in
             the frame.
@@ -178,7 +179,7 @@ def verdict(
     Raises:
         UsageError: For what is no table of runs, a missing column, a margin or alpha out of range, an unknown
             reference, runs that learned different things or for different times, a finished run without a finite
-            number, two first runs of one seed and level, and more than 1,000 levels.
+            number, and first runs of one seed and level that differ in more than numbers.
 
     Examples:
         >>> import pandas as pd

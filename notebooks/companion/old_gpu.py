@@ -35,7 +35,8 @@ def cards_finding(
         counts.append(f"{lost} of {rows.seed.nunique()} seeds became NaN under {setting_in_text(setting)}, {origin}.")
     verdicts = [_verdict_on_cures(runs[runs.recorded], margin) for margin in MARGINS]
     sections: dict[str, Part] = {
-        "Why it becomes NaN": f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}.",
+        "Why it becomes NaN": f"A line is computed with {first.kind}, and the first NaN goes back to it: {first.line} "
+        f"({first.operation}, {first.phase}).",
         "How often": counts,
         "The cures, on the recorded seeds": verdicts[0],
     }

@@ -59,7 +59,10 @@ def test_differences_are_those_of_the_verdict(runs):
     (axes,) = picture.figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [*names(SETTINGS[1:]).values(), "CPU, again", "one seed against another"]
-    assert title(picture) == f"The setting moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
+    assert (
+        title(picture)
+        == f"The setting moves a seed by up to {0.008 / verdict.between_seeds:.2g} times the spread between seeds"
+    )
     drawn = pd.DataFrame(axes.collections[0].get_offsets(), columns=["moved", "height"])
     same, moved, again, between = (rows.moved for _, rows in drawn.groupby(drawn.height.round()))
     assert set(same) == set(again) == {0.0}
