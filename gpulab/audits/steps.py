@@ -131,7 +131,7 @@ class State:
         containers = [*attributes, *(value for value in values if type(value) in (dict, OrderedDict, list, set))]
         self.containers = [(container, copy.copy(container)) for container in containers]
         tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
-        if any(map(is_lazy, tensors)):
+        if any(isinstance(tensor, Tensor) and is_lazy(tensor) for tensor in tensors):
             raise UsageError(f"{type(owner).__name__} has lazy parameters: call it once, so that they get their shapes")
         self.tensors = [
             (tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors if isinstance(tensor, Tensor)
