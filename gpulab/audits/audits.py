@@ -8,29 +8,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
 
 from gpulab import report
 from gpulab.audits import tolerances as tol
 from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, check_same_step
+from gpulab.audits.compiled import CompiledAudit, audit_compiled
 from gpulab.audits.count_sketch import WITH_FLOAT64
 from gpulab.audits.findings import KINDS, Answer, Finding, described, named
 from gpulab.audits.judgement import judge
-from gpulab.audits.operations import RESULT
 from gpulab.audits.recording import record
 from gpulab.audits.steps import check_step
-from gpulab.audits.traces import Trace
+from gpulab.audits.traces import RESULT, Trace
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from gpulab.audits.compiled import CompiledAudit
 
 
 class Audit(Answer):
@@ -79,8 +75,6 @@ class Audit(Answer):
         `ratio_a`, relative to the size of the exact result; the `difference` between the two settings, relative
         to what the first one made; and whether both gave the `same_bits`.
         """
-        import pandas as pd
-
         kinds = {finding.op: finding.kind for finding in reversed(self.findings)}
         rows = []
         for pair in self.pairs:
@@ -211,8 +205,6 @@ def audit(
     first.check()
     second.check()
     if first.compile or second.compile:
-        from gpulab.audits.compiled import audit_compiled
-
         return audit_compiled(step, first, second, progress)
     on = first.device if first.device == second.device and first.kind in WITH_FLOAT64 else "cpu"  # where it is quickest
     trace = record(step, a, on=on, progress=progress)

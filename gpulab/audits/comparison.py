@@ -13,8 +13,7 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import LARGEST, SKETCH, distance
-from gpulab.audits.operations import RESULT, TENSOR, Operation
-from gpulab.audits.traces import Trace, aligned, call_of
+from gpulab.audits.traces import RESULT, TENSOR, Operation, Trace, aligned, call_of
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
@@ -171,11 +170,6 @@ class Comparison:
         """How far values are apart, one by one."""
         return list(map(self.gap, zip(values_a, values_b, strict=False)))
 
-    def result_gaps(self, a: Operation, b: Operation) -> list[float]:
-        """How far apart two made what they compute; twins do not share what they keep for the backward pass."""
-        gaps = self.gaps(a.outputs, b.outputs)
-        return gaps[:1] if a.name != b.name else gaps
-
     def same_bits(self, a: Operation, b: Operation) -> bool:
         """Whether two made the same; large tensors of two devices are known by their sketches."""
         return all(gap < tol.SAME_BITS for gap in self.gaps(a.outputs, b.outputs))
@@ -244,20 +238,17 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     """The arguments that two calls disagree on: name, and both values.
 
     Of those that both have: other kernels, and other versions of torch, may have more. Tensors are not compared, nor
-    arguments that say how to compute something and not what, such as a memory format or the gradients that are asked
-    for, nor numbers that differ by a rounding.
+    arguments that say how to compute something and not what, such as a memory format or the gradients that are
+    asked for.
     """
     of_a, of_b = ({SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b))
     common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - HOW)}
     kernels = a.name != b.name  # each of which may fill in what it was not given
-    return {name: values for name, values in common.items() if not _agree(*values, kernels)}
-
-
-def _agree(a: Any, b: Any, kernels: bool) -> bool:
-    if repr(a) == repr(b) or TENSOR in repr((a, b)) or (kernels and None in (a, b)):
-        return True
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
-    return numbers and math.isclose(a, b, rel_tol=tol.OF_DATA)
+    return {
+        name: values
+        for name, values in common.items()
+        if repr(values[0]) != repr(values[1]) and TENSOR not in repr(values) and not (kernels and None in values)
+    }
 
 
 def check_same_step(a: Trace, b: Trace) -> None:

@@ -12,8 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from markupsafe import Markup
 from torch import Tensor, nn
@@ -28,9 +29,6 @@ from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import passport
 from gpulab.report import Progress
 from gpulab.settings import Setting
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
 KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"
@@ -133,7 +131,7 @@ def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool 
     return CompiledAudit(plain, compiled, findings or [_rounding(whole, compiled)], whole)
 
 
-def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting) -> Compared:
+def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
     """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all results.
 
     How far roundings lead is measured: by doing it again, as it is written, from numbers that are each moved by some
@@ -147,7 +145,6 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     Raises:
         GpulabError: Where the compiler fails.
     """
-    import pandas as pd
     from torch._dynamo.utils import counters
 
     exact, written = (results_of(step, setting) for setting in (Setting(plain.device, precision="float64"), plain))
@@ -265,7 +262,7 @@ def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Settin
             phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
             line = next((op.line for op in trace.operations if op.line and call.contains(op.module)), "")
             where = {"phase": phase, "name": call.name, "line": line, "size": alone.worst.difference}
-            yield _finding("mismatch", str(compiled), call.module, "; ".join(details), KEEP_OUT, **where)
+            yield _finding("mismatch", str(compiled), call.model, "; ".join(details), KEEP_OUT, **where)
     if not wrong:
         detail = f"{_how_far(whole.worst)}; of each kind of module the first is right when it is compiled alone"
         detail += f", except {len(untried)} that could not be tried: {_listed(untried)}" if untried else ""
@@ -290,7 +287,11 @@ def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Settin
     """The modules inside of a wrong one that have to be compiled with it for it to be wrong, found by halving them."""
 
     def is_wrong(kept: Sequence[str]) -> bool:
-        with call.uncompiled(set(inner) - set(kept)):
+        with contextlib.ExitStack() as stack:
+            for name in set(inner) - set(kept):
+                module = call.model.get_submodule(name.removeprefix(f"{call.name}."))
+                stack.callback(delattr, module, "forward")
+                module.forward = torch.compiler.disable(module.forward)
             return compare_compiled(call, plain, compiled).wrong
 
     kept, size = inner, max(1, len(inner) // 2)

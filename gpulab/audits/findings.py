@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gpulab import report
-from gpulab.audits.operations import RESULT, Operation
+from gpulab.audits.traces import RESULT, Operation
 from gpulab.passports import Passport
 
 # Worst first, where findings explain as much of the difference.

@@ -15,9 +15,9 @@ from typing import Any
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, NotFinite, Pair, Values, differing, find_not_finite, is_infinite
 from gpulab.audits.findings import ADVICE, Finding, described, named
-from gpulab.audits.operations import RESULT, Operation
-from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
-from gpulab.audits.traces import Trace
+from gpulab.audits.rounding import FLUSHED
+from gpulab.audits.traces import RESULT, Operation, Trace
+from gpulab.audits.twins import DEFINITIONS
 from gpulab.settings import Setting
 
 ANOTHER_FUNCTION = "it computes another function there"
@@ -155,7 +155,7 @@ def _other_arguments(comparison: Comparison, a: Operation, b: Operation) -> Iter
         values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
     if not values:
         return
-    gaps = [*comparison.result_gaps(a, b), *comparison.gaps(a.changed, b.changed)]
+    gaps = [*comparison.gaps(a.outputs, b.outputs), *comparison.gaps(a.changed, b.changed)]
     of_inputs = max(comparison.gaps(a.inputs, b.inputs), default=0.0)
     if max(gaps, default=0.0) > max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
         here, there = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
@@ -172,11 +172,11 @@ def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: b
     """
     if a.random or b.random:
         if not comparison.same_bits(a, b):
-            yield _other_draw(comparison, b, max(comparison.result_gaps(a, b)))
+            yield _other_draw(comparison, b, max(comparison.gaps(a.outputs, b.outputs)))
         return
     short = next((op for op in (b, a) if op.dtype in tol.SHORT), None)
     if short and not (a.inputs or b.inputs) and a.dtype != b.dtype and not comparison.same_bits(a, b):
-        gap = max(comparison.result_gaps(a, b))  # such as places, counted by `arange`
+        gap = max(comparison.gaps(a.outputs, b.outputs))  # such as places, counted by `arange`
         detail = f"computed in {short.dtype}"
         yield _finding_between(comparison, "reduced precision", short, gap, detail, COUNTED)
         return
@@ -237,13 +237,13 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly:
     Or answer a question that has several answers (`signs_of_singular_vectors`, `largest_among_equals`), or multiply in
     TF32. Of two without a twin in float64 nothing else is known (`whole_number_of_nan`).
     """
-    if a.name in tol.DECIDES and not (exactly and (a.name in NOT_UNIQUE or a.ratio is None)):
+    if a.name in tol.DECIDES and not (exactly and (a.name in DEFINITIONS or a.ratio is None)):
         return  # of what decides, roundings before it may tip the decision
     if not exactly and any(is_infinite(comparison.a.sketches[value]) for value in a.inputs):
         return  # beside which nobody sees how far the numbers are apart
     twins, tolerance = a.ratio is not None and b.ratio is not None, comparison.tolerance(a, b)
-    for gap in comparison.result_gaps(a, b):
-        if a.name in NOT_UNIQUE and gap > tol.UNEXPLAINED:
+    for gap in comparison.gaps(a.outputs, b.outputs):
+        if a.name in DEFINITIONS and gap > tol.UNEXPLAINED:
             detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
             yield _finding_between(comparison, "another valid answer", b, gap, detail)
             return

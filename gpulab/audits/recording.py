@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.operations import RESULT
 from gpulab.audits.steps import PreparedStep, check_step, ready, refused, seeded
 from gpulab.audits.tracer import Tracer
-from gpulab.audits.traces import Trace, aligned
+from gpulab.audits.traces import RESULT, Trace, aligned
 from gpulab.errors import OverwrittenWarning, UsageError
 from gpulab.guards.guards import guard
 from gpulab.passports import passport
