@@ -31,8 +31,8 @@ SEEDS = np.unique(np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, 
 
 def compare_levels(paired: Paired, margin: str | float, alpha: float) -> pd.DataFrame:
     """A verdict's table."""
-    levels, runs = paired.levels(), paired.runs[paired.factor].value_counts()
-    losses, yes_or_no = paired.losses(), paired.yes_or_no()
+    levels, runs = paired.by_level(), paired.runs[paired.factor].value_counts()
+    losses, yes_or_no = paired.losses_of_reference(), paired.is_yes_or_no()
     size, sizes = (margin_size(margin, losses, yes_or_no, n) for n in (None, SEEDS))
     rows = [{paired.factor: level, **_level_numbers(pairs, size, yes_or_no)} for level, pairs in levels.items()]
     table = pd.DataFrame(rows, columns=[paired.factor, *COLUMNS])

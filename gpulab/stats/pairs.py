@@ -134,17 +134,17 @@ class Paired:
     reruns: pd.DataFrame  # the same for the reference's reruns: a control
     notes: tuple[str, ...]  # sentences on rows that were left out, or averaged
 
-    def levels(self) -> dict[Any, pd.DataFrame]:
+    def by_level(self) -> dict[Any, pd.DataFrame]:
         """The pairs of each other level, in the order of the runs."""
         names = dict.fromkeys(level for level in self.runs[self.factor] if level != self.reference)
         return {level: self.pairs[self.pairs[self.factor] == level] for level in names}
 
-    def losses(self) -> np.ndarray:
+    def losses_of_reference(self) -> np.ndarray:
         """The metric of the runs of the reference that finished, shape (runs,)."""
         finished = (self.runs[self.factor] == self.reference) & (self.runs.status == "finished")
         return self.runs.loc[finished, self.metric].to_numpy(float)
 
-    def yes_or_no(self) -> bool:
+    def is_yes_or_no(self) -> bool:
         """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
         values = self.runs[self.metric][self.runs.status == "finished"]
         return bool(len(values) and values.isin((0.0, 1.0)).all())

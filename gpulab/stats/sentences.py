@@ -93,7 +93,7 @@ def _needed(verdict: Verdict, row: Any) -> Iterator[str]:
 
 def _without_stuck(verdict: Verdict) -> Iterator[str]:
     """That a few seeds far from the others make most of the spread, and the margin without them."""
-    losses = verdict.losses()
+    losses = verdict.losses_of_reference()
     few = inference.stuck(losses)
     if few.any() and decisions.parse_margin(verdict.margin)[1] == "sd":
         who = f"{few.sum()} of {len(losses)} {verdict.block}s that lie far from the others"

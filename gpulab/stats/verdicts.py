@@ -208,6 +208,6 @@ def verdict(
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     paired = pair(frame, metric, factor, block, reference)
     if margin is None:
-        margin = USUAL_SHARE if paired.yes_or_no() else USUAL_MARGIN
-    table, between_seeds = compare_levels(paired, margin, alpha), sample_sd(paired.losses())
+        margin = USUAL_SHARE if paired.is_yes_or_no() else USUAL_MARGIN
+    table, between_seeds = compare_levels(paired, margin, alpha), sample_sd(paired.losses_of_reference())
     return Verdict(**vars(paired), margin=margin, alpha=alpha, table=table, between_seeds=between_seeds)

@@ -39,7 +39,6 @@ def test_settings_are_compared_seed_by_seed():
     # cuda has no run from seed 2: that seed is left out, not made up, and said
     assert (two["seeds"], two["left_out"]) == (2, 1)
     assert two["difference"] == pytest.approx((0.2 - 0.02) / 2)
-    assert two["largest_difference"] == pytest.approx(0.2)
     assert "cuda against cpu, 2 of 3 seeds: " in str(verdict), "in the first words"
     assert sorted(verdict.pairs.difference) == pytest.approx([-0.03, -0.02, 0, 0.01, 0.2])
     assert verdict.between_seeds == pytest.approx(math.sqrt((0.2**2 + 0.1**2 + 0.3**2) / 2))
@@ -53,7 +52,7 @@ DOUBT = "not one seed differs by a digit from that under cpu: make sure that the
 CASES = [  # losses under cpu and under cuda, margin, decision, words, numbers
     (BASE, shifted(TINY), "0.25sd", "equivalent", "cuda against cpu, 10 seeds: equivalent", {}),
     (BASE, shifted(TINY), 1e-9, "inconclusive", "more than 100,000 seeds would settle it", {}),
-    (BASE, MOVED, 0.05, "different", "", {}),
+    (BASE, MOVED, 0.05, "different", "equivalence within ±0.05; 90 % interval 0.1 to 0.1", {}),
     (BASE, MOVED, 0.2, "different but negligible", "", {}),
     (BASE, shifted(WIDE), "0.25sd", "inconclusive", "seeds would settle it (power 0.8", {}),
     (BASE, BASE, 1e-12, "equivalent", DOUBT, {"low": 0, "high": 0, "p_different": 1, "p_equivalent": 0}),
@@ -104,7 +103,6 @@ def test_holms_correction_by_hand():
     by_hand = np.maximum.accumulate([3 * raw[0], 2 * raw[1], raw[2]])
     assert verdict.table.p_different_holm.tolist() == pytest.approx(by_hand)
     a, b, c = verdict.table.p_equivalent
-    assert c < b < a
     assert verdict.table.p_equivalent_holm.tolist() == pytest.approx([max(2 * b, a), 2 * b, 3 * c])
     assert verdict.decision == "different", "one level that differs decides the whole"
     assert gl.verdict(levels(cpu=BASE, a=BASE, b=BASE[:1])).decision == "inconclusive", "equivalent when each is"
@@ -149,6 +147,8 @@ def test_the_same_weights_are_not_tested():
     assert math.isnan(row(verdict)["p_different"])
     assert row(verdict, "tf32")["p_different_holm"] == row(verdict, "tf32")["p_different"], "one test, not two"
     assert gl.verdict(runs[runs.setting != "tf32"], "learned").decision == "equivalent", "though ten seeds are few"
+    runs.loc[runs.index == 12, ["final_loss", "status"]] = math.nan, "diverged"
+    assert gl.verdict(runs[runs.setting != "tf32"]).decision == "inconclusive", "one diverged from the same weights"
 
 
 def test_the_effect_is_said_first_and_then_what_it_is_compared_with():
