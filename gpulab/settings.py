@@ -457,35 +457,6 @@ def _runs_here(candidate: Setting) -> bool:
         return False
 
 
-def working_threads(work: Callable[[], object], share: float = 0.2) -> int:
-    """Count the threads of this process that really work while `work()` runs.
-
-    A thread counts by the processor time that the operating system notes for it, as `htop` shows it. The number may be
-    smaller than that of the threads that torch was allowed.
-
-    Args:
-        work: A function without arguments. It should run for half a second or more, because the clock is coarse.
-        share: A thread works if it used at least this share, 0 to 1, of the busiest thread's processor time.
-
-    Returns:
-        The number of threads that worked, 0 where the run was too short to be measured.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> gl.working_threads(lambda: sum(range(20_000_000))) >= 1
-        True
-    """
-    import psutil
-
-    def processor_time() -> dict[int, float]:
-        return {t.id: t.user_time + t.system_time for t in psutil.Process().threads()}
-
-    before = processor_time()
-    work()
-    spent = [used - before.get(thread, 0.0) for thread, used in processor_time().items()]
-    return sum(used >= share * max(spent) for used in spent) if max(spent) > 0 else 0
-
-
 def cpu_flags() -> frozenset[str]:
     """The names of the vector extensions and other features that this CPU reports."""
     from gpulab.passports import cpu_description

@@ -3,9 +3,7 @@ import inspect
 import json
 import os
 import re
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -288,19 +286,6 @@ def test_setting_switches_tf32_and_cudnn_on_a_gpu():
 
 
 # --- threads and instructions ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threads", range(1, 1 + min(2, os.cpu_count() or 1)))
-def test_working_threads_counts_as_many_as_are_asked_for(threads):
-    a = torch.randn(1000, 1000)
-    with gl.setting(f"cpu:threads={threads}"):
-        assert gl.working_threads(lambda: [a @ a for _ in range(60)]) == threads
-
-
-def test_working_threads_of_no_work_are_none(monkeypatch):
-    threads = [SimpleNamespace(id=n, user_time=n, system_time=1.0) for n in range(3)]
-    monkeypatch.setattr(psutil.Process, "threads", lambda _: threads)
-    assert gl.working_threads(lambda: None) == 0
 
 
 @pytest.mark.parametrize(("setting", "granted"), [("cpu", 1), ("cpu:threads=2", 2)])
