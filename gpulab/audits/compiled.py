@@ -128,7 +128,9 @@ def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool 
         findings = list(_of_the_whole(step, whole, plain, compiled))
         if whole.wrong:
             findings = [*_wrong_modules(step, whole, plain, compiled, bar), *findings]
-    return CompiledAudit(plain, compiled, findings or [_rounding(whole, compiled)], whole)
+    detail = f"of the result that comes nearest to what rounding explains, {_how_far(whole.worst)}"
+    rounding = _finding("rounding", str(compiled), None, detail, size=whole.worst.difference)
+    return CompiledAudit(plain, compiled, findings or [rounding], whole)
 
 
 def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
@@ -313,12 +315,6 @@ def _how_far(worst: Any) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _rounding(whole: Compared, compiled: Setting) -> Finding:
-    worst = whole.worst
-    detail = f"of the result that comes nearest to what rounding explains, {_how_far(worst)}"
-    return _finding("rounding", str(compiled), None, detail, size=worst.difference)
 
 
 def _finding(kind: str, setting: str, module: nn.Module | None, detail: str, advice: str = "", **more: Any) -> Finding:

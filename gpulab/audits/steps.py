@@ -253,8 +253,8 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
             yield once
         return
     parameters = inspect.signature(step).parameters
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if "setting" in parameters or any(p.default is p.empty and p.kind in positional for p in parameters.values()):
+    required = [p for p in parameters.values() if p.default is p.empty and "VAR" not in p.kind.name]
+    if "setting" in parameters or required:
         yield functools.partial(step, setting)
     else:
         elsewhere = torch.device(setting.device) != torch.get_default_device()

@@ -20,7 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.rounding import forward_error
-from gpulab.audits.steps import PreparedStep, State
+from gpulab.audits.steps import State
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, named_arguments, outcome, writes
 from gpulab.guards.memory import at_work, own_work
@@ -266,10 +266,9 @@ class StepResults:
     def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
         return {_as_written(name): self._names_of(buffer) for name, buffer in module.named_buffers()}
 
-    def used_modules(self, run: Any) -> list[nn.Module]:
-        """The modules that a step called, and their own; of a `Step`, its model's."""
-        models = [run.model] if isinstance(run, PreparedStep) else self.roots
-        return [submodule for model in models for submodule in model.modules()]
+    def used_modules(self) -> list[nn.Module]:
+        """The modules that a step called, and their own."""
+        return [submodule for model in self.roots for submodule in model.modules()]
 
     def as_operations(self, returned: Any, sketches: dict[str, np.ndarray]) -> list[Operation]:
         """What the step returned, each gradient, and every parameter and buffer that it changed."""
