@@ -73,7 +73,8 @@ def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[pd.
     best = rows[(rows.way == best_way) & (rows["where"] == where)]
     best = best.set_index(pd.to_numeric(best.seed)).value
     span = f" ({best.min():.3g} to {best.max():.3g})" if len(best) > 1 else ""
-    return best, f"{best.median():.3g} {claim.unit}{span}, {best_way}: {where}"
+    median = f"{best.median():,.0f}" if best.median() >= 1000 else f"{best.median():.3g}"
+    return best, f"{median} {claim.unit}{span}, {best_way}: {where}"
 
 
 def _compared(slow: pd.Series, fast: pd.Series, unit: str) -> tuple[str, str]:
