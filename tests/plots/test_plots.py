@@ -105,7 +105,7 @@ def test_the_title_of_curves_compares_final_losses_as_training_has_them():
         for seed in range(2)
     ]
     picture = gl.plots.curves(pd.concat(runs), factor="loader")
-    assert title(picture) == "The final loss is 2 times as high, on average, for shared memory as for own memory"
+    assert title(picture) == "The final loss is 2 times as high, on average, for overwritten frames as for copied frames"
 
 
 def test_the_roofline_names_the_least_used_layer():
