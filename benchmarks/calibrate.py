@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 import gpulab as gl
 from gpulab.stats import tests as inference
-from gpulab.stats.sentences import JUMP
 from gpulab.store import runs as stores
 
 PAGE = Path(__file__).with_name("verdict_calibration.md")
@@ -120,8 +119,9 @@ def equivalent_p(moved: np.ndarray, margin: np.ndarray | float, corrected: bool 
 
 def sd_limit(losses: np.ndarray) -> np.ndarray:
     """`inference.sd_lower_limit` of each row."""
-    kurtosis = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False))
-    return losses.std(axis=1, ddof=1) * inference.sd_limit_ratio(losses.shape[1], kurtosis)
+    kurtosis, freedom = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False)), losses.shape[1] - 1
+    quantile = stats.t.ppf(inference.SD_CONFIDENCE, freedom)
+    return losses.std(axis=1, ddof=1) * np.exp(-quantile * np.sqrt((kurtosis - 1) / freedom) / 2)
 
 
 def rate(p: np.ndarray) -> float:
@@ -137,17 +137,6 @@ def check_that_these_are_the_shipped_tests() -> None:
         assert np.allclose(flipped_p(moved), [inference.sign_flip_p(row) for row in moved], atol=1e-12)
         assert np.allclose(equivalent_p(moved, 0.5), [inference.equivalence_p(row, 0.5) for row in moved])
         assert np.allclose(sd_limit(moved), [inference.sd_lower_limit(row) for row in moved])
-    for _ in range(20):
-        losses, moved, _ = freed(0.1, 3e-3)(generator, 27)
-        both = paired_runs(losses, losses + moved)
-        assert ("mixes" in str(gl.verdict(both))) == says_that_it_mixes(losses, moved)
-
-
-def paired_runs(before: np.ndarray, after: np.ndarray) -> pd.DataFrame:
-    """Runs of the same seeds under two settings."""
-    n = len(before)
-    losses = np.concatenate([before, after])
-    return pd.DataFrame({"setting": np.repeat(["a", "b"], n), "seed": [*range(n)] * 2, "final_loss": losses})
 
 
 # --- error rates -----------------------------------------------------------------------------------------
@@ -227,99 +216,6 @@ def rare_switch() -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
-
-
-# --- jumps against all others ----------------------------------------------------------------------------
-
-Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # losses under the reference, differences, whether a seed jumped
-
-
-def any_losses(share: float) -> Callable[[np.random.Generator, int], Pairs]:
-    """`jumps`, whatever the losses: the differences alone tell which seeds jumped."""
-
-    def draw(generator: np.random.Generator, n: int) -> Pairs:
-        moved = jumps(share)(generator, n)
-        return generator.standard_normal(n), moved, moved > 0.5
-
-    return draw
-
-
-def freed(share: float, noise: float, back: bool = True) -> Callable[[np.random.Generator, int], Pairs]:
-    """Losses like the recorded PredNets': 30 % are stuck near 0.14, and some of these are freed; it pays for the rest.
-
-    Or, not `back`, the rest moves along with them.
-    """
-
-    def draw(generator: np.random.Generator, n: int) -> Pairs:
-        stuck = generator.random(n) < 0.3
-        losses = np.where(stuck, generator.normal(0.14, 0.01, n), generator.normal(0.04, 0.015, n))
-        jump = stuck & (generator.random(n) < share / 0.3)
-        rest = 0.1 * share / (1 - share) * (1 if back else -1)
-        return losses, np.where(jump, -0.1, rest) + noise * generator.standard_normal(n), jump
-
-    return draw
-
-
-def alike(name: str, shift: float) -> Callable[[np.random.Generator, int], Pairs]:
-    """No seed jumps: all shift by so many standard deviations of the noise, which is the difference of two losses."""
-
-    def draw(generator: np.random.Generator, n: int) -> Pairs:
-        losses, one, other = (LOSSES[name](generator, (n,)) for _ in range(3))
-        return losses, shift + (one - other) / np.sqrt(2), np.zeros(n, bool)
-
-    return draw
-
-
-def says_that_it_mixes(losses: np.ndarray, moved: np.ndarray) -> bool:
-    """Whether a verdict on such pairs says that some seeds jumped, and the others moved the other way."""
-    jumped = inference.jumped(moved, JUMP * inference.sample_sd(losses))
-    if not jumped.any() or moved[jumped].mean() * moved[~jumped].mean() >= 0:
-        return False
-    return inference.mean_p(moved[~jumped]) <= ALPHA
-
-
-def mixed_means(repeats: int = 400) -> pd.DataFrame:
-    """How often a verdict calls a mean other than zero, and how often it says that the mean mixes two parts."""
-    shares = (0.05, 0.1, 0.2)
-    cases = {f"{share:.0%} jump, the others make up for it": any_losses(share) for share in shares}
-    for share, noise in product(shares, (3e-3, 1.5e-2)):
-        cases[f"{share:.0%} are freed, the others pay; noise {noise:g}"] = freed(share, noise)
-    for share in (0.05, 0.2):
-        cases[f"{share:.0%} are freed, the others gain, too; noise 0.003"] = freed(share, 3e-3, back=False)
-    for shift, name in product((0, 0.5), [*LOSSES][:4]):
-        cases[f"{'all shift by half the noise' if shift else 'nothing differs'}; {name}"] = alike(name, shift)
-    cases["skewed about a mean of zero: lognormal, sigma 1"] = lambda generator, n: (
-        *(LOSSES[name](generator, (n,)) for name in ("normal", "lognormal")),
-        np.zeros(n, bool),
-    )
-    rows = []
-    for (name, draw), n in tqdm([*product(cases.items(), (8, 16, 27))], desc="mixed"):
-        generator, seen = np.random.default_rng(11), []
-        for _ in range(repeats):
-            losses, moved, jumped = draw(generator, n)
-            seen.append((jumped.any(), inference.mean_p(moved) <= ALPHA, says_that_it_mixes(losses, moved)))
-        jump, different, said = np.array(seen).T
-        rows.append(
-            {
-                "pairs": name,
-                "seeds": n,
-                "one jumped": jump.mean(),
-                "`different`": different.mean(),
-                "the same, and nothing said": (different & ~said).mean(),
-                "said, if one jumped": said[jump].mean() if jump.any() else np.nan,
-                "said, if none did": said[~jump].mean() if not jump.all() else np.nan,
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def about_mixed_means() -> str:
-    found = mixed_means()
-    none_did, lopsided = found["said, if none did"], found.pairs.str.startswith("skewed")
-    return (
-        f"{percent(found)}\n\nWithout a jump it is said in {none_did[~lopsided].max():.1%} of samples at most; of "
-        f"skewed differences, whose tail looks like jumps, in {none_did[lopsided].max():.1%}."
-    )
 
 
 # --- intervals, power ---------------------------------------------------------------------
@@ -437,7 +333,6 @@ def verdicts() -> None:
     parts = {
         "errors": f"{made}\n\n{percent(errors)}",
         "skewed": f"{without}\n\n{percent(lopsided)}",
-        "mixed": about_mixed_means(),
         "switch": percent(rare_switch()),
         "coverage": percent(coverage()),
         "power": percent(quarters.assign(shift=quarters["shift"].map("{:g} sd".format))),

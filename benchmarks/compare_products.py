@@ -36,10 +36,9 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from gpulab import files
 from gpulab.errors import GpulabError
-from gpulab.numerics.arithmetic import CHIPS, PRECISIONS, Arithmetic
-from gpulab.numerics.emulation import emulate
+from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.settings import setting
 from gpulab.store.recorded import read_json, recorded_folder
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.arithmetic import CHIPS
+from gpulab.numerics.emulation import CHIPS
 
 app = command_line(__doc__)
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,7 +196,7 @@ def sgd_step(net: nn.Module, array: np.ndarray, device: str) -> Step:
 
 
 ARITHMETICS: dict[str, dict[str, Any]] = {
-    **{name: {"name": name} for name in ("tf32", "bfloat16", "float16", "float8_e4m3fn", "float32_ftz")},
+    **{name: {"name": name} for name in ("tf32", "bfloat16", "float16", "float8_e4m3fn")},
     "ampere": {"name": CHIPS["ampere"]},  # in TF32, whatever this program allows
     "hopper": {"name": CHIPS["hopper"]},
     "split-4": {"order": "split-4"},

@@ -2,7 +2,6 @@
 
     python benchmarks/record.py roofline cuda:tf32=off cuda:tf32=on data/measured/rooflines-my-gpu.json
     python benchmarks/record.py speed cuda:tf32=off --write data/measured/speed-my-gpu.json
-    python benchmarks/record.py factors cuda --workers 8 --output data/measured/factors-my-gpu.json
 
 `record_NAME.py` in the commands of older records is the subcommand of that name here, with the same arguments.
 """
@@ -25,17 +24,15 @@ from measuring import command_line, keep, run
 
 import companion
 import gpulab as gl
-from companion.floating_point import factors, step_rows, trained_levels
 from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device.rooflines import roofline
 from gpulab.errors import UsageError, in_one_line
 from gpulab.passports import machine
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
 from gpulab.store.runs import pack
-from gpulab.training.spec import protocol
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
@@ -57,7 +54,7 @@ def record_films(file: File) -> None:
 
     Rendered and measured here, they are the same: this only saves the minutes that the films of 50,000 frames take.
     """
-    runs = [gl.recorded_runs(), companion.longer_runs(), companion.title_runs(), companion.recorded_films()]
+    runs = [gl.recorded_runs(), gl.recorded_runs("longer"), companion.title_runs(), gl.recorded_runs("films")]
     runs += [companion.published_runs(), companion.atlas()]
     rendered = [frame[frame.data.isin(RENDERED)] for frame in runs]
     films = pd.concat(rendered)[[*FILM]].drop_duplicates().sort_values([*FILM])
@@ -119,41 +116,6 @@ def record_dose(
         pack(store, output)
 
 
-# --- factors ---------------------------------------------------------------------------------------------
-
-
-@app.command("factors")
-def record_factors(
-    file: Annotated[Path, typer.Option("--output", help="JSON file, for all but the runs")],
-    store: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs/factors"),
-    net: str = "prednet",
-    profile: str = "quick",
-    seeds: int = 10,
-    frames: Annotated[int | None, typer.Option(help="to train on  [default: the profile's]")] = None,
-    workers: Workers = 1,
-    kind: Annotated[str, typer.Argument(help="cpu or cuda: where the factors are changed")] = "cpu",
-    only: Annotated[list[str] | None, typer.Option(help="the names of some factors; several times")] = None,
-    progress: bool = True,
-) -> None:
-    """Each factor changed alone, one step and the final loss, as notebook 02 shows it of other machines."""
-    here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here(recording=True)]
-    here = [factor for factor in here if not only or factor.name in only]
-    if not here:
-        raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
-    keep(
-        file,
-        kind,
-        network=net,
-        profile=profile,
-        frames=protocol(net, profile).frames if frames is None else frames,
-        kind=kind,
-        recorded=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        steps=step_rows(here, net, profile, progress),
-    )
-    options = {} if frames is None else {"frames": frames}  # last: an interruption leaves what is quickly done
-    trained_levels(here, net, profile, seeds, {"store": store, "workers": workers, "options": options}, progress)
-
-
 # --- notebook 07 -----------------------------------------------------------------------------------------
 
 
@@ -164,7 +126,10 @@ def record_speed(
     sizes: Annotated[list[str], typer.Option(help="of smoke, quick and paper; several times")] = ("quick", "paper"),
     parts: Annotated[list[str], typer.Option(help="some sections only; several times")] = PARTS,
 ) -> None:
-    """Everything that notebook 07 shows, under one setting; what this machine lacks is kept as a row that says so."""
+    """The trainings that notebook 07 shows, under one setting; what this machine lacks is kept as a row that says so.
+
+    What else the notebook shows beside its own measurements was recorded at commit 14efec38.
+    """
     frames = []
     for size, part in itertools.product(sizes, parts):
         try:

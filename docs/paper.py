@@ -25,7 +25,7 @@ def minutes(profile):
 def numbers():
     """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
     pairs = answer.counted(answer.pairs())
-    studies = sorted(path.stem for path in (ROOT / "data" / "studies").glob("*.parquet"))
+    studies = {path.stem.partition("-")[0] for path in (ROOT / "data" / "studies").glob("*.parquet")}
     poles = gl.recorded_runs("cartpole").pivot_table(index="seed", columns="keep", values="steps_up")
     shorter = poles.as_tensor / poles.tensor  # overwritten frames, over copied ones
     means = poles.mean()

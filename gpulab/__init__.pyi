@@ -29,7 +29,6 @@ from gpulab.saddles.hessians import hessian as hessian
 from gpulab.settings import Setting as Setting
 from gpulab.settings import available_settings as available_settings
 from gpulab.settings import setting as setting
-from gpulab.settings import working_threads as working_threads
 from gpulab.stats.verdicts import verdict as verdict
 from gpulab.store.runs import recorded_runs as recorded_runs
 from gpulab.store.runs import runs as runs

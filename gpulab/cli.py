@@ -223,8 +223,8 @@ def verdict(
 ) -> None:
     """Say whether the levels of a factor differ, such as two settings: from any table with a row for each run.
 
-    `--metric loss` finds `metrics.loss`, `--block seed` finds `params.seed`. A run that finished with NaN or infinity
-    diverged, which is counted. One whose `status` is neither `finished` nor `diverged` is left out, which is said.
+    A run that finished with NaN or infinity diverged, which is counted. One whose `status` is neither `finished` nor
+    `diverged` is left out, which is said.
     """
     from gpulab.stats.pairs import rows_where
     from gpulab.stats.tables import read_table

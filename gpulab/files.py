@@ -1,5 +1,7 @@
 """Files that are there whole or not at all, and are read as what they are: regular, bounded, undamaged.
 
+What files, tensors and JSON documents hold has a hash, equal for equal content wherever it lies.
+
 A *seal* is a checksum of the whole file inside it: any text of the file's own description may hold `UNSEALED`, which
 `seal` replaces by the checksum of the content as it was until then. One way for JSON, Parquet and safetensors alike.
 """
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import json
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +26,15 @@ from gpulab.errors import DataError, GpulabError, printable
 
 if TYPE_CHECKING:
     import pyarrow.parquet
+    import torch
 
 PACKAGE = Path(__file__).parent
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
 MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
 LARGEST = 1 << 28  # numbers in a column of a table
+Stamp = tuple[int, int, int]  # what tells that a file is another one, without reading it
+Stamps = Mapping[Path, Stamp]
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
 
 
@@ -169,3 +176,68 @@ def check_seal(file: str | Path, content: bytes) -> None:
         raise DataError(f"{file}: damaged: its checksum is missing")
     if seal(content[:start] + DIGITS * b"0" + content[start + DIGITS :]) != content:
         raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")
+
+
+# --- what they hold ---------------------------------------------------------------------------------------
+
+
+def digest(document: Any) -> str:
+    """The SHA-256 of a JSON document, whatever the order of its names."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def plain(value: Any) -> str:
+    """A value as JSON; what JSON has not goes by its name, or by how it is written unless that is an address."""
+
+    def as_text(item: Any) -> str:
+        text = repr(item)
+        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
+
+    return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The SHA-256 of weights by name: equal for equal bits."""
+    import torch
+
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def stamp(file: Path) -> Stamp:
+    """The size, the time of writing (ns) and the inode of a file; `DataError` where it is missing, or no file."""
+    status = status_of(file)
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def check_unchanged(stamps: Stamps) -> None:
+    """Raise `DataError`, naming the file, if one has another size, time or inode than its stamp."""
+    for file, before in stamps.items():
+        if stamp(file) != before:
+            raise DataError(f"{file}: was changed while it was read; run again")
+
+
+def content_of(stamps: Stamps) -> str:
+    """The SHA-256 (hex) of what a file holds, or of the names and contents of several; a process reads them once.
+
+    Raises:
+        DataError: Where a file cannot be read, or is not what its stamp says.
+    """
+    check_unchanged(stamps)
+    return _content_of(tuple(stamps.items()))
+
+
+@functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
+def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
+    digests = []
+    for file, _ in stamps:
+        with reading(file), open(file, "rb") as stream:
+            digests.append(hashlib.file_digest(stream, "sha256"))
+    check_unchanged(dict(stamps))
+    if len(digests) == 1:
+        return digests[0].hexdigest()
+    named = [json.dumps(file.name).encode() + d.digest() for (file, _), d in zip(stamps, digests, strict=True)]
+    return hashlib.sha256(b"".join(named)).hexdigest()

@@ -18,6 +18,8 @@ from gpulab import __version__
 PASSPORT_FORMAT = 1
 LIBRARIES = ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")  # that train as well: `benchmarks/frameworks.py`
 OTHERS = ("chainer", "cupy-cuda13x", "cupy-cuda12x", "numpy", *LIBRARIES)  # the first four run the published network
+DETAILS = {"name": "{}", "compute_capability": "compute capability {}", "multiprocessors": "{} multiprocessors"}
+DETAILS |= {"memory": "{} GiB", "driver": "driver {}"}  # of a GPU, in this order
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
 
 
@@ -38,14 +40,9 @@ class Passport(dict[str, Any]):
             ("memory", f"{self['memory_bytes'] / 2**30:.1f} GiB"),
         ]
         for index, gpu in enumerate(self["gpus"]):
-            details = [
-                gpu["name"],
-                gpu.get("compute_capability") and f"compute capability {gpu['compute_capability']}",
-                gpu.get("multiprocessors") and f"{gpu['multiprocessors']} multiprocessors",
-                gpu.get("memory_bytes") and f"{gpu['memory_bytes'] / 2**30:.0f} GiB",
-                gpu.get("driver") and f"driver {gpu['driver']}",
-            ]
-            rows.append((f"GPU {index}", ", ".join(filter(None, details))))
+            known = gpu | {"memory": f"{gpu.get('memory_bytes', 0) / 2**30:.0f}"}
+            details = [words.format(known[key]) for key, words in DETAILS.items() if known.get(key) not in (None, "0")]
+            rows.append((f"GPU {index}", ", ".join(details)))
         if not self["gpus"]:
             rows.append(("GPU", "none"))
         rows += [(name, version) for name, version in software.items() if version and name not in ("gpulab", "commit")]
@@ -139,17 +136,10 @@ def _gpus() -> list[dict[str, Any]]:
 
     gpus: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "kind": "cuda",
-                "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "multiprocessors": properties.multi_processor_count,
-                "memory_bytes": properties.total_memory,
-                "driver": _nvidia_driver() if torch.version.cuda else None,
-            }
-        )
+        found = torch.cuda.get_device_properties(index)
+        gpu: dict[str, Any] = {"kind": "cuda", "name": found.name, "compute_capability": f"{found.major}.{found.minor}"}
+        gpu |= {"multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory}
+        gpus.append(gpu | {"driver": _nvidia_driver()})
     if torch.backends.mps.is_available():
         gpus.append({"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"})
     for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
@@ -168,6 +158,7 @@ def _said(*command: str) -> str | None:
 
 @functools.cache
 def _nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver; None where there is none, as beside a GPU of AMD's."""
     versions = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.split("\n")[0].strip() if versions else None
 

@@ -1,4 +1,4 @@
-"""A result's faces: a picture, HTML and plain text.
+"""A result's faces: a picture, HTML and plain text; and while it is computed, a bar.
 
 A result derives from `Report` and knows nothing of plots. The function that draws it registers with `draw`,
 as in `@draw.register`, and is found when the picture is asked for.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from markupsafe import Markup
+from tqdm.auto import tqdm
 
 from gpulab import files
 from gpulab.errors import extra
@@ -192,3 +193,25 @@ def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
     with pd.option_context("display.max_colwidth", None):
         html = re.sub(r",(?=\S)", ",<wbr>", frame.to_html(**options, escape=True))
     return Markup(html.replace("<table ", '<table style="font-size: 11px" ', 1) if small else html)
+
+
+class Progress(tqdm):
+    """A bar of work that may be done before its total: what was done was all, and a notebook shows no failure in red.
+
+    Where the output is no terminal, as in a pipe or the log of a cluster, there is none: each step of it would be a
+    line.
+
+    Examples:
+        >>> with Progress(total=9, disable=True) as bar:
+        ...     bar.update(3)
+        >>> bar.total == bar.n
+        True
+    """
+
+    def __init__(self, *args: Any, disable: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, disable=disable or None, **kwargs)  # None is for tqdm: if nobody sees it
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            self.total = self.n
+        super().__exit__(kind, *error)

@@ -50,7 +50,7 @@ def _put_back(stack: ExitStack) -> None:
     import torch
     from torch.backends import cudnn
 
-    from gpulab.numerics import tf32
+    from gpulab.numerics.flags import tf32_restored
 
     def algorithms() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -68,7 +68,7 @@ def _put_back(stack: ExitStack) -> None:
         os.environ.pop(WORKSPACE, None)
         os.environ.update({} if workspace is None else {WORKSPACE: workspace})
 
-    stack.enter_context(tf32.tf32_restored())
+    stack.enter_context(tf32_restored())
 
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ class Setting:
 
         on_cuda, on_mps = self.kind == "cuda", self.kind == "mps"
         count = torch.cuda.device_count() if on_cuda else 0
-        by_inductor, on_gpu = self.compile == "inductor", self.kind in ("cuda", "xpu")
-        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        compiles, on_gpu = self.compile == "inductor", self.kind in ("cuda", "xpu")
+        compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
         lacking = {
             "no CUDA or ROCm GPU that this build of torch can use": on_cuda and count == 0,
             f"only {count} CUDA GPU(s), numbered from 0": on_cuda and int(self.device.partition(":")[2] or 0) >= count,
@@ -283,17 +283,15 @@ class Setting:
             "no Apple GPU (mps)": on_mps and not torch.backends.mps.is_available(),
             "no float64 on its Apple GPU": on_mps and self.precision == "float64",
             "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
-            "no C++ compiler for Inductor, g++ or what $CXX names": by_inductor
-            and not on_gpu
-            and not shutil.which(compiler),
-            "no Triton for Inductor": by_inductor and on_gpu and find_spec("triton") is None,
+            "no C++ compiler for Inductor, g++ or what $CXX names": compiles and not on_gpu and not compiler,
+            "no Triton for Inductor": compiles and on_gpu and find_spec("triton") is None,
             f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags(),
         }
         for what, lacks in lacking.items():
             if lacks:
                 raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
-            from gpulab.numerics.arithmetic import arithmetic_of
+            from gpulab.numerics.emulation import arithmetic_of
 
             arithmetic_of(self.emulate or "float32", self.order)
         if self.compile:
@@ -331,10 +329,9 @@ class Setting:
         if self.compile is None:
             return function
         # The number of threads is written into the code, which torch keeps on disk by all that is given here.
-        threads: Any = (
-            {"cpp.threads": torch.get_num_threads()} if (self.kind, self.compile) == ("cpu", "inductor") else None
-        )
-        return torch.compile(function, backend=self.compile, dynamic=False, options=threads)
+        on_threads = (self.kind, self.compile) == ("cpu", "inductor")
+        options: Any = {"cpp.threads": torch.get_num_threads()} if on_threads else None
+        return torch.compile(function, backend=self.compile, dynamic=False, options=options)
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:
@@ -350,18 +347,18 @@ class Setting:
         from joblib import cpu_count  # a container's quota counts, which torch does not see
         from torch.backends import cudnn
 
-        from gpulab.numerics import denormals, tf32
+        from gpulab.numerics.flags import switch_denormals, switch_tf32
 
         usual = torch.get_num_threads()
         threads = self.threads or min(usual, cpu_count())
         if threads != usual:
             torch.set_num_threads(threads)
         if self.tf32 is not None:
-            tf32.switch_tf32(self.tf32)
+            switch_tf32(self.tf32)
         if self.cudnn is not None:
             cudnn.enabled = self.cudnn
         if self.denormals is not None:
-            denormals.switch_denormals(self.denormals, stack)
+            switch_denormals(self.denormals, stack)
         if self.deterministic is not None:
             torch.use_deterministic_algorithms(self.deterministic)
             cudnn.deterministic = self.deterministic
@@ -460,35 +457,6 @@ def _runs_here(candidate: Setting) -> bool:
         return False
 
 
-def working_threads(work: Callable[[], object], share: float = 0.2) -> int:
-    """Count the threads of this process that really work while `work()` runs.
-
-    A thread counts by the processor time that the operating system notes for it, as `htop` shows it. The number may be
-    smaller than that of the threads that torch was allowed.
-
-    Args:
-        work: A function without arguments. It should run for half a second or more, because the clock is coarse.
-        share: A thread works if it used at least this share, 0 to 1, of the busiest thread's processor time.
-
-    Returns:
-        The number of threads that worked, 0 where the run was too short to be measured.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> gl.working_threads(lambda: sum(range(20_000_000))) >= 1
-        True
-    """
-    import psutil
-
-    def processor_time() -> dict[int, float]:
-        return {t.id: t.user_time + t.system_time for t in psutil.Process().threads()}
-
-    before = processor_time()
-    work()
-    spent = [used - before.get(thread, 0.0) for thread, used in processor_time().items()]
-    return sum(used >= share * max(spent) for used in spent) if max(spent) > 0 else 0
-
-
 def cpu_flags() -> frozenset[str]:
     """The names of the vector extensions and other features that this CPU reports."""
     from gpulab.passports import cpu_description
@@ -501,7 +469,7 @@ def arithmetic() -> dict[str, Any]:
     import torch
     from torch.backends import cudnn
 
-    from gpulab.numerics.tf32 import precision_allowed
+    from gpulab.numerics.flags import precision_allowed
 
     return {
         "threads": torch.get_num_threads(),

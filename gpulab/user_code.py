@@ -1,17 +1,25 @@
-"""Functions of the user's, found by the name of a module or file."""
+"""Functions of the user's: found by the name of a module or file, and told apart by the text they are written in."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import json
 import os
 import sys
+import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
 from gpulab.errors import UsageError, in_one_line
-from gpulab.files import shipped
+from gpulab.files import PACKAGE, shipped
+
+LIBRARIES = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
+GENERATED = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
 
 
 def find_function(name: str, role: str) -> Callable[..., Any]:
@@ -53,10 +61,9 @@ def _look_in(folder: str) -> None:
 def _module_of(file: Path) -> types.ModuleType:
     """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
     _look_in(str(file.parent))
-    loaded_module = sys.modules.get(file.stem)
-    name = (
-        file.stem if loaded_module is None or getattr(loaded_module, "__file__", None) == str(file) else f"_{file.stem}"
-    )
+    loaded = sys.modules.get(file.stem)
+    is_another = loaded is not None and getattr(loaded, "__file__", None) != str(file)
+    name = f"_{file.stem}" if is_another else file.stem
     module = types.ModuleType(name)
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses and the processes of a DataLoader look for it there
@@ -66,3 +73,98 @@ def _module_of(file: Path) -> types.ModuleType:
         del sys.modules[name]  # half a module would be taken for the whole by the next import
         raise
     return module
+
+
+# --- the text of one ---------------------------------------------------------------------------------------
+
+
+class UnknownSourceError(Exception):
+    """Something that has no text, and that JSON cannot carry; the message says what."""
+
+
+def source_of(value: Any, file: Path | None = None, inside: tuple[Any, ...] = ()) -> Any:
+    """What a function is written in, as JSON: the text of its file, and of the files beside it that this imports.
+
+    Of one that was typed into a notebook it is its own text, with what that names: functions and classes by their
+    text, what belongs to a library by its name, numbers and texts as they are. What a function takes from one around
+    it counts, too. Not noticed are files that are only read, and modules that are imported under a computed name.
+
+    Args:
+        value: The function; or what it names.
+        file: Where it is written, if that is known.
+        inside: What names it, which may be itself.
+
+    Raises:
+        UnknownSourceError: For a function without a text, and for an object, whose content has none.
+    """
+    if isinstance(value, functools.partial):  # its keywords are options
+        return [source_of(value.func, file), [source_of(held) for held in value.args]]
+    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type):
+        try:
+            return json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            raise UnknownSourceError(f"a {type(value).__qualname__} in it has no text") from None
+    if value in inside or isinstance(value, types.ModuleType) or (inside and _of_library(value)):
+        return [getattr(value, "__module__", ""), value.__name__]
+    file = file or file_of(value)
+    named = _named(value, typed=file is None)
+    try:
+        text: Any = texts_of(file) if file else "" if isinstance(value, type) else inspect.getsource(value)
+    except (OSError, TypeError):
+        raise UnknownSourceError(f"no text of {value.__qualname__}") from None
+    return [text, {name: source_of(held, None, (*inside, value)) for name, held in named.items()}]
+
+
+def _named(definition: Any, typed: bool) -> dict[str, Any]:
+    """What a function takes from those around it; and if it was typed, what it names of what was typed beside it.
+
+    Of a class that was typed, of which `inspect` has no text, its bases and members.
+    """
+    if isinstance(definition, type):
+        members = {name: member for name, member in vars(definition).items() if name not in GENERATED}
+        plain = {name: getattr(member, "__func__", getattr(member, "fget", member)) for name, member in members.items()}
+        return plain | {base.__name__: base for base in definition.__bases__} if typed else {}
+    cells = zip(definition.__code__.co_freevars, definition.__closure__ or (), strict=True)
+    named = {name: cell.cell_contents for name, cell in cells}
+    used = {name for code in _codes(definition.__code__) for name in code.co_names} if typed else set()
+    return named | {name: definition.__globals__[name] for name in sorted(used & definition.__globals__.keys())}
+
+
+def file_of(definition: Any) -> Path | None:
+    """The file in which a function or class is written; None where it was typed into a notebook or a console."""
+    if definition.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        return None
+    try:
+        file = Path(inspect.getsourcefile(definition) or "")
+    except TypeError:
+        return None
+    return file.resolve() if file.is_file() else None
+
+
+def _of_library(definition: Any) -> bool:
+    file = file_of(definition)
+    in_library = file is None or any(file.is_relative_to(folder.resolve()) for folder in LIBRARIES)
+    return in_library and definition.__module__ != "__main__"
+
+
+def texts_of(file: Path) -> dict[str, str]:
+    """The text of a file and of each that it imports from beside it, and those import, by their names from there."""
+    root = file.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    finder = ModuleFinder([str(root)])  # what is not below the folder, such as torch, it does not find
+    if root == file.parent:
+        finder.run_script(str(file))  # which it reads, and does not run
+    else:
+        finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
+    found = {Path(each.__file__) for each in finder.modules.values() if getattr(each, "__file__", None)}  # type: ignore[attr-defined]
+    texts = {each: each.read_text(encoding="utf-8", errors="replace") for each in found}
+    return {each.relative_to(root).as_posix(): text for each, text in texts.items()}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _codes(constant)

@@ -30,10 +30,6 @@ class Answer(NamedTuple):
     out: str
     errors: str
 
-    @property
-    def said(self):
-        return self.out + self.errors
-
 
 @pytest.fixture
 def answer(tmp_path, monkeypatch):
@@ -67,78 +63,59 @@ def output(answer):
     return run
 
 
-def test_the_version_is_told_and_help_says_what_holds_where_nothing_is_said(output):
+def test_version_help_and_devices(output):
     assert output("--version") == f"gpulab {gl.__version__}\n"
     assert "[default: ($GPULAB_STORE or ./runs)]" in output("runs", "--help")
-    assert "[default: (the profile's, or 10)]" in output("experiment", "--help")
-
-
-def test_devices_shows_the_passport_and_the_settings_that_run_here(output):
     text = output("devices")
     assert gl.passport()["software"]["python"] in text
     assert text.split("Settings that run here: ")[1].split() == gl.available_settings()
 
 
-def test_a_run_is_trained_kept_listed_and_not_trained_again(output, tmp_path):
+def test_train_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_path):
     train = [*SMOKE, "--seed", "3", "--setting", "cpu:threads=1"]
     first = output(*train)
     assert re.search(r"autoencoder under cpu:threads=1, seed 3: final loss 0\.\d+", first)
     assert output(*train) == first, "down to the seconds: it is the run that was there"
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
-    record = stores.read_run(Path(run.path))[0]
-    assert (
-        record["command"]
-        == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --option frames=40"
-    )
-    assert record["arithmetic"]["threads"] == 1
+    command = "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --option frames=40"
+    assert stores.read_run(Path(run.path))[0]["command"] == command
     assert f"kept in other{os.sep}{run.id}" in output(*train, "--store", "other")
-    assert gl.runs(tmp_path / "other").weights.tolist() == [run.weights]
-    listed = output("runs")
-    assert output("runs", "runs") == listed
     assert output("runs", ".") == "no runs in .\n"
-    assert "1 runs" in listed
-    assert "cpu:threads=1" in listed
+    assert re.search(r"1 runs\n.*cpu:threads=1", output("runs"), re.DOTALL)
     frame = pd.read_csv(io.StringIO(output("runs", "runs", "--csv")), float_precision="round_trip")
     assert list(frame.columns) == stores.COLUMNS
     assert (frame.weights.tolist(), frame.final_loss.tolist()) == ([run.weights], [run.final_loss])
 
 
-def test_a_table_from_elsewhere_gets_its_verdict_and_picture(answer, tmp_path):
+def test_verdict_of_a_table_from_elsewhere_with_its_picture(answer, tmp_path):
     losses = [("cpu", 0.1), ("cuda", 0.6)]
     rows = [f"{seed},{device},{base + 0.01 * seed},FINISHED,a" for seed in range(8) for device, base in losses]
-    header = "params.seed,params.device,metrics.loss,status,params.model"
+    header = "seed,device,loss,status,model"
     (tmp_path / "runs.csv").write_text("\n".join([header, *rows, "8,cpu,,KILLED,a", "0,cpu,0.3,FINISHED,b"]))
-    options = ["verdict", "runs.csv", "--metric", "loss", "--factor", "device", "--margin", "0.05"]
-    first = answer(*options, "--where", "model=a", "--picture", "seeds.png")
-    assert (
-        "cuda against cpu, 8 seeds: different. With cuda the loss is 4.7 times as high as with cpu, and " in first.out
-    )
-    assert "Difference 0.5; 95 % interval 0.5 to 0.5; p = 0.0078" in first.out
-    assert "differences below 1 % count" in answer(*options[:-1], "1%", "--where", "model=a", "--alpha", "0.001").out
+    options = ["verdict", "runs.csv", "--metric", "loss", "--factor", "device"]
+    first = answer(*options, "--margin", "0.05", "--where", "model=a", "--picture", "seeds.png")
+    assert "cuda against cpu, 8 seeds: different. With cuda the loss is 4.7 times as high as with cpu," in first.out
     assert "did not finish: 1 (cpu 1 killed)" in first.out
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    other = answer(*options, "--where", "model=a", "--reference", "cuda", "--alpha", "0.005")
+    other = answer(*options, "--margin", "1%", "--where", "model=a", "--reference", "cuda", "--alpha", "0.005")
     assert "cpu against cuda, 8 seeds: inconclusive" in other.out
+    assert "differences below 1 % count" in other.out
     for wrong, status, words in (
-        (options, 2, "device 'cpu' seed 0 was run more than once"),
-        ([*options, "--margin", "small"], 2, "margin 'small': expected a number above 0"),
+        ([*options, "--margin", "0.05"], 2, "device 'cpu' seed 0 was run more than once"),
+        ([*options, "--where", "model=a", "--margin", "small"], 2, "margin 'small': expected a number above 0"),
         (["verdict", "no.csv"], 1, "no.csv"),
-        (["verdict", "runs.csv", "--metric", "lost"], 2, "no column 'lost'; there are params.seed, params.device"),
     ):
         got = answer(*wrong)
-        assert got.status == status
-        assert words in got.errors
+        assert (got.status, words in got.errors) == (status, True)
 
 
-def test_an_experiment_is_run_compared_listed_and_packed(output, tmp_path):
+def test_experiment_is_run_compared_listed_and_packed(output, tmp_path):
     text = output("experiment", *SMOKE[1:], "--seeds", "2", "--setting", "cpu", "--setting", "cpu:threads=1")
-    assert "4 runs" in text
     frame = gl.runs(tmp_path / "runs")
     assert [*zip(frame.setting, frame.seed, strict=True)] == [*itertools.product(["cpu", "cpu:threads=1"], [0, 1])]
+    assert "4 runs" in text
     assert str(gl.verdict(frame)) in text
-    command = stores.read_run(Path(frame.path[3]))[0]["command"]
-    assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --option frames=40"
     output("pack", "runs", "packed.parquet")
     of_store = output("verdict", "runs")
     assert "cpu:threads=1 against cpu, 2 seeds" in of_store
@@ -146,28 +123,25 @@ def test_an_experiment_is_run_compared_listed_and_packed(output, tmp_path):
     output(*SMOKE, "--option", "loader=reused")
     assert "loader" in output("runs"), "runs are listed with what differs"
     some = output("runs", "--where", "loader=reused", "--where", "seed=0")
-    assert "1 runs" in some
-    assert "loader" not in some
+    assert ("1 runs" in some, "loader" in some) == (True, False)
 
 
 def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
     experiment = ["experiment", "whitener", "--profile", "smoke", "--seeds", "1", "--setting", "cpu:threads=1"]
     assert answer(*experiment, "--option", "covariance=centred", "--option", "code=20").status == 0
     (run,) = gl.runs(tmp_path / "runs").itertuples()
-    assert run.covariance == "centred"
     record = stores.read_run(Path(run.path))[0]
-    assert record["configuration"]["model_options"]["code"] == 20
+    assert (run.covariance, record["configuration"]["model_options"]["code"]) == ("centred", 20)
     assert record["command"].endswith("--option covariance=centred --option code=20")
-    for wrong in ("covariance", "=centred", "covariance=diagonal"):
+    for wrong in ("=centred", "covariance=diagonal"):
         got = answer(*experiment, "--option", wrong)
-        assert got.status == 2
-        assert wrong.rpartition("=")[2] in got.errors
+        assert (got.status, wrong.rpartition("=")[2] in got.errors) == (2, True)
 
 
 # --- processes: signals, pipes and disks --------------------------------------------------------------------
 
 
-def test_recorded_runs_are_listed_as_csv(tmp_path):
+def test_runs_lists_recorded_ones_as_csv(tmp_path):
     command = [*COMMAND, "runs", "--recorded", "--csv"]
     table = pd.read_csv(io.StringIO(subprocess.check_output(command, cwd=tmp_path, text=True)))
     assert table.recorded.all()
@@ -176,7 +150,7 @@ def test_recorded_runs_are_listed_as_csv(tmp_path):
 
 @pytest.mark.slow("starts a process that loads torch")
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
-def test_an_instruction_set_can_be_chosen(tmp_path):
+def test_train_with_an_older_instruction_set(tmp_path):
     subprocess.run([*COMMAND, *SMOKE, "--setting", "cpu:isa=avx2"], cwd=tmp_path, check=True, timeout=120)
     record = stores.read_run(Path(gl.runs(tmp_path / "runs").path[0]))[0]
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
@@ -198,7 +172,7 @@ def hears_ctrl_c():
 
 @of_posix
 @pytest.mark.slow("interrupts a training in another process")
-def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path):
+def test_train_saves_a_checkpoint_on_ctrl_c_and_goes_on(tmp_path):
     size = ["--option", "size=[8,12]", "--option", "channels=[3,4]", "--option", "frames=2000"]
     command = [sys.executable, "-c", CHECKPOINTS_ALL_THE_TIME, "train", "prednet", "--profile", "smoke", *size]
     training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
@@ -251,55 +225,39 @@ def my_steps(tmp_path):
     return tmp_path
 
 
-def test_steps_are_recorded_and_compared(my_steps, answer, output):
+def test_record_and_audit_of_traces(my_steps, answer, output):
     assert "kept in step-cpu.trace" in output("record", "my_steps.py:step", "step-cpu.trace")
     output("record", "my_steps:step", "deep/b.trace", "--setting", "cpu:threads=1")
-    assert gl.audits.Trace.load("deep/b.trace").setting == "cpu:threads=1"
-    text = output("audit", "step-cpu.trace", "deep/b.trace", "--html", "pages/report.html")
-    assert "identical to the last bit" in text
-    page = (my_steps / "pages" / "report.html").read_text(encoding="utf-8")
-    assert "data:image/png;base64," in page
-    assert "cpu:threads=1" in page
+    assert "identical to the last bit" in output("audit", "step-cpu.trace", "deep/b.trace")
     output("record", "my_steps.py:other", "other.trace")
     output("record", "my_steps.py:wrong", "wrong.trace")
-    found = answer("audit", "wrong.trace", "wrong.trace", "--html", "wrong.html")
-    assert (found.status, "report in wrong.html" in found.out) == (1, True)
-    assert "overwritten" in (my_steps / "wrong.html").read_text(encoding="utf-8")
+    found = answer("audit", "wrong.trace", "wrong.trace", "--html", "pages/wrong.html")
+    assert (found.status, "report in pages/wrong.html" in found.out) == (1, True)
+    page = (my_steps / "pages" / "wrong.html").read_text(encoding="utf-8")
+    assert "overwritten" in page
+    assert "data:image/png;base64," in page
     for wrong, status, words in (
         ("audit step-cpu.trace other.trace", 2, "different steps"),
         ("audit step-cpu.trace no.trace", 2, "no.trace: not a trace"),
         ("audit missing.trace step-cpu.trace", 2, "missing.trace"),
-        ("audit my_steps.py:short cpu", 2, "my_steps.py:short"),
         ("audit my_steps.py:short cpu cpu:threads=1 cuda", 2, "two traces, or a step and two settings; got my_steps"),
-        ("audit step-cpu.trace", 2, "expected two traces"),
         ("record my_steps.py:nothing x.trace", 2, "no function or gpulab.Step named 'nothing'"),
-        ("record no_such_module:step x.trace", 2, "no_such_module cannot be imported"),
-        ("record my_steps.py x.trace", 2, "expected module:name or file.py:name"),
         ("record my_steps.py:step x.trace --setting cuda:77", 1, "cuda:77"),
     ):
         got = answer(*wrong.split())
-        assert got.status == status, wrong
-        assert words in got.errors
+        assert (got.status, words in got.errors) == (status, True), wrong
 
 
 @pytest.mark.usefixtures("my_steps")
-def test_an_audit_says_on_which_line_reduced_precision_is(output):
-    text = output("audit", "my_steps.py:short", "cpu", "cpu:emulate=tf32")
+def test_audit_of_a_step_for_people_programs_and_an_issue(answer):
+    compared = ("audit", "my_steps.py:short", "cpu", "cpu:emulate=tf32")
     line = STEPS.splitlines().index("    loss = (x @ x.T).square().sum()") + 1
+    text = answer(*compared).out
     assert "3 × reduced precision" in text
     assert f"my_steps.py:{line}" in text
-    assert re.search(r"\d+% of the difference in the results goes back to it", text)
-
-
-@pytest.mark.usefixtures("my_steps")
-def test_audit_for_programs_and_for_an_issue(answer):
-    compared = ("audit", "my_steps.py:short", "cpu", "cpu:emulate=tf32")
-    found = answer(*compared, "--json")
-    said = json.loads(found.out)
-    assert (found.status, said["kind"], said["faulty"]) == (0, "reduced precision", False)
+    said = json.loads(answer(*compared, "--json").out)
     assert set(said) == {"format", "headline", "kind", "faulty", "settings", "passports", "findings"}
-    assert said["findings"][0]["line"].startswith("my_steps.py:")
-    assert 0 < said["findings"][0]["share"] <= 1
+    assert (said["kind"], said["faulty"]) == ("reduced precision", False)
     failed = answer(*compared, "--fail-on", "reduced precision", "--markdown")
     assert failed.status == 1
     assert failed.out.startswith(said["headline"])
@@ -318,18 +276,11 @@ train prednet --seed -1
 train prednet --option frames=many
 train prednet --setting gpu
 train resnet
-train prednet --profile huge
-train prednet --profile smoke --option data=imagenet
-train prednet --option size=24
 train prednet --option channels=a,b
-train autoencoder --profile smoke --option channels=[3,4]
-train prednet --profile smoke --option learning_rate=nan
 train prednet --data-option seed
 experiment prednet
 experiment prednet --setting cpu --seeds some
-experiment prednet --setting cpu --seeds 0
 experiment prednet --setting cpu --workers 0
-experiment prednet --profile smoke --setting cpu --option frames=0
 runs one another
 """
 FAILURES = {  # what cannot be done, and what is named
@@ -342,14 +293,14 @@ FAILURES = {  # what cannot be done, and what is named
 
 
 @pytest.mark.parametrize("command", USAGE.strip().splitlines())
-def test_a_command_that_makes_no_sense_ends_with_status_2(command, answer):
+def test_command_that_makes_no_sense_ends_with_status_2(command, answer):
     got = answer(*command.split())
     assert (got.status, got.out) == (2, "")
     assert got.errors.strip()
 
 
 @pytest.mark.parametrize("command", FAILURES)
-def test_what_cannot_be_done_ends_with_status_1_and_one_line(command, answer, tmp_path):
+def test_command_that_cannot_be_done_ends_with_status_1_and_one_line(command, answer, tmp_path):
     (tmp_path / "a-file").write_text("not a folder")
     got = answer(*command.split())
     assert (got.status, got.out) == (1, "")
@@ -379,39 +330,31 @@ def own(tmp_path):
 
 
 @pytest.mark.slow("runs six experiments, each in processes of its own")
-def test_a_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tmp_path):
+def test_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tmp_path):
     two_settings = [*own, "--seeds", "2", "--setting", "cpu:threads=2", "--metric", "loss"]
     assert "cpu:threads=2 against cpu:threads=1, 2 seeds: equivalent" in output(*two_settings)
     one = output("train", "own.py:train", "--seed", "1", "--option", "learning_rate=0.5")
     assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", one)
-    listed = output("runs")
-    for word in ("5 runs", "own.py:train", "learning_rate", "width", "size"):
-        assert word in listed
+    assert re.search("5 runs.*learning_rate.*size", output("runs"), re.DOTALL)
     (row,) = (row for row in gl.runs(tmp_path / "runs").itertuples() if row.learning_rate == 0.5)
-    assert (row.size, row.width) == (2.0, 4)
     command = "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
     assert stores.record_of(row)["command"] == command
-    calls = [len((tmp_path / "calls").read_text().splitlines())]
-    for more in ([], ["--picture", "runs.png"]):
-        output(*own, "--seeds", "0,1", *more)
-        calls.append(len((tmp_path / "calls").read_text().splitlines()))
-    assert calls == [5, 5, 5], "what is there is not done again"
+    output(*own, "--seeds", "0,1", "--picture", "runs.png")
+    assert len((tmp_path / "calls").read_text().splitlines()) == 5, "what is there is not done again"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     for options, words in (
         (["--metric", "accuracy"], "no column 'accuracy'"),
         (["--option", "colour=3"], "no option 'colour'; it has width, learning_rate"),
-        (["--option", "flip=3"], "no option 'flip'"),
         (["--data-option", "seed=3"], "--data-option seed"),
     ):
         got = answer(*own, "--seeds", "1", *options)
-        assert got.status == 2
-        assert words in got.errors
+        assert (got.status, words in got.errors) == (2, True)
 
 
 # --- names -------------------------------------------------------------------------------------------------
 
 
-def test_what_could_not_be_written_is_said_before_the_work(answer, tmp_path):
+def test_file_that_cannot_be_written_is_named_before_the_work(answer, tmp_path):
     (tmp_path / "a-file").write_text("")
     long, experiment = "x" * 300, ["experiment", *SMOKE[1:], "--setting", "cpu", "--picture"]
     for words, arguments in {
@@ -426,7 +369,7 @@ def test_what_could_not_be_written_is_said_before_the_work(answer, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names themselves")
-def test_a_store_whose_name_is_not_utf8_is_refused(answer, tmp_path):
+def test_store_whose_name_is_not_utf8_is_refused(answer, tmp_path):
     (tmp_path / "own.py").write_text("def train(seed):\n    return float(seed)\n")
     got = answer("experiment", "own.py:train", "--setting", "cpu", "--seeds", "2", "--store", "runs\udcff")
     assert got.status == 2

@@ -49,7 +49,6 @@ CALLS = {
     gl.Experiment: {"model": own, "settings": ["cpu"], "seeds": 2, "workers": 1, "reruns": 1},
     gl.seed_runs: {"train": own, "setting": "cpu", "seeds": 1},
     gl.numerics.round_to: {"x": BATCH, "name": "tf32", "mode": "nearest"},
-    gl.stats.seeds_needed: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "alpha": 0.05, "power": 0.8},
     gl.saddles.extreme_eigenpairs: {"H": HESSIAN, "tolerance": 0.01},
     gl.saddles.spectral_density: {"H": HESSIAN, "probes": 2, "steps": 3},
     gl.models.flip_bit: {"model": NET, "weight": 0},

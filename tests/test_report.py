@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import companion
 import gpulab as gl
 from gpulab import files, report
 from gpulab.audits.steps import Step
@@ -17,7 +16,7 @@ from gpulab.audits.steps import Step
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 
 
-PAGES = ["audit.html", "verdict.html", "components.html"]
+PAGES = ["audit.html", "verdict.html"]
 
 
 class Page(html.parser.HTMLParser):
@@ -67,7 +66,6 @@ def pages(tmp_path_factory):
     rows = [{HOSTILE: seed, metric: seed * 0.1 + n, factor: f"{n}{HOSTILE}"} for seed in range(8) for n in (0, 1)]
     columns = {"metric": metric, "factor": factor, "block": HOSTILE}
     gl.verdict(pd.DataFrame(rows), **columns).save(folder / "verdict.html", HOSTILE)
-    companion.variance_components(pd.DataFrame(rows), **columns).save(folder / "components.html", HOSTILE)
     return folder
 
 

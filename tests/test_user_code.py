@@ -1,13 +1,19 @@
+import functools
+import linecache
+import sys
+import types
+
 import pytest
 
 import gpulab as gl
+from gpulab.training.functions import TrainingFunction
 from gpulab.user_code import find_function
 
 
-def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
+def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
     (tmp_path / "my_steps_here.py").write_text("def step(setting):\n    return setting\n\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr("sys.path", [*sys.path])
     assert find_function("my_steps_here:step", "step")("x") == "x"
     assert find_function(f"{tmp_path / 'my_steps_here.py'}:step", "step")("y") == "y"
     for words, name in {
@@ -17,3 +23,65 @@ def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(gl.UsageError, match=words):
             find_function(name, "step")
+
+
+# --- the text of one ---------------------------------------------------------------------------------------
+
+PACKAGE = {
+    "__init__": "",
+    "model": "from .deep import SIZE\nfrom os import path\n",
+    "deep/__init__": "from .sizes import *\n",
+    "deep/sizes": "SIZE = 3\n",
+    "train": "def train(seed):\n    from mine import model\n    import json\n    return model.SIZE\n",
+}
+
+
+def test_source_of_a_function_in_a_file_is_all_that_it_imports_from_beside(tmp_path, monkeypatch):
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    sources = set()
+    for changed in ["", *PACKAGE]:
+        for name, text in PACKAGE.items():
+            (tmp_path / "mine" / f"{name}.py").write_text(text + ("y = 0\n" if name == changed else ""))
+        sources.add(TrainingFunction("mine.train:train").source)
+    assert len(sources) == 1 + len(PACKAGE)
+
+
+def test_source_of_a_function_in_a_notebook_is_what_was_typed(monkeypatch):
+    """Text in no file; an edit of what it calls makes another."""
+    typed = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", typed)
+    net = "class Net:\n    def __init__(self):\n        self.loss = WIDTH\n"
+    loss, train = "def loss(net):\n    return net.loss\n", "def train(seed):\n    return loss(Net())\n"
+    edits = ["WIDTH = 3\n", net.replace("WIDTH", "4"), loss.replace("net.loss", "2 * net.loss"), "WIDTH = 3\n"]
+    found = []
+    for number, text in enumerate([net, loss, "WIDTH = 2\n", train, *edits]):
+        name = f"<cell {number}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        exec(compile(text, name, "exec"), vars(typed))
+        if hasattr(typed, "train"):
+            found.append(TrainingFunction(typed.train).source)
+    assert len(set(found)) == 4
+    assert found[-1] == found[-2], "the same text typed again"
+    assert gl.seed_runs(typed.train, seeds=1, progress=False).final_loss[0] == 8
+
+
+def test_source_of_a_closure_and_a_partial_has_what_they_hold():
+    def make(rate):
+        return lambda seed: rate
+
+    def partly(rate, seed):
+        return rate
+
+    for build in (make, lambda rate: functools.partial(partly, rate)):
+        sources = [TrainingFunction(build(rate)).source for rate in (1, 2, 1)]
+        assert sources[0] == sources[2] != sources[1]
+
+
+def test_source_of_an_object_that_trains_is_unknown():
+    class Trainer:
+        def __call__(self, seed):
+            return 2
+
+    assert TrainingFunction(Trainer()).unknown
+    assert gl.seed_runs(Trainer(), seeds=1, progress=False).final_loss[0] == 2

@@ -23,7 +23,7 @@ from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, Values
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.judgement import cause_not_found
-from gpulab.audits.operations import Operation
+from gpulab.audits.traces import Operation
 
 
 class Attribution:
@@ -79,8 +79,6 @@ class Attribution:
         if a in self.others and not any(self.comparison.common(*pair, a) for pair in inputs):
             kept = 1.0
         self.kept[a] += amount * kept
-        if not any(gaps) and apart > self.comparison.tolerance(a, b):
-            self.lost[a] += amount * (1 - kept)
         for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
             if fraction and kept < 1:
                 self._arrive(pair, amount * (1 - kept) * fraction, a)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pandas as pd
 from markupsafe import Markup
 
 from gpulab import report
-from gpulab.audits.answers import Answer
+from gpulab.audits import tolerances as tol
 from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, check_same_step
+from gpulab.audits.compiled import CompiledAudit, audit_compiled
 from gpulab.audits.count_sketch import WITH_FLOAT64
-from gpulab.audits.findings import Finding
+from gpulab.audits.findings import KINDS, Answer, Finding, described, named
 from gpulab.audits.judgement import judge
 from gpulab.audits.recording import record
 from gpulab.audits.steps import check_step
-from gpulab.audits.traces import Trace
+from gpulab.audits.traces import RESULT, Trace
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from gpulab.audits.compiled import CompiledAudit
 
 
 class Audit(Answer):
@@ -36,7 +36,7 @@ class Audit(Answer):
         a: The first trace.
         b: The other trace.
         findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
-        pairs: Each operation as it is in `a` and in `b`, where it is, with the same one in float64.
+        pairs: Each operation as it is in `a` and in `b`, where it is.
 
     Examples:
         >>> import torch
@@ -57,9 +57,14 @@ class Audit(Answer):
     @property
     def headline(self) -> str:
         """The two settings, what was found between them, what was looked at, and what was not."""
-        from gpulab.audits.summaries import headline
-
-        return headline(self.comparison, self.findings)
+        comparison = self.comparison
+        titles = f"{self.a.title} against {self.b.title}"
+        sentences = [f"{titles}: {_kinds(comparison, self.findings)}.", *_extent(comparison)]
+        if len(comparison.not_finite) == 1:
+            ((side, origin),) = comparison.not_finite.items()
+            where = f"{described(origin.results[0])}, first in {named(origin.op)}"
+            sentences.append(f"Under {self.titles[side]} alone {origin.what} reaches {where}.")
+        return " ".join(sentences)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -67,24 +72,62 @@ class Audit(Answer):
 
         `operation`, `phase`, `module`, `line`; `kind`; for both settings the operation's own error
         `error_a` against float64 from the same inputs, the bound that rounding explains `bound_a`, and
-        `ratio_a`; the error that has come together since the beginning of the step, `so_far_a`; the
-        `difference` between the two settings; all relative to the size of the exact result (NaN where
-        that is next to nothing, as the gradient of a bias before a normalisation is); and whether both
-        gave the `same_bits`.
+        `ratio_a`, relative to the size of the exact result; the `difference` between the two settings, relative
+        to what the first one made; and whether both gave the `same_bits`.
         """
-        from gpulab.audits.summaries import operations_table
-
-        return operations_table(self.comparison, self.findings)
+        kinds = {finding.op: finding.kind for finding in reversed(self.findings)}
+        rows = []
+        for pair in self.pairs:
+            of_both = [kinds[one] for one in pair.operations if one in kinds]
+            row: dict[str, Any] = {name: getattr(pair.one, name) for name in ("name", "phase", "module", "line")}
+            row["kind"] = min(of_both, key=KINDS.index, default="rounding")
+            for side, op in (("a", pair.a), ("b", pair.b)):
+                row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
+            gaps = self.comparison.gaps(pair.a.outputs, pair.b.outputs) if pair.a and pair.b else [math.nan]
+            row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS}
+            rows.append(row)
+        return pd.DataFrame(rows).rename(columns={"name": "operation"})
 
     def words(self) -> Markup:
         """The findings and all operations."""
-        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
+        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "error_a", "error_b", "difference"]
         operations = report.table(self.table[shown], na_rep="")
         return super().words() + report.render("audit.html", count=len(self.pairs), operations=operations)
 
     def picture(self) -> report.Picture:
         """Each operation's error, under the one setting and the other."""
         return self.plot()
+
+
+def _kinds(comparison: Comparison, findings: Sequence[Finding]) -> str:
+    """How often each kind was found. What both settings share is no difference between them, and said last."""
+    shared = [f.kind for f in findings if f.under_both and f.kind == "reduced precision"]
+    counts = Counter(f.kind for f in findings if f.kind != "rounding")
+    counts.subtract(shared)
+    kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
+    if not kinds:
+        identical = all(pair.a and pair.b and comparison.same_bits(pair.a, pair.b) for pair in comparison.pairs)
+        kinds = "identical to the last bit" if identical else "all is well: rounding alone"
+    return f"{kinds}; under both {len(shared)} × reduced precision" if shared else kinds
+
+
+def _extent(comparison: Comparison) -> list[str]:
+    """What was compared and checked, of which loss, and what the step leaves that could not be."""
+    results = comparison.results
+    alone = len(comparison.pairs) - len(comparison.matched)
+    unpaired = f" ({alone} more ran under one setting only)" if alone else ""
+    checked = sum(op.ratio is not None for pair in comparison.pairs for op in pair.operations)
+    sentences = [
+        f"{len(comparison.matched) - len(results)} operations and {len(results)} results were matched{unpaired}; "
+        f"{checked} were checked against float64."
+    ]
+    if "loss" in comparison.a.notes:
+        sentences.append(f"The loss was {comparison.a.notes['loss']}.")
+    if not results:
+        sentences.append("The step returned nothing and left no gradient: what it is for could not be compared.")
+    elif not any(pair.one.name in ("gradient", "updated") for pair in comparison.pairs if pair.one.phase == RESULT):
+        sentences.append("It left no gradient and updated nothing: only what it returned was compared.")
+    return sentences
 
 
 def compare(a: Trace, b: Trace) -> Audit:
@@ -162,8 +205,6 @@ def audit(
     first.check()
     second.check()
     if first.compile or second.compile:
-        from gpulab.audits.compiled import audit_compiled
-
         return audit_compiled(step, first, second, progress)
     on = first.device if first.device == second.device and first.kind in WITH_FLOAT64 else "cpu"  # where it is quickest
     trace = record(step, a, on=on, progress=progress)
@@ -171,11 +212,8 @@ def audit(
 
 
 def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
-    """Two traces of two names: their own; or else by file, by what differs in machine or flags, or by order."""
+    """Two traces of two names: their own; or else by file, or by order."""
     if a.title != b.title:
         return [a, b]
-    about_a, about_b = (trace.passport | trace.arithmetic for trace in (a, b))
-    differing = next((name for name in about_a if name in about_b and about_a[name] != about_b[name]), None)
-    by_machine = [f"{differing} {about[differing]}" if differing else "" for about in (about_a, about_b)]
-    names = next(pair for pair in (files, by_machine, ("first", "second")) if all(pair) and pair[0] != pair[1])
+    names = files if all(files) and files[0] != files[1] else ("first", "second")
     return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]

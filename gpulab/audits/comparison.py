@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from gpulab.audits import tolerances as tol
-from gpulab.audits.count_sketch import distance
-from gpulab.audits.not_finite import NotFinite, find_not_finite
-from gpulab.audits.operations import RESULT, TENSOR, Operation
-from gpulab.audits.traces import Trace, aligned, call_of
+from gpulab.audits.count_sketch import LARGEST, SKETCH, distance
+from gpulab.audits.traces import RESULT, TENSOR, Operation, Trace, aligned, call_of
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
@@ -25,16 +25,16 @@ _HOW = """
 HOW = frozenset(_HOW.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
+NAN, INFINITY = "NaN", "infinity"
 Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An operation under both settings, or under one alone, and the same one in float64."""
+    """An operation under both settings, or under one alone."""
 
     a: Operation | None
     b: Operation | None
-    exact: Operation | None
 
     @property
     def one(self) -> Operation:
@@ -59,6 +59,25 @@ class Origin:
     before: list[tuple[Operation, Values]]
 
 
+@dataclass(frozen=True)
+class NotFinite:
+    """Where a trace's NaN or infinity comes from.
+
+    Attributes:
+        what: `NAN` or `INFINITY`.
+        op: The operation that made it of numbers; if none did, the first that was given it.
+        made: Whether the operation made it.
+        infinity: The operation that made the infinity of which it made NaN; None where that was put in or is none.
+        results: The results that are not finite: the loss first, then gradients and what was updated.
+    """
+
+    what: str
+    op: Operation
+    made: bool
+    infinity: Operation | None
+    results: list[Operation]
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Two traces of one step: their operations in `pairs`, who made which value, and how far values are apart."""
@@ -68,15 +87,8 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> list[Pair]:
-        """Operations of the two that stand for each other, each with the one in float64."""
-        exact = {
-            op: twin
-            for trace in (self.a, self.b)
-            for op, twin in aligned(trace.operations, self.a.reference)
-            if op and twin and op.shape == twin.shape
-        }
-        pairs = aligned(self.a.operations, self.b.operations)
-        return [Pair(a, b, exact.get(a or b) or exact.get(b or a)) for a, b in pairs]  # type: ignore[arg-type]
+        """Operations of the two that stand for each other."""
+        return [Pair(a, b) for a, b in aligned(self.a.operations, self.b.operations)]
 
     @cached_property
     def matched(self) -> list[tuple[Operation, Operation]]:
@@ -137,10 +149,6 @@ class Comparison:
         place = self.position[op]
         return self.a if place < len(self.a.operations) and self.a.operations[place] is op else self.b
 
-    def here(self, op: Operation) -> str:
-        """What the setting is called that an operation ran under."""
-        return self.trace_of(op).title
-
     def there(self, op: Operation) -> str:
         """What the other setting is called."""
         return (self.b if self.trace_of(op) is self.a else self.a).title
@@ -161,11 +169,6 @@ class Comparison:
     def gaps(self, values_a: Iterable[str], values_b: Iterable[str]) -> list[float]:
         """How far values are apart, one by one."""
         return list(map(self.gap, zip(values_a, values_b, strict=False)))
-
-    def result_gaps(self, a: Operation, b: Operation) -> list[float]:
-        """How far apart two made what they compute; twins do not share what they keep for the backward pass."""
-        gaps = self.gaps(a.outputs, b.outputs)
-        return gaps[:1] if a.name != b.name else gaps
 
     def same_bits(self, a: Operation, b: Operation) -> bool:
         """Whether two made the same; large tensors of two devices are known by their sketches."""
@@ -223,6 +226,9 @@ class Comparison:
         return origin
 
 
+# --- what differs ---------------------------------------------------------------------------------------------
+
+
 def _place(op: Operation, value: str) -> int:
     """Which of the results of an operation a value is."""
     return [*op.outputs, *op.changed].index(value)
@@ -232,20 +238,17 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     """The arguments that two calls disagree on: name, and both values.
 
     Of those that both have: other kernels, and other versions of torch, may have more. Tensors are not compared, nor
-    arguments that say how to compute something and not what, such as a memory format or the gradients that are asked
-    for, nor numbers that differ by a rounding.
+    arguments that say how to compute something and not what, such as a memory format or the gradients that are
+    asked for.
     """
     of_a, of_b = ({SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b))
     common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - HOW)}
     kernels = a.name != b.name  # each of which may fill in what it was not given
-    return {name: values for name, values in common.items() if not _agree(*values, kernels)}
-
-
-def _agree(a: Any, b: Any, kernels: bool) -> bool:
-    if repr(a) == repr(b) or TENSOR in repr((a, b)) or (kernels and None in (a, b)):
-        return True
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
-    return numbers and math.isclose(a, b, rel_tol=tol.OF_DATA)
+    return {
+        name: values
+        for name, values in common.items()
+        if repr(values[0]) != repr(values[1]) and TENSOR not in repr(values) and not (kernels and None in values)
+    }
 
 
 def check_same_step(a: Trace, b: Trace) -> None:
@@ -269,3 +272,40 @@ def check_same_step(a: Trace, b: Trace) -> None:
                 f"{first.module or first.line or 'the step'} has values {apart:.1e} apart in float64, of the shapes "
                 f"{first.shape} and {second.shape}; use the same code, seeds and files on both machines"
             )
+
+
+# --- NaN and infinity -----------------------------------------------------------------------------------------
+
+
+def find_not_finite(trace: Trace) -> NotFinite | None:
+    """The origin of what is not finite in a trace's loss, or else in its gradients; None where all are finite."""
+    nans = {value for op in trace.operations if op.nans for value in op.outputs}
+    nans |= {value for value, sketch in trace.sketches.items() if np.isnan(sketch).any()}
+    infinities = {value for value, sketch in trace.sketches.items() if is_infinite(sketch)}
+    results = [op for op in trace.operations if op.phase == RESULT and (nans | infinities) & set(op.outputs)]
+    if not results:
+        return None
+    results.sort(key=lambda op: op.name in ("gradient", "updated"))
+    losses = [op for op in results if op.name not in ("gradient", "updated")]
+    values = {value for op in losses or results for value in op.outputs}
+    what, bad = (NAN, nans) if nans & values else (INFINITY, infinities)
+    origin, made = _origin(trace, bad)
+    infinite = infinities & set(origin.inputs) if made and what == NAN else set()
+    makers = [op for op in trace.operations if op.phase != RESULT and infinite & set(op.outputs)]
+    infinity = next((op for op in makers if not infinities & set(op.inputs)), None)
+    return NotFinite(what, origin, made, infinity, results)
+
+
+def is_infinite(sketch: np.ndarray) -> bool:
+    """Whether a value has infinity in it, which counts as `LARGEST` in the sketch of a large tensor."""
+    if sketch.size < SKETCH:
+        return bool(np.isinf(sketch).any())
+    return bool((np.abs(np.nan_to_num(sketch, posinf=LARGEST, neginf=-LARGEST)) >= LARGEST / 2).any())
+
+
+def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:
+    """The first operation that made one of these values of others; without one, the first that has one."""
+    for op in trace.operations:
+        if op.phase != RESULT and bad & set(op.outputs) and not bad & set(op.inputs):
+            return op, True
+    return next(op for op in trace.operations if bad & set(op.values)), False

@@ -12,26 +12,23 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from markupsafe import Markup
 from torch import Tensor, nn
 
 from gpulab import report
 from gpulab.audits import tolerances as tol
-from gpulab.audits.answers import Answer
-from gpulab.audits.findings import ADVICE, Finding
+from gpulab.audits.findings import ADVICE, Answer, Finding
 from gpulab.audits.modules_alone import FURTHEST, LEEWAY, ModuleCall, Results, module_calls, results_of
 from gpulab.audits.recording import record
 from gpulab.audits.steps import Step
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import passport
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.settings import Setting
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
 KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"
@@ -44,12 +41,10 @@ class Compared:
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
         graphs: How many graphs the compiler made of it.
-        repeats: Whether the compiled step gave the same bits again.
     """
 
     table: pd.DataFrame
     graphs: int
-    repeats: bool
 
     @property
     def wrong(self) -> bool:
@@ -73,6 +68,11 @@ class CompiledAudit(Answer):
 
     Attributes:
         compared: The results of the whole step, with what the compiler made of it.
+        table: A row for each result of the step: the loss, outputs, gradients and buffers. All relative to its size.
+            `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
+            (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no
+            rounding explains the difference, and the one without the compiler is nearer to float64. `finite` says
+            whether all its numbers are finite without the compiler.
 
     Examples:
         >>> import torch
@@ -84,18 +84,7 @@ class CompiledAudit(Answer):
 
     def __init__(self, plain: Setting, compiled: Setting, findings: list[Finding], compared: Compared) -> None:
         self.titles, self.findings, self.compared = (str(plain), str(compiled)), findings, compared
-        self.passports = (passport(), passport())
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """A row for each result of the step: the loss, outputs, gradients and buffers. All relative to its size.
-
-        `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
-        (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no rounding
-        explains the difference, and the one without the compiler is nearer to float64. `finite` says whether all its
-        numbers are finite without the compiler.
-        """
-        return self.compared.table
+        self.table, self.passports = compared.table, (passport(), passport())
 
     @property
     def headline(self) -> str:
@@ -139,10 +128,12 @@ def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool 
         findings = list(_of_the_whole(step, whole, plain, compiled))
         if whole.wrong:
             findings = [*_wrong_modules(step, whole, plain, compiled, bar), *findings]
-    return CompiledAudit(plain, compiled, findings or [_rounding(whole, compiled)], whole)
+    detail = f"of the result that comes nearest to what rounding explains, {_how_far(whole.worst)}"
+    rounding = _finding("rounding", str(compiled), None, detail, size=whole.worst.difference)
+    return CompiledAudit(plain, compiled, findings or [rounding], whole)
 
 
-def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting) -> Compared:
+def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
     """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all results.
 
     How far roundings lead is measured: by doing it again, as it is written, from numbers that are each moved by some
@@ -156,7 +147,6 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     Raises:
         GpulabError: Where the compiler fails.
     """
-    import pandas as pd
     from torch._dynamo.utils import counters
 
     exact, written = (results_of(step, setting) for setting in (Setting(plain.device, precision="float64"), plain))
@@ -166,7 +156,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
     nudged = [results_of(step, plain if uses_tf32 else without_tf32, draw) for draw in range(1, 1 + NUDGES)]
     counters.clear()
     with _random_numbers_as_uncompiled():
-        found, again = (results_of(step, compiled) for _ in range(2))
+        found = results_of(step, compiled)
     graphs = counters["stats"]["unique_graphs"]
     measure = _is_measure(exact, written, nudged)
     missing = torch.full((), math.nan, device=plain.device)
@@ -176,7 +166,7 @@ def compare_compiled(step: Step | ModuleCall, plain: Setting, compiled: Setting)
         rows.append({"result": name, **_apart(x, y, z, moved, measure)})
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
-    return Compared(table, graphs, _same_bits(found, again))
+    return Compared(table, graphs)
 
 
 def _same_bits(results: Results, others: Results) -> bool:
@@ -230,15 +220,13 @@ def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
 
 
 def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
-    """What the whole step shows: results that are no numbers, do not repeat themselves, or were drawn otherwise."""
+    """What the whole step shows: results that are no numbers, or were drawn otherwise."""
     if not whole.table.finite.all():
         names = _listed(list(whole.table.result[~whole.table.finite]))
         detail = (
             f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
         yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
-    if not whole.repeats:
-        yield _finding("nondeterminism", str(compiled), step.model, "gave other bits when it was done again")
     if compiled.compile == "inductor":
         with _random_numbers_as_uncompiled(False):
             written, found = (results_of(step, setting)["loss"] for setting in (plain, compiled))
@@ -276,7 +264,7 @@ def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Settin
             phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
             line = next((op.line for op in trace.operations if op.line and call.contains(op.module)), "")
             where = {"phase": phase, "name": call.name, "line": line, "size": alone.worst.difference}
-            yield _finding("mismatch", str(compiled), call.module, "; ".join(details), KEEP_OUT, **where)
+            yield _finding("mismatch", str(compiled), call.model, "; ".join(details), KEEP_OUT, **where)
     if not wrong:
         detail = f"{_how_far(whole.worst)}; of each kind of module the first is right when it is compiled alone"
         detail += f", except {len(untried)} that could not be tried: {_listed(untried)}" if untried else ""
@@ -301,7 +289,11 @@ def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Settin
     """The modules inside of a wrong one that have to be compiled with it for it to be wrong, found by halving them."""
 
     def is_wrong(kept: Sequence[str]) -> bool:
-        with call.uncompiled(set(inner) - set(kept)):
+        with contextlib.ExitStack() as stack:
+            for name in set(inner) - set(kept):
+                module = call.model.get_submodule(name.removeprefix(f"{call.name}."))
+                stack.callback(delattr, module, "forward")
+                module.forward = torch.compiler.disable(module.forward)
             return compare_compiled(call, plain, compiled).wrong
 
     kept, size = inner, max(1, len(inner) // 2)
@@ -323,12 +315,6 @@ def _how_far(worst: Any) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _rounding(whole: Compared, compiled: Setting) -> Finding:
-    worst = whole.worst
-    detail = f"of the result that comes nearest to what rounding explains, {_how_far(worst)}"
-    return _finding("rounding", str(compiled), None, detail, size=worst.difference)
 
 
 def _finding(kind: str, setting: str, module: nn.Module | None, detail: str, advice: str = "", **more: Any) -> Finding:

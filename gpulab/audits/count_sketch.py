@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gpulab.guards.memory import component_tensors, content
 
-SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
-IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
+# How many numbers stand for a tensor, and one of so many is kept as it is. Distances between sketches are right to
+# about a fifth.
+SKETCH = 64
 LARGEST = 2.0**127  # whose sums and squares are finite
 WITH_FLOAT64 = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
 SIMPLE = (int, float, str, type(None))
@@ -23,9 +24,8 @@ BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory f
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """The tensors with content among nested values, in order; of a sparse, nested or quantised one its parts."""
-    plain = (opened for value in leaves(values) for opened in _opened(value))
-    return [component for value in plain for component in component_tensors(value) if component.numel()]
+    """The tensors with content among nested values, in order; of a sparse or jagged one its parts."""
+    return [component for value in leaves(values) for component in component_tensors(value) if component.numel()]
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -33,26 +33,15 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def _opened(tensor: Tensor) -> Sequence[Tensor]:
-    """A tensor, or plain ones that hold the same numbers where it hides its parts."""
-    if tensor.is_quantized:
-        return [tensor.dequantize()]
-    return tensor.unbind() if tensor.is_nested and tensor.layout == torch.strided else [tensor]
-
-
 def leaves(values: Any) -> list[Tensor]:
-    """The tensors nested in lists, tuples and dicts, in order; quicker than torch's trees, which know more kinds."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [t for value in values if not isinstance(value, SIMPLE) for t in leaves(value)]
+    """The tensors nested in lists, tuples and dicts, in order."""
+    found: list[Tensor] = []
+    mapped(lambda value: found.append(value) if isinstance(value, Tensor) else None, values)
+    return found
 
 
 def mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Nested values with each that is no list, tuple or dict changed."""
+    """Nested values with each changed that is no list, tuple or dict; quicker than torch's trees of more kinds."""
     if isinstance(values, list | tuple):
         return type(values)([mapped(change, value) for value in values])
     if isinstance(values, dict):
@@ -87,7 +76,7 @@ def sketch(tensor: Tensor) -> np.ndarray:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     numbers = tensor.reshape(-1)
-    if numbers.numel() <= IN_FULL:
+    if numbers.numel() <= SKETCH:
         return numbers.to("cpu", torch.float64, copy=True).numpy()
     sums = _sums(numbers)
     return sums if np.isfinite(sums).all() else _sums(numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST))

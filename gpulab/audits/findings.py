@@ -1,16 +1,17 @@
-"""What an audit may find: the kinds of findings, and what to do about each."""
+"""What every audit answers with: findings, each of a kind and with an advice; for people, programs and issues."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from gpulab.audits.comparison import Comparison
-from gpulab.audits.operations import RESULT, Operation
-from gpulab.audits.rounding import FLUSHED
-from gpulab.audits.tolerances import SHORT
-from gpulab.settings import Setting
+from gpulab import report
+from gpulab.audits.traces import RESULT, Operation
+from gpulab.passports import Passport
 
 # Worst first, where findings explain as much of the difference.
 KINDS = (
@@ -24,7 +25,7 @@ KINDS = (
     "reduced precision",
     "rounding",
 )
-ANOTHER_FUNCTION = "it computes another function there"
+FAULTS = KINDS[:4]  # what no correct device or compiler explains
 ADVICE = {
     "not finite": (
         "mend this first, for no difference can be measured beside it: look for a row that is masked out entirely, a "
@@ -48,6 +49,11 @@ ADVICE = {
         "libraries, control flow) is not seen"
     ),
 }
+
+
+SHOWN = 3  # findings in an issue
+MOST_LINES = 12  # of findings that are printed
+FIELDS = ("kind", "setting", "operation", "phase", "module", "line", "detail", "advice", "size", "share", "ratio")
 
 
 @dataclass(frozen=True)
@@ -96,27 +102,6 @@ class Finding:
         return f"\n      {share} of the difference in the results goes back to it"
 
 
-def finding_of(comparison: Comparison, kind: str, op: Operation, detail: str, advice: str = "", **more: Any) -> Finding:
-    """A finding about an operation of one of two traces."""
-    ratio = math.nan if op.ratio is None else op.ratio
-    location = (op.name, op.phase, op.module, op.line)
-    title = comparison.trace_of(op).title
-    return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **more)
-
-
-def finding_between(
-    comparison: Comparison, kind: str, op: Operation, gap: float, detail: str, advice: str = ""
-) -> Finding:
-    """A finding that shows side by side, of an operation that is so far from its twin."""
-    return finding_of(comparison, kind, op, detail, advice, size=gap, side_by_side=True)
-
-
-def another_function(comparison: Comparison, op: Operation, gap: float, detail: str, look: str) -> Finding:
-    """A mismatch that shows side by side: an operation computes something else than its twin."""
-    advice = f"{look} {comparison.here(op)}: {ANOTHER_FUNCTION}"
-    return finding_between(comparison, "mismatch", op, gap, detail, advice)
-
-
 def in_module(module: str) -> str:
     """Where an operation belongs, as an end of a sentence."""
     return f" in {module}" if module else ""
@@ -134,25 +119,92 @@ def described(op: Operation) -> str:
     return named(op) + (f" at {op.line}" if op.line else "")
 
 
-def place_of(op: Operation) -> str:
-    """Where the user finds an operation: its module, or its line."""
-    return op.module or op.line or "the step"
+# --- the answer of an audit -----------------------------------------------------------------------------------
 
 
-def advice_on_precision(comparison: Comparison, op: Operation) -> str:
-    """Which switch lets an operation keep all digits, by what had rounded them."""
-    setting = Setting.parse(comparison.trace_of(op).setting)
-    convolution = op.name.startswith("convolution")
-    if op.format == FLUSHED:
-        return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
-    if op.dtype in SHORT:
-        return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
-    if op.rounded_before:
-        return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
-    if setting.emulated:
-        return f"{setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
-    if setting.kind == "cuda":
-        backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
-        return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
-    product_type = "conv" if convolution else "matmul"
-    return f'torch.backends.mkldnn.{product_type}.fp32_precision = "ieee" computes it in float32'
+class Answer(report.Report):
+    """The answer of an audit.
+
+    Attributes:
+        findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
+        titles: What the two sides are called.
+        passports: The machines that they were computed on.
+    """
+
+    findings: list[Finding]
+    titles: tuple[str, str]
+    passports: tuple[Mapping[str, Any], Mapping[str, Any]]
+    FORMAT: ClassVar[int] = 1  # of `as_json`
+
+    @property
+    def kind(self) -> str:
+        """The kind of the first finding, which explains most of the difference; `rounding` when all is well."""
+        return self.findings[0].kind
+
+    @property
+    def faulty(self) -> bool:
+        """Whether there is what no correct device explains: not finite, mismatch, overwritten, cause not found."""
+        return any(finding.kind in FAULTS for finding in self.findings)
+
+    @property
+    def headline(self) -> str:
+        """The first line."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.headline, *by_line(self.findings)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def save(self, file: str | Path, title: str = "") -> None:
+        """Write the report to an HTML file of its own."""
+        super().save(file, title or f"Audit: {self.titles[0]} against {self.titles[1]}")
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer for a program, as a dictionary that JSON can hold.
+
+        Returns:
+            `format` (1), `headline`, `kind` (of the first finding), `faulty`, `settings` (two), `passports` (two), and
+            `findings`: a list of dictionaries with `kind`, `setting`, `operation`, `phase`, `module`, `line`, `detail`,
+            `advice`, and the numbers `size`, `share` and `ratio`, which are None where they are not known; see
+            `Finding`.
+        """
+        return {
+            "format": self.FORMAT,
+            "headline": self.headline,
+            "kind": self.kind,
+            "faulty": self.faulty,
+            "settings": list(self.titles),
+            "passports": [dict(passport) for passport in self.passports],
+            "findings": [{name: _plain(getattr(finding, name)) for name in FIELDS} for finding in self.findings],
+        }
+
+    def as_markdown(self) -> str:
+        """What one pastes into an issue: the first line, the first three findings, and both machines."""
+        findings = "\n\n".join(map(str, self.findings[:SHOWN]))
+        sides = (
+            f"- {title}: {Passport(passport).summary()}"
+            for title, passport in zip(self.titles, self.passports, strict=True)
+        )
+        return "\n".join([self.headline, "", "```text", findings, "```", "", *sides])
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, which knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def by_line(findings: Sequence[Finding]) -> list[str]:
+    """The findings as text, those of one kind and line together."""
+    lines: dict[tuple[str, ...], list[Finding]] = {}
+    for f in findings:
+        lines.setdefault((f.kind, f.setting, f.line or f.module or f.operation, f.advice), []).append(f)
+    texts = []
+    for first, *alike in lines.values():
+        operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
+        counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
+        listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
+        texts.append(f"{first}\n      and so in this line: {listed}" if alike else str(first))
+    more = [f"… and {len(texts) - MOST_LINES} more lines"] if len(texts) > MOST_LINES else []
+    return texts[:MOST_LINES] + more

@@ -10,33 +10,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.comparison import Comparison, Pair, Values, differing
-from gpulab.audits.findings import (
-    ANOTHER_FUNCTION,
-    Finding,
-    advice_on_precision,
-    another_function,
-    described,
-    finding_between,
-    finding_of,
-    named,
-    place_of,
-)
-from gpulab.audits.not_finite import NotFinite, find_not_finite, is_infinite
-from gpulab.audits.operations import RESULT, Operation
-from gpulab.audits.rounding import FLUSHED, NOT_UNIQUE
-from gpulab.audits.traces import Trace
+from gpulab.audits.comparison import Comparison, NotFinite, Pair, Values, differing, find_not_finite, is_infinite
+from gpulab.audits.findings import ADVICE, Finding, described, named
+from gpulab.audits.rounding import FLUSHED
+from gpulab.audits.traces import RESULT, Operation, Trace
+from gpulab.audits.twins import DEFINITIONS
 from gpulab.settings import Setting
 
+ANOTHER_FUNCTION = "it computes another function there"
 GIVEN_OTHER_VALUES = (
     "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
     "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
     "with the same weights and the same optimizer"
-)
-COUNTED = (
-    "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
 )
 
 
@@ -61,7 +49,7 @@ def _judge_pair(comparison: Comparison, pair: Pair) -> Iterator[Finding]:
         if pair.one.phase == RESULT:
             there = comparison.there(pair.one)
             advice = f"see why {there} computes none: {ANOTHER_FUNCTION}"
-            yield finding_of(comparison, "mismatch", pair.one, f"under {there} there is none", advice, bounded=False)
+            yield _finding_of(comparison, "mismatch", pair.one, f"under {there} there is none", advice, bounded=False)
         return
     beside = list(_other_arguments(comparison, pair.a, pair.b))
     others = [finding for finding in alone if finding.kind != "nondeterminism" or not finding.size <= tol.UNEXPLAINED]
@@ -95,7 +83,7 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
         detail += "; so it is in float64"
     elif first.name not in ("gradient", "updated"):  # of large gradients in float64 nobody knows
         detail += "; in float64, the loss is finite"
-    return finding_of(comparison, "not finite", origin.op, detail)
+    return _finding_of(comparison, "not finite", origin.op, detail)
 
 
 def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
@@ -105,11 +93,11 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
     """
     if op.anew:
         detail = "was given other values when the step was done again, which no operation of the step had made"
-        yield finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
+        yield _finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
     elif op.repeats is False:
         apart = "" if op.spread is None else f", {op.spread:.1e} (relative) apart"
         detail = f"gave other bits when the step was done again{apart}"
-        yield finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
+        yield _finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
     if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
@@ -120,11 +108,11 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
             detail = f"its factors were rounded to {op.format} before"
         elif op.format:
             detail = f"its factors are rounded to {op.format} by the kernel; error {error:.1e}"
-        yield finding_of(comparison, "reduced precision", op, detail, advice_on_precision(comparison, op), size=size)
+        yield _finding_of(comparison, "reduced precision", op, detail, _advice_on_precision(comparison, op), size=size)
     elif op.ratio is not None and not op.ratio <= 1:
         times = "rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
         detail = f"its error against float64 is {error:.1e}, {times}"
-        yield finding_of(comparison, "mismatch", op, detail, size=size)
+        yield _finding_of(comparison, "mismatch", op, detail, size=size)
 
 
 def _rounding(comparison: Comparison) -> Finding:
@@ -135,7 +123,7 @@ def _rounding(comparison: Comparison) -> Finding:
         return Finding("rounding", "", "", "", "", "", math.nan, "no operation has a twin in float64", "")
     op = max(fine, key=attrgetter("ratio"))
     nearest = f"this one comes nearest, {op.ratio:.2f} of it"
-    return finding_of(comparison, "rounding", op, f"{len(fine)} operations within what rounding explains; {nearest}")
+    return _finding_of(comparison, "rounding", op, f"{len(fine)} operations within what rounding explains; {nearest}")
 
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
@@ -164,14 +152,14 @@ def _other_arguments(comparison: Comparison, a: Operation, b: Operation) -> Iter
         values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
     if not values:
         return
-    gaps = [*comparison.result_gaps(a, b), *comparison.gaps(a.changed, b.changed)]
+    gaps = [*comparison.gaps(a.outputs, b.outputs), *comparison.gaps(a.changed, b.changed)]
     of_inputs = max(comparison.gaps(a.inputs, b.inputs), default=0.0)
     if max(gaps, default=0.0) > max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
         here, there = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
         line = f", at {a.line}" if a.line != b.line else ""
         detail = f"called with {here}; under {comparison.there(b)} with {there}{line}"
-        look = f"see why {place_of(b)} calls it with other arguments under"
-        yield another_function(comparison, b, max(gaps), detail, look)
+        look = f"see why {_place_of(b)} calls it with other arguments under"
+        yield _another_function(comparison, b, max(gaps), detail, look)
 
 
 def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:
@@ -181,13 +169,7 @@ def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: b
     """
     if a.random or b.random:
         if not comparison.same_bits(a, b):
-            yield _other_draw(comparison, b, max(comparison.result_gaps(a, b)))
-        return
-    short = next((op for op in (b, a) if op.dtype in tol.SHORT), None)
-    if short and not (a.inputs or b.inputs) and a.dtype != b.dtype and not comparison.same_bits(a, b):
-        gap = max(comparison.result_gaps(a, b))  # such as places, counted by `arange`
-        detail = f"computed in {short.dtype}"
-        yield finding_between(comparison, "reduced precision", short, gap, detail, COUNTED)
+            yield _other_draw(comparison, b, max(comparison.gaps(a.outputs, b.outputs)))
         return
     same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
     for values in comparison.inputs(a, b):
@@ -213,7 +195,7 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
     origin = comparison.origin(*values, a)
     if not origin.alone:
         detail = f"is given {here}; under {comparison.there(b)} {there}, {gap:.1e} (relative) apart"
-        return another_function(comparison, b, gap, detail, f"see what {place_of(b)} does under")
+        return _another_function(comparison, b, gap, detail, f"see what {_place_of(b)} does under")
     random = next((op for op in origin.alone if op.random), None)
     if random:  # then nobody can tell what else they did
         return _other_draw(comparison, random, gap)
@@ -232,12 +214,12 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
         f"what it makes is {gap:.1e} (relative) from {other}, which is in its place under {comparison.there(blamed)}, "
         f"though each computes rightly what it is asked to; first used by {named(b)}"
     )
-    return another_function(comparison, blamed, gap, detail, f"see what {place_of(blamed)} does under")
+    return _another_function(comparison, blamed, gap, detail, f"see what {_place_of(blamed)} does under")
 
 
 def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
     detail = f"drew other numbers than under {comparison.there(op)}"
-    return finding_between(comparison, "different random numbers", op, gap, detail)
+    return _finding_between(comparison, "different random numbers", op, gap, detail)
 
 
 def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly: bool) -> Iterator[Finding]:
@@ -246,15 +228,15 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly:
     Or answer a question that has several answers (`signs_of_singular_vectors`, `largest_among_equals`), or multiply in
     TF32. Of two without a twin in float64 nothing else is known (`whole_number_of_nan`).
     """
-    if a.name in tol.DECIDES and not (exactly and (a.name in NOT_UNIQUE or a.ratio is None)):
+    if a.name in tol.DECIDES and not (exactly and (a.name in DEFINITIONS or a.ratio is None)):
         return  # of what decides, roundings before it may tip the decision
     if not exactly and any(is_infinite(comparison.a.sketches[value]) for value in a.inputs):
         return  # beside which nobody sees how far the numbers are apart
     twins, tolerance = a.ratio is not None and b.ratio is not None, comparison.tolerance(a, b)
-    for gap in comparison.result_gaps(a, b):
-        if a.name in NOT_UNIQUE and gap > tol.UNEXPLAINED:
+    for gap in comparison.gaps(a.outputs, b.outputs):
+        if a.name in DEFINITIONS and gap > tol.UNEXPLAINED:
             detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
-            yield finding_between(comparison, "another valid answer", b, gap, detail)
+            yield _finding_between(comparison, "another valid answer", b, gap, detail)
             return
         in_tf32 = next((op for op in (a, b) if not twins and _tf32_explains(comparison, gap, op)), None)
         if in_tf32 is not None:
@@ -264,13 +246,13 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly:
             from_there = f"{gap:.1e} (relative) from its result under {comparison.there(b)}"
             detail = f"of the same inputs it makes what is {from_there}; roundings lead to {tolerance:.1e}"
             advice = f"compare the kernels registered for both settings: {ANOTHER_FUNCTION}"
-            yield finding_between(comparison, "mismatch", b, gap, detail, advice)
+            yield _finding_between(comparison, "mismatch", b, gap, detail, advice)
             return
 
 
 def _as_by_tf32(comparison: Comparison, op: Operation, gap: float) -> Finding:
     detail = f"what it makes is {gap:.1e} (relative) from what there is under {comparison.there(op)}, as by TF32"
-    return finding_between(comparison, "reduced precision", op, gap, detail, advice_on_precision(comparison, op))
+    return _finding_between(comparison, "reduced precision", op, gap, detail, _advice_on_precision(comparison, op))
 
 
 def _tf32_explains(comparison: Comparison, apart: float, op: Operation) -> bool:
@@ -297,13 +279,63 @@ def cause_not_found(comparison: Comparison, lost: dict[Operation, float], total:
         if comparison.short_setting and 0 < of_data <= tol.SHORT_SIZE:
             from_there = f"{of_data:.1e} (relative) from those under {comparison.there(b)}"
             detail = f"was given data or weights that are {from_there}, as one rounding makes it"
-            kept = f"keep what {place_of(b)} is given in float32 if it was meant to be"
+            kept = f"keep what {_place_of(b)} is given in float32 if it was meant to be"
             advice = f"{kept}: it is a parameter or buffer, or in the batch"
-            finding = finding_between(comparison, "reduced precision", b, of_data, detail, advice)
+            finding = _finding_between(comparison, "reduced precision", b, of_data, detail, advice)
         else:
             detail = (
                 f"the results are up to {max(gaps):.1e} (relative) from what they are under {comparison.there(b)}, and "
                 "most of that comes from what this was given, which no operation made so"
             )
-            finding = finding_between(comparison, "cause not found", b, max(gaps), detail)
+            finding = _finding_between(comparison, "cause not found", b, max(gaps), detail)
         yield replace(finding, share=share)
+
+
+# --- findings made of operations ------------------------------------------------------------------------------
+
+
+def _finding_of(
+    comparison: Comparison, kind: str, op: Operation, detail: str, advice: str = "", **more: Any
+) -> Finding:
+    """A finding about an operation of one of two traces."""
+    ratio = math.nan if op.ratio is None else op.ratio
+    location = (op.name, op.phase, op.module, op.line)
+    title = comparison.trace_of(op).title
+    return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **more)
+
+
+def _finding_between(
+    comparison: Comparison, kind: str, op: Operation, gap: float, detail: str, advice: str = ""
+) -> Finding:
+    """A finding that shows side by side, of an operation that is so far from its twin."""
+    return _finding_of(comparison, kind, op, detail, advice, size=gap, side_by_side=True)
+
+
+def _another_function(comparison: Comparison, op: Operation, gap: float, detail: str, look: str) -> Finding:
+    """A mismatch that shows side by side: an operation computes something else than its twin."""
+    advice = f"{look} {comparison.trace_of(op).title}: {ANOTHER_FUNCTION}"
+    return _finding_between(comparison, "mismatch", op, gap, detail, advice)
+
+
+def _place_of(op: Operation) -> str:
+    """Where the user finds an operation: its module, or its line."""
+    return op.module or op.line or "the step"
+
+
+def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
+    """Which switch lets an operation keep all digits, by what had rounded them."""
+    setting = Setting.parse(comparison.trace_of(op).setting)
+    convolution = op.name.startswith("convolution")
+    if op.format == FLUSHED:
+        return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
+    if op.dtype in tol.SHORT:
+        return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
+    if op.rounded_before:
+        return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
+    if setting.emulated:
+        return f"{setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
+    if setting.kind == "cuda":
+        backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
+        return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
+    product_type = "conv" if convolution else "matmul"
+    return f'torch.backends.mkldnn.{product_type}.fp32_precision = "ieee" computes it in float32'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,37 +24,20 @@ FURTHEST = 2.0**-6  # which short formats reach sooner
 
 
 @dataclass(frozen=True)
-class ModuleCall:
-    """A module of a model by its name there, and its first call: what it was given, and what its outputs' gradients."""
+class ModuleCall(Step):
+    """A module of a model by its name there, and its first call: `batch` is its arguments and output gradients."""
 
-    name: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    gradients: Results
+    name: str = ""
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What decides the code that is compiled for it: equal blocks are compiled once, and tried once."""
-        shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", (self.args, self.kwargs)).items()]
-        return type(self.module), repr(self.module), self.module.training, *shapes
+        shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
+        return type(self.model), repr(self.model), self.model.training, *shapes
 
     def contains(self, name: str) -> bool:
         """Whether a module is this one, or inside of it."""
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
-
-    @contextlib.contextmanager
-    def uncompiled(self, names: Iterable[str]) -> Iterator[None]:
-        """Keep torch's compiler from some modules inside."""
-        prefix = f"{self.name}." if self.name else ""
-        modules = [self.module.get_submodule(name.removeprefix(prefix)) for name in names]
-        for module in modules:
-            module.forward = torch.compiler.disable(module.forward)
-        try:
-            yield
-        finally:
-            for module in modules:
-                del module.forward
 
 
 class _Whole(PreparedStep):
@@ -66,8 +48,7 @@ class _Whole(PreparedStep):
 
     def __init__(self, step: Step, setting: Setting, nudge: int = 0) -> None:
         super().__init__(step, setting)
-        self.setting, self.nudge, self.generator = setting, nudge, torch.Generator().manual_seed(nudge)
-        self.outputs = Results()
+        self.nudge, self.generator, self.outputs = nudge, torch.Generator().manual_seed(nudge), Results()
         self.batch = tree_map(self._nudged, self.batch)  # in other memory, since this may be the user's
 
     def __call__(self) -> Any:
@@ -115,7 +96,6 @@ class _Alone(_Whole):
 
     def results(self) -> Results:
         args, kwargs, gradients = self.batch
-        args, kwargs = tree_map(_kept, (args, kwargs))  # which is the memory of the call that was kept
         inputs = named_tensors("input", args) | named_tensors("input", kwargs)
         for tensor in inputs.values():
             tensor.requires_grad_()
@@ -147,7 +127,7 @@ def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def results_of(step: Step | ModuleCall, setting: Setting, nudge: int = 0) -> Results:
+def results_of(step: Step, setting: Setting, nudge: int = 0) -> Results:
     """The results of a step, or a module alone, done once from the same random numbers; in float64.
 
     Args:
@@ -163,10 +143,7 @@ def results_of(step: Step | ModuleCall, setting: Setting, nudge: int = 0) -> Res
 
     try:
         with seeded(setting, SEED), setting.apply():
-            if isinstance(step, Step):
-                prepared = _Whole(step, setting, nudge)
-            else:
-                prepared = _Alone(Step(step.module, (step.args, step.kwargs, step.gradients)), setting, nudge)
+            prepared = (_Alone if isinstance(step, ModuleCall) else _Whole)(step, setting, nudge)
             with prepared:
                 return {name: where_float64_is(tensor).double() for name, tensor in prepared().items()}
     except TorchDynamoException as error:
@@ -183,11 +160,11 @@ def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
 
     def end(name: str, module: nn.Module, output: Any) -> None:
         if module not in calls:
-            args, kwargs = inputs.pop(module)
-            calls[module] = call = ModuleCall(name, module, args, kwargs, {})
+            gradients: Results = {}
+            calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)
             for place, tensor in named_tensors("output", output).items():
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient, place=place: call.gradients.update({place: _kept(gradient)}))
+                    tensor.register_hook(lambda gradient, place=place: gradients.update({place: _kept(gradient)}))
 
     with seeded(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.operations import RESULT
 from gpulab.audits.steps import PreparedStep, check_step, ready, refused, seeded
 from gpulab.audits.tracer import Tracer
-from gpulab.audits.traces import Trace, aligned
+from gpulab.audits.traces import RESULT, Trace, aligned
 from gpulab.errors import OverwrittenWarning, UsageError
 from gpulab.guards.guards import guard
 from gpulab.passports import passport
@@ -31,7 +30,6 @@ def record(
     *,
     reference: Trace | None = None,
     on: str = "cpu",
-    label: str = "",
     progress: bool = True,
 ) -> Trace:
     """Do a step under a setting and note what every operation computed.
@@ -47,7 +45,6 @@ def record(
         file: where the trace is kept, if anywhere.
         reference: another trace of the step, whose execution in float64 serves again.
         on: the device of the execution in float64; traces for other machines need the CPU's.
-        label: what reports call the trace, instead of its setting.
         progress: whether to show a bar.
 
     Returns:
@@ -63,7 +60,7 @@ def record(
         >>> gl.record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
         trace of 2 operations under cpu:threads=1
     """
-    from gpulab.progress import Progress
+    from gpulab.report import Progress
 
     parsed = Setting.parse(setting)
     check_step(step)
@@ -81,7 +78,7 @@ def record(
         trace = perform(step, parsed, watched(measured=True))
         trace.reference = reference.reference if reference else perform(step, exact_setting, watched()).operations
     _compare_executions(first, trace)
-    trace.label, trace.passport = label, dict(passport())
+    trace.passport = dict(passport())
     trace.sketches = {value: sketches[value] for op in (*trace.operations, *trace.reference) for value in op.values}
     if file is not None:
         trace.save(file)
@@ -90,11 +87,11 @@ def record(
 
 def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trace:
     """Do the step once under a setting, watched."""
+    torch.clear_autocast_cache()  # which holds weights that another execution has cast
     with (
         seeded(setting, SEED),
         setting.apply(),
         ready(step, setting) as run,
-        _autocast(setting) as formats,
         watcher.results.followed(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         guard(on="warn") if watcher.measured else contextlib.nullcontext() as report,
@@ -106,7 +103,7 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
-            raise refused(error, setting, watcher.results.used_modules(run)) from error
+            raise refused(error, setting, watcher.results.used_modules()) from error
         flags = arithmetic()
         watcher.operations += watcher.results.as_operations(returned, watcher.sketches)
     if watcher.measured and not any(
@@ -118,34 +115,10 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
         for f in (report.findings if report else [])
     ]
     # Torch runs a model as it is written where it is watched.
-    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules(run))
-    about = (getattr(run, "loss_taken", ""), " and ".join(dict.fromkeys(formats)), "not compiled" * compiled)
-    notes = {name: words for name, words in zip(("loss", "autocast", "compiled"), about, strict=True) if words}
+    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules())
+    about = {"loss": getattr(run, "loss_taken", ""), "compiled": "not compiled" * compiled}
+    notes = {name: words for name, words in about.items() if words}
     return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)
-
-
-@contextlib.contextmanager
-def _autocast(setting: Setting) -> Iterator[list[str]]:
-    """Collect the formats that autocast computes in, if any. In float64 it is kept from computing in others."""
-    formats: list[str] = []
-    allowed, enter, kind = setting.dtype != torch.float64, torch.autocast.__enter__, setting.kind
-
-    def enter_and_note(self: torch.autocast) -> Any:
-        entered = enter(self)
-        if self._enabled:
-            formats.append(str(self.fast_dtype).removeprefix("torch."))
-        if not allowed:
-            torch.set_autocast_enabled(self.device, False)  # until the block ends, which puts back what was before
-        return entered
-
-    torch.clear_autocast_cache()  # which holds weights that another execution has cast
-    around = torch.is_autocast_enabled(kind)
-    torch.autocast.__enter__ = enter_and_note  # type: ignore[method-assign]
-    try:
-        with torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=around):
-            yield formats
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:

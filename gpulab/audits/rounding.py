@@ -9,18 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.audits.count_sketch import factors, leaves, mapped, rounds
-from gpulab.audits.definitions import DEFINITIONS, repeats
-from gpulab.audits.operations import Accuracy
-from gpulab.audits.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
-from gpulab.numerics.arithmetic import rounded_factor
-from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
+from gpulab.audits.count_sketch import factors, rounds
+from gpulab.audits.twins import Twin, distance, gave_up, named_arguments, norm, repeats, rounded_results
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
 SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
@@ -37,7 +35,6 @@ ATTENTION: dict[str, tuple[int, ...]] = {
     for kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
 FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
-NOT_UNIQUE = set(DEFINITIONS)
 # Many products one after the other, whose rounding no perturbation of the inputs shows.
 RECURRENT = {
     f"{kernel}{suffix}" for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn") for suffix in ("", "_backward")
@@ -57,6 +54,31 @@ ROUNDINGS = (
     ("float8_e4m3fn", "nearest", None),
     ("float8_e5m2", "nearest", None),
 )
+
+
+@dataclass(kw_only=True)
+class Accuracy:
+    """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
+
+    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
+    off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
+    factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
+    numbers were taken for zero.
+    None where there is nothing to say: no twin in float64, no product.
+    """
+
+    error: float | None = None
+    bound: float | None = None
+    format: str | None = None
+    rounded_before: bool = False
+    loosest: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The error in units of what rounding explains."""
+        if self.error is None or self.bound is None:
+            return None
+        return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
 
 
 def forward_error(
@@ -81,12 +103,11 @@ def forward_error(
     if name in ATTENTION:
         twin.compute = _attention(operation)
     try:
-        if name in DEFINITIONS:
-            answer = DEFINITIONS[name](operation, name, twin.named, leaves(mapped(in_float64, out)))
-            if answer is not None:
-                error, roundings = answer
-                unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
-                return Accuracy(error=error, bound=None if roundings is None else SAFETY * roundings * unit)
+        answer = twin.by_definition(name, out)
+        if answer is not None:
+            error, roundings = answer
+            unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
+            return Accuracy(error=error, bound=None if roundings is None else SAFETY * roundings * unit)
         return _beside_twin(name, args, results, twin)
     except RuntimeError:  # a kernel of one device alone, or none for float64
         return Accuracy()
@@ -164,8 +185,6 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
     As many as the inputs have for one of the result; and where shapes do not show it, as the arguments say.
     """
     numbers, arguments = twin.numbers, twin.named
-    if name in ("prod", "cumprod"):  # which round once for each factor, as the factors are moved
-        return [1.0] * len(exact)
     most, longest = max((t.numel() for t in numbers), default=1), 1.0
     dims = arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms

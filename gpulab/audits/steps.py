@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from gpulab.audits.count_sketch import leaves
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
@@ -37,10 +36,9 @@ class Step:
             mapping becomes keyword arguments where `forward` has parameters of these names. Of a `DataLoader` give
             the first batch, `next(iter(loader))`.
         loss: A function of outputs and targets; of outputs and the whole batch where that is a mapping, of which the
-            model gets what it takes. Without it, what is differentiated is what the model calls its loss:
-            what `training_step(batch, 0)` gives of a model that has one (Lightning's have), the output's `loss`, a
-            scalar output or the first of several if that is a scalar. Where there is none of these, it is the mean
-            of the square of the first tensor among the outputs.
+            model gets what it takes. Without it, what is differentiated is what the model calls its loss: the output's
+            `loss`, a scalar output or the first of several if that is a scalar. Where there is none of these, it is
+            the mean of the square of the first tensor among the outputs.
 
     Raises:
         UsageError: For a `DataLoader`; and when the step is done, where batch, model and loss do not fit.
@@ -81,10 +79,7 @@ class PreparedStep:
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
-        self.setting, self.loss = setting, step.loss
-        # What is lazy becomes another class when it is first used.
-        any_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
-        self.model = copy.deepcopy(step.model) if any_lazy else step.model
+        self.setting, self.model, self.loss = setting, step.model, step.loss
 
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
@@ -131,17 +126,15 @@ class State:
     """
 
     def __init__(self, owner: nn.Module | Tensor | torch.optim.Optimizer, with_contents: bool = False) -> None:
-        modules = owner.modules() if isinstance(owner, nn.Module) else ()
-        self.modules = [(vars(module), dict(vars(module))) for module in modules]
-        attribute_values = (value for _, attributes in self.modules for value in attributes.values())
-        self.containers = [
-            (value, copy.copy(value)) for value in attribute_values if type(value) in (dict, OrderedDict, list, set)
-        ]
+        attributes = [vars(module) for module in owner.modules()] if isinstance(owner, nn.Module) else []
+        values = [value for of_one in attributes for value in of_one.values()]
+        containers = [*attributes, *(value for value in values if type(value) in (dict, OrderedDict, list, set))]
+        self.containers = [(container, copy.copy(container)) for container in containers]
         tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
+        if any(isinstance(tensor, Tensor) and is_lazy(tensor) for tensor in tensors):
+            raise UsageError(f"{type(owner).__name__} has lazy parameters: call it once, so that they get their shapes")
         self.tensors = [
-            (tensor, tensor.data, tensor.grad, tensor.requires_grad)
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and not is_lazy(tensor)
+            (tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors if isinstance(tensor, Tensor)
         ]
         held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
         self.contents = [(memory, memory.clone()) for memory in held if with_contents]
@@ -150,9 +143,6 @@ class State:
 
     def restore(self) -> None:
         """Put it back. Parameters and containers stay the same objects, for others may hold them."""
-        for attributes, before in self.modules:
-            attributes.clear()
-            attributes.update(before)
         for container, before in self.containers:
             container.clear()
             container.extend(before) if isinstance(container, list) else container.update(before)
@@ -181,34 +171,18 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
 
 def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
     """What a model calls its loss, as `Step` says; where it names none, the mean square of what it gives."""
-    trains_itself = hasattr(model, "training_step")
-    if trains_itself:
-        numbers = [0] * (_needed(model.training_step) - 1)  # of the batch, and whatever else it counts
-        output, source = model.training_step(batch, *numbers), "what training_step gives"
-    else:
-        output, source = _output(model, batch), "the output"
+    output = _output(model, batch)
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    loss = output if named is None else named
-    if named is not None and not trains_itself:
-        source = "the output's loss"
-    if isinstance(loss, list | tuple) and loss and isinstance(loss[0], Tensor) and loss[0].ndim == 0:
-        loss, source = loss[0], f"the first of {source}"
-    if isinstance(loss, Tensor) and (trains_itself or loss.ndim == 0):
-        return loss, source
-    name = type(model).__name__
-    if trains_itself or named is not None:
-        gave = "training_step" if trains_itself else "output"
-        raise UsageError(f"the {gave} of {name} gives no loss, but {_described(output)}; give loss=")
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not tensors or (isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)):
-        raise UsageError(f"which loss is meant? {name} gave {_described(output)}; give loss=")
+    tensors = [leaf for leaf in tree_leaves(output if named is None else named) if isinstance(leaf, Tensor)]
+    scalar = bool(tensors) and tensors[0].ndim == 0
+    if named is not None and scalar:
+        return tensors[0], "the output's loss"
+    several = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)
+    if named is not None or several or not tensors:
+        raise UsageError(f"which loss is meant? {type(model).__name__} gave {_described(output)}; give loss=")
+    if scalar:
+        return tensors[0], "the output" if output is tensors[0] else "the first of the output"
     return tensors[0].square().mean(), "the mean square of the output"
-
-
-def _needed(function: Callable[..., Any]) -> int:
-    """How many arguments a function cannot be called without, by position."""
-    parameters = inspect.signature(function).parameters.values()
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def _output(model: nn.Module, inputs: Any, drop_unknown: bool = False) -> Any:
@@ -258,8 +232,10 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
         f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})": None
         for module in modules
         for name, value in vars(module).items()
-        for tensor in leaves(value)
-        if tensor.is_floating_point() and (tensor.dtype, tensor.device.type) != (setting.dtype, setting.kind)
+        for tensor in tree_leaves(value)
+        if isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and (tensor.dtype, tensor.device.type) != (setting.dtype, setting.kind)
     }
     if not left and setting.dtype == torch.float32:
         return error
@@ -276,7 +252,9 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
         with step.prepared(setting) as once:
             yield once
         return
-    if "setting" in inspect.signature(step).parameters or _needed(step):
+    parameters = inspect.signature(step).parameters
+    required = [p for p in parameters.values() if p.default is p.empty and "VAR" not in p.kind.name]
+    if "setting" in parameters or required:
         yield functools.partial(step, setting)
     else:
         elsewhere = torch.device(setting.device) != torch.get_default_device()

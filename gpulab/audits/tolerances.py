@@ -8,7 +8,6 @@ SAME_VALUE = 2.0**-20  # two right float32 kernels may be a few roundings apart
 UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
 SAME_INPUTS = UNEXPLAINED / 64  # what two operations were given counts as the same where it explains no such difference
 SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
-OF_DATA = 2.0**-12  # arguments as near as this may have been computed from the data, and rounded otherwise
 SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
 TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 lies between
 ROOM = 4.0  # how many times as far as their bounds say two right results may be apart

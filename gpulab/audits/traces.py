@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
+from torch import Tensor
 
 from gpulab import files
-from gpulab.audits.operations import RESULT, Operation
-from gpulab.audits.rounding import ATTENTION
+from gpulab.audits.rounding import ATTENTION, Accuracy
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
+RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
+TENSOR = "Tensor"  # what stands for one among an operation's arguments
 FORMAT = 6
 KEY = "gpulab trace"
 IN_ROWS = {"operations", "reference", "sketches"}
@@ -35,6 +37,55 @@ TWINS = {"_unsafe_view": "view"}
 for _suffix in ("", "_backward"):
     TWINS |= {f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}" for library in ("cudnn", "miopen")}
     TWINS |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
+
+
+@dataclass
+class Operation(Accuracy):
+    """What one operation did, and how exactly.
+
+    `name` is torch's, without device or overload; `module` the path of the module that called it
+    (for the backward pass: that called what is differentiated); `line` the line of the user's code;
+    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
+    are those of the call by the names of torch's schema, defaults included, as JSON has them (a tensor
+    is "Tensor"). `repeats` says whether the operation gave the same bits when it was
+    called again at once, and in the whole step done again as well. `nans`
+    says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
+    relative to the first, where they were not the same. `anew` says that it was given values that no operation
+    made and that were others when the step was done again.
+
+    In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
+    """
+
+    name: str
+    phase: str
+    module: str
+    line: str
+    inputs: list[str]
+    outputs: list[str]
+    shape: list[int]
+    dtype: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    random: bool = False
+    repeats: bool | None = None
+    nans: bool = False
+    anew: bool = False
+    spread: float | None = None
+    __eq__, __hash__ = object.__eq__, object.__hash__  # each call is an operation of its own
+
+    @property
+    def values(self) -> list[str]:
+        """The names of all values that it met."""
+        return [*self.inputs, *self.outputs, *self.changed]
+
+
+def as_json(argument: Any) -> Any:
+    """An operation's argument as JSON: `TENSOR` for a tensor, None for what a setting may change or JSON lacks."""
+    if isinstance(argument, Tensor):
+        return TENSOR
+    if isinstance(argument, list | tuple):
+        return [as_json(item) for item in argument]
+    return argument if isinstance(argument, bool | int | float | str) else None
 
 
 @dataclass
@@ -50,8 +101,8 @@ class Trace:
         passport: The machine.
         arithmetic: The flags in force, such as TF32.
         label: What reports call the trace, instead of its setting.
-        notes: What else is known of the step: the `loss` that was taken where it names none, the format of `autocast`,
-            and that a `compiled` model was not run as such.
+        notes: What else is known of the step: the `loss` that was taken where it names none, and that a `compiled`
+            model was not run as such.
 
     Examples:
         >>> import torch
@@ -78,9 +129,8 @@ class Trace:
 
     @property
     def title(self) -> str:
-        """What the trace is called in reports: its label, or the setting, with autocast's format."""
-        autocast = f"autocast to {self.notes['autocast']}" if "autocast" in self.notes else ""
-        return self.label or ", ".join(filter(None, (self.setting, autocast, self.notes.get("compiled"))))
+        """What the trace is called in reports: its label, or the setting."""
+        return self.label or ", ".join(filter(None, (self.setting, self.notes.get("compiled"))))
 
     def __repr__(self) -> str:
         count = sum(op.phase != RESULT for op in self.operations)

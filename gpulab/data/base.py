@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpulab.content import Stamps, check_unchanged, content_of
 from gpulab.errors import DataError
+from gpulab.files import Stamps, check_unchanged, content_of
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpulab.content import Stamp, Stamps, stamp
 from gpulab.data.base import HELD_OUT, Bytes, Sequence, check_folder
 from gpulab.errors import DataError
-from gpulab.files import reading
+from gpulab.files import Stamp, Stamps, reading, stamp
 
 if TYPE_CHECKING:
     import PIL.Image

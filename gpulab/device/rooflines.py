@@ -1,4 +1,7 @@
-"""How fast a device can compute and move data: its roofline (Williams, Waterman, Patterson 2009)."""
+"""How fast a device can compute and move data, its roofline, and where a training step stands under it.
+
+Source: Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import time
 import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,18 +21,21 @@ import torch
 from torch.nn import functional as F
 
 from gpulab.audits import count_sketch as sk
+from gpulab.audits.steps import PreparedStep, ready
 from gpulab.audits.tracer import EMPTY, OVERWRITES
 from gpulab.audits.twins import outcome
-from gpulab.errors import check_count
+from gpulab.errors import UsageError, check_count
 from gpulab.numerics.call_sites import UncompiledDispatchMode
-from gpulab.progress import Progress
-from gpulab.settings import Setting, arithmetic
+from gpulab.numerics.flags import precision_allowed
+from gpulab.passports import machine, passport
+from gpulab.report import Progress, Report
+from gpulab.settings import Setting
 from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 LARGEST_MATRIX = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
-LONG = 0.02  # seconds of a product that is large enough
 MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
+LONG = 0.02  # seconds of a product that is large enough
 UNDER_THE_ROOF = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
 
 
@@ -83,12 +89,10 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
     works_by_setting = [(parsed, _operations(parsed))]
     works_by_setting += [(under, _large_product(under, precision)) for precision, under in _precisions(parsed).items()]
     rows = []
-    with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        for under, works in works_by_setting:
-            with under.apply():
-                for work in works:
-                    rows.append((work.operation, work.kind, *_counted(work), *timed(under, work.call, repeats)))
-                    bar.update()
+    for under, works in works_by_setting:
+        with under.apply():
+            for work in Progress(works, unit="operation", leave=False, disable=not progress):
+                rows.append((work.operation, work.kind, *_counted(work), *timed(under, work.call, repeats)))
     frame = pd.DataFrame(rows, columns=["operation", "kind", "flop", "bytes", "precision", "seconds", "spread"])
     frame["intensity"] = frame.flop / frame.bytes
     frame["gflops"] = frame.flop / frame.seconds / 1e9
@@ -144,6 +148,177 @@ def recorded_rooflines() -> pd.DataFrame:
     return recorded_table("rooflines").drop(columns="recorded")
 
 
+# --- where a step stands ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Placement(Report):
+    """Where a training step stands under a device's roofline: what `place` returns. `print` says it in sentences.
+
+    Attributes:
+        setting: The setting that the step was done under.
+        operations: How many calls of torch's operations compute or move something. One call may be several kernels.
+        flop: Floating-point operations by precision, such as `{"float32": 256}`. They are those of products,
+            convolutions and attention, by torch's own formulas (`torch.utils.flop_counter`), two for a multiplication
+            with its addition. Nothing else counts.
+        moved: The bytes that each operation reads and writes, added up. What stays in a cache between two operations is
+            counted all the same.
+        seconds: The median time of one step, after a warm-up.
+        spread: The interquartile range of that time, over the median.
+        at_least: The seconds that its bytes (`memory`), its floating-point operations (`arithmetic`) and its `launches`
+            would take, each alone at its measured ceiling.
+        unknown: The names of operations that multiply and for which torch has no formula.
+        roofline: The ceilings, as `gpulab.roofline` measures them.
+
+    Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
+        >>> counts = {"operations": 3, "flop": {"float32": 10**9}, "moved": 10**8, "seconds": 0.01, "spread": 0.02}
+        >>> floors = {"memory": 0.004, "arithmetic": 0.005, "launches": 0.001}
+        >>> found = gl.device.Placement("cpu", **counts, at_least=floors, unknown=(), roofline=pd.DataFrame())
+        >>> found.intensity, found.gflops, found.bound, found.reached
+        (10.0, 100.0, 'arithmetic', 0.5)
+    """
+
+    plots = "gpulab.plots.instruments"
+
+    setting: str  # what it was done under
+    operations: int  # calls of torch's operations that compute or move something; one may be several kernels
+    # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention, two for
+    # a multiplication with its addition; nothing else counts.
+    flop: dict[str, int]
+    # Bytes that each operation reads and writes. What stays in a cache between two operations is counted all the same.
+    moved: int
+    seconds: float  # the median of one step after a warm-up
+    spread: float  # the interquartile range over that
+    # The seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each alone at its
+    # measured ceiling.
+    at_least: dict[str, float]
+    unknown: tuple[str, ...]  # operations that multiply, for which torch has no formula
+    roofline: pd.DataFrame  # the ceilings, from `gpulab.roofline`
+
+    @property
+    def intensity(self) -> float:
+        """Floating-point operations per byte moved."""
+        return sum(self.flop.values()) / max(1, self.moved)
+
+    @property
+    def gflops(self) -> float:
+        """The rate that the step reached, in Gflop/s."""
+        return sum(self.flop.values()) / self.seconds / 1e9
+
+    @property
+    def reached(self) -> float:
+        """The share of the roof that the step reached; more than 1 where caches are faster than the memory measured.
+
+        Arithmetic in the step's precisions sets the roof, or memory at the step's intensity.
+        """
+        return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
+
+    @property
+    def launch_share(self) -> float:
+        """The share of the time that launching the step's operations takes at least."""
+        return self.at_least["launches"] / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """What would take longest, each at its ceiling, of `memory`, `arithmetic` and `launches`."""
+        return max(self.at_least, key=self.at_least.__getitem__)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{name} {flop / 1e9:.3g}" for name, flop in self.flop.items())
+        floors = ", ".join(f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items())
+        lines = [
+            f"The step takes {1e3 * self.seconds:.3g} ms (spread {self.spread:.0%}) under {self.setting}: "
+            f"{self.operations} operations, {self.moved / 1e6:.3g} MB moved, Gflop: {kinds or 'none'}.",
+            f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
+            f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%} of the roof; launches "
+            f"take {self.launch_share:.0%} of the time or more.",
+        ]
+        if self.reached > 1:
+            lines.append("More than the roof: between operations, tensors stay in a cache faster than memory.")
+        if self.unknown:
+            lines.append(f"Not counted, for torch has no formula: the FLOP of {', '.join(self.unknown)}.")
+        return "\n".join(lines)
+
+
+def place(step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7) -> Placement:
+    """Find out what holds a training step back: memory, arithmetic, or the launching of its operations.
+
+    The step's operations and bytes are counted, its time is measured, and both are compared with what the device can do
+    at most. The step is done a dozen times and more, and once of these under torch's FLOP counter. A `Step` is left as
+    it was, and begins without gradients each time. Of a function of your own, the model trains on.
+
+    Args:
+        step: A `Step`, or a function that does one training step, as for `gpulab.record`.
+        ceilings: What the device can do: a data frame from `gpulab.roofline` on this machine, of one setting, under
+            which the step is done. Or a setting, whose roofline is measured now.
+        repeats: How many batches of calls are timed, at least 2.
+
+    Returns:
+        The `Placement`, which prints as sentences.
+
+    Raises:
+        UsageError: For ceilings of several settings or of another machine, for fewer than 2 repeats, and for products
+            in a format whose ceiling was not measured.
+        GpulabError: For a setting that cannot run here.
+
+    Examples:
+        >>> import pandas as pd
+        >>> import torch
+        >>> import gpulab as gl
+        >>> ceilings = pd.DataFrame(  # as of gpulab.roofline("cpu"), which takes seconds
+        ...     {
+        ...         "operation": ["copy", "matrix product 1024, float32", "launch"],
+        ...         "kind": ["memory", "precision", "launch"],
+        ...         "precision": ["", "float32", ""],
+        ...         "gigabytes_per_second": [20.0, 0.5, 0.01],
+        ...         "gflops": [0.0, 100.0, 0.001],
+        ...         "seconds": [1e-2, 2e-2, 1e-6],
+        ...         "setting": "cpu",
+        ...     }
+        ... )
+        >>> weight = torch.ones(8, 4, requires_grad=True)
+        >>> found = gl.device.place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), ceilings)
+        >>> found.flop, found.bound
+        ({'float32': 256}, 'launches')
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
+    """
+    frame = roofline(ceilings) if isinstance(ceilings, Setting | str) else ceilings
+    settings = list(frame.setting.unique())
+    if len(settings) != 1:
+        raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
+    setting = Setting.parse(settings[0])
+    this_machine = machine(passport(), setting.kind)
+    if elsewhere := sorted(set(frame.get("machine", ())) - {this_machine}):
+        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {this_machine}; measure gpulab.roofline here")
+    with setting.apply(), ready(step, setting) as once:
+
+        def again() -> None:
+            if isinstance(once, PreparedStep):
+                once.model.zero_grad()
+            once()
+
+        seconds, spread = timed(setting, again, repeats)
+        with OperationCounter() as counter:  # after a first step, which alone makes such things as Adam's moments
+            again()
+    flop, peaks = dict(counter.flop.most_common()), frame[frame.precision != ""].groupby("precision").gflops.max()
+    if flop.keys() - set(peaks.index):
+        raise UsageError(f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone")
+    at_least = {
+        "memory": counter.moved / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
+        "arithmetic": sum(number / (1e9 * peaks[precision]) for precision, number in flop.items()),
+        "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
+    }
+    counts = str(setting), counter.operations, flop, counter.moved
+    return Placement(*counts, seconds, spread, at_least, tuple(sorted(counter.unknown)), frame)
+
+
+# --- what is measured ------------------------------------------------------------------------------------
+
+
 class Work(NamedTuple):
     """An operation that is measured; `additions` are the FLOP for which torch has no formula."""
 
@@ -180,11 +355,10 @@ def _operations(setting: Setting) -> Iterator[Work]:
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
     """What a device can multiply in, and the setting under which it does."""
-    names = ["float32", "bfloat16", "float16"] + (["float64"] if setting.kind != "mps" else [])
-    if setting.kind != "cuda":
-        return dict.fromkeys(names, setting)
-    tf32 = {"tf32": replace(setting, tf32=True), "float32": replace(setting, tf32=False)}
-    return tf32 | dict.fromkeys(names[1:], setting)
+    settings = dict.fromkeys(["float32", "bfloat16", "float16"], setting)
+    if setting.kind == "cuda":
+        settings |= {"float32": replace(setting, tf32=False), "tf32": replace(setting, tf32=True)}
+    return settings if setting.kind == "mps" else settings | {"float64": setting}
 
 
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
@@ -237,7 +411,7 @@ class OperationCounter(UncompiledDispatchMode):
         super().__init__()
         from torch.utils.flop_counter import flop_registry  # imports Triton: 70 MB
 
-        self.formulas, self.flags = flop_registry, arithmetic()
+        self.formulas = flop_registry
         self.operations = self.moved = 0
         self.flop, self.unknown = Counter[str](), set[str]()
 
@@ -256,17 +430,17 @@ class OperationCounter(UncompiledDispatchMode):
         self.moved += sum(read.values()) + sum(written.values())
         formula = self.formulas.get(operation._overloadpacket)
         if formula is not None:
-            self.flop[self._precision(name, args)] += formula(*args, **kwargs, out_val=out)
+            self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)
         elif MULTIPLIES.search(name):
             self.unknown.add(name)
         return out
 
-    def _precision(self, name: str, args: Sequence[Any]) -> str:
-        """The format that a product is computed in, as the ceilings name it."""
-        tensors = sk.leaves(args)
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        flag = self.flags["convolution_fp32" if "conv" in name else "matmul_fp32"]
-        return "tf32" if (dtype, flag, tensors[0].is_cuda) == ("float32", "tf32", True) else dtype
+
+def _precision(name: str, args: Sequence[Any]) -> str:
+    """The format that a product is computed in, as the ceilings name it."""
+    first, allowed = sk.leaves(args)[0], precision_allowed("conv" if "conv" in name else "matmul")
+    short = first.is_cuda and first.dtype == torch.float32 and allowed == "tf32"
+    return "tf32" if short else str(first.dtype).removeprefix("torch.")
 
 
 def _distinct(values: Any) -> dict[int, int]:

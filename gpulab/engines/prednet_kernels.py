@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gpulab.numerics.tf32 import precision_allowed
+from gpulab.numerics.flags import precision_allowed
 
 tanh_backward, sigmoid_backward = torch.ops.aten.tanh_backward.grad_input, torch.ops.aten.sigmoid_backward.grad_input
 PEEPING = 0, 1, 3  # of the four gates

@@ -2,31 +2,208 @@
 
 A chip differs in the format that the factors of a product are rounded to, which makes nearly all of the difference
 and costs little to imitate, and in how the products are summed.
-`numerics.arithmetic` has what each chip does.
+
+Sources: Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ Computer
+Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909); Khattak, Mikaitis 2025, *Accurate
+models of NVIDIA tensor cores* (arXiv 2512.07004); NVIDIA, *A100 Tensor Core GPU Architecture* (TF32).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._meta_registrations import calc_conv_nd_return_shape
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass_type
 
-from gpulab.errors import GpulabError
-from gpulab.numerics.arithmetic import CHIPS, CONVOLUTION, WEIGHT, Arithmetic, arithmetic_of
+from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.call_sites import UncompiledDispatchMode, is_composite
-from gpulab.numerics.formats import round_to
-from gpulab.numerics.tf32 import precision_allowed, switch_tf32, tf32_restored
+from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
+from gpulab.numerics.formats import FORMATS, round_to
+
+# --- what chips do ---------------------------------------------------------------------------------------
+
+ORDERS = ("sequential", "pairwise", "tensor-core")
+MATRIX, CONVOLUTION, WEIGHT = range(3)  # kinds of product, as `Arithmetic.roundings` counts them
+CHUNK = 1 << 18  # products that are looked at together: a tensor of 2 MiB, which caches hold
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a chip multiplies and sums matrices of float32 numbers.
+
+    Attributes:
+        name: What it is called.
+        format: The format that the factors are rounded to, a name of `gpulab.numerics.FORMATS`.
+        roundings: How they are rounded (a mode of `gpulab.numerics.round_to`): in matrix products; in convolutions and
+            the gradient of their input; in the gradient of their weight.
+        result: The format that the sum, which is float32's, is rounded to.
+        order: How the products are added, see `gpulab.numerics.emulate`; None leaves it to this machine.
+        slices: Into how many sums a sum is split; these are added in turn.
+        block: How many products a tensor core adds to the sum at once.
+        fraction: How many bits below the leading bit of the block's largest product each product is cut.
+        kept: How many significant bits the new sum is cut to.
+        step: A slice has a multiple of so many products.
+        tile: How many channels a convolution runs through at every place of its kernel before the next ones; None for
+            all.
+    """
+
+    name: str
+    format: str = "float32"
+    roundings: tuple[str, str, str] = ("nearest", "nearest", "nearest")
+    result: str = "float32"
+    order: str | None = None
+    slices: int = 1
+    block: int = 8
+    fraction: int = 25
+    kept: int = 24
+    step: int = 8
+    tile: int | None = None
+
+    def rounded(self, x: Tensor, kind: int = MATRIX) -> Tensor:
+        """Round a factor to the format; for an 8-bit format it is first scaled to its range, by a power of two."""
+        if self.format == "float32":
+            return x
+        if not self.format.startswith("float8"):
+            return round_to(x, self.format, self.roundings[kind])
+        largest = x.abs().amax() if x.numel() else x.new_tensor(1.0)
+        exponent = torch.log2(FORMATS[self.format].largest / largest).floor()
+        scale = torch.where(exponent.isfinite(), torch.exp2(exponent.clamp(-100, 100)), 1.0)
+        return round_to(x * scale, self.format, self.roundings[kind]) / scale
+
+    def finished(self, x: Tensor) -> Tensor:
+        """Round a product to the result's format, contiguous, as a kernel returns it."""
+        return (x if self.result == "float32" else round_to(x, self.result)).contiguous()
+
+    @property
+    def adds_up_here(self) -> bool:
+        """Whether `summed` adds up the products, and not this machine's library."""
+        if self.order == "tensor-core" and self.format == "float32":
+            return False  # float32 numbers do not pass the tensor cores
+        return self.order is not None or self.slices > 1
+
+    def summed(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, and add up in the order."""
+        slice_size = max(1, -(-a.shape[-1] // self.slices))
+        if self.order == "tensor-core":
+            slice_size = -(-slice_size // self.step) * self.step
+        tensor_core: Any = functools.partial(_tensor_core, arithmetic=self)
+        add_up = {None: torch.matmul, "sequential": _sequential, "pairwise": _pairwise, "tensor-core": tensor_core}
+        slices = zip(a.split(slice_size, -1), b.split(slice_size, -2), strict=True)
+        return functools.reduce(torch.add, itertools.starmap(add_up[self.order], slices))
+
+
+# Asked for 16 bits, as autocast asks, a GPU returns 16 bits. Of 8-bit products its tensor cores keep 14 bits.
+PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS}
+PRECISIONS |= {n: Arithmetic(n, n, result=n, block=16, step=64) for n in ("bfloat16", "float16")}
+PRECISIONS |= {n: Arithmetic(n, n, block=32, fraction=13, kept=14, step=128) for n in ("float8_e4m3fn", "float8_e5m2")}
+# Generations of cards whose tensor cores take float32 numbers, as TF32; older ones multiply them in float32. Blocks
+# and bits are those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels
+# for each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/measured).
+CHIPS = {
+    "ampere": Arithmetic("ampere", "tf32", ("nearest", "away", "away"), block=4, fraction=24),
+    "hopper": Arithmetic("hopper", "tf32", ("nearest", "nearest", "truncate"), tile=32),
+}
+KNOWN = PRECISIONS | CHIPS
+
+
+def arithmetic_of(name: str = "float32", order: str | None = None) -> Arithmetic:
+    """Look an arithmetic up by the name of a format or a chip, with another order of summation."""
+    if name not in KNOWN:
+        formats, chips = ", ".join(PRECISIONS), ", ".join(CHIPS)
+        raise UsageError(f"arithmetic {name!r}: there are the formats {formats} and the chips {chips}")
+    words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
+    if words is None or order == "":
+        raise UsageError(
+            f"order {order!r}: expected {', '.join(ORDERS)} or split-N (N sums, added in turn; N from 1 to 9999), "
+            f"or both, such as {ORDERS[-1]}+split-4"
+        )
+    within_slice, slices = words.groups()
+    if within_slice == "tensor-core" and name == "float32":
+        raise UsageError(f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have them")
+    return replace(KNOWN[name], order=within_slice, slices=int(slices or 1))
+
+
+def rounded_factor(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
+    """A factor of a matrix product in a format, scaled first where that has 8 bits."""
+    return replace(arithmetic_of(name), roundings=(rounding,) * 3).rounded(x)
+
+
+# --- orders of summation ---------------------------------------------------------------------------------
+
+
+def _sequential(a: Tensor, b: Tensor) -> Tensor:
+    """One product after the other, each fused with its addition, as a thread of a GPU's plain cores does.
+
+    In float64 the product is exact, so that the sum is rounded to float32 all but once.
+    """
+    a, b = a.double(), b.double()
+    total = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    for k in range(a.shape[-1]):
+        total = torch.addcmul(total, a[..., :, k : k + 1], b[..., k : k + 1, :]).float().double()
+    return total.float()
+
+
+def _pairwise(a: Tensor, b: Tensor) -> Tensor:
+    """Neighbours are added, then neighbouring sums, and so on: the first half is a power of two of products."""
+    terms = a.shape[-1]
+    if terms < 2:
+        return (a[..., None] * b[..., None, :, :]).sum(-2)
+    half = 1 << ((terms - 1).bit_length() - 1)
+    return _pairwise(a[..., :half], b[..., :half, :]) + _pairwise(a[..., half:], b[..., half:, :])
+
+
+def _tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """A block of products and the sum so far at once: aligned to the largest, cut, added, cut to float32."""
+    matrices = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    rows = max(1, CHUNK // max(1, matrices * arithmetic.block * b.shape[-1]))
+    return torch.cat([_added_in_blocks(some_rows, b, arithmetic) for some_rows in a.split(rows, -2)], -2)
+
+
+def _added_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """The product of matrices (…, M, K) and (…, K, N), as a tensor core adds it up block by block."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = a.new_zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64)
+    for start in range(0, a.shape[-1], arithmetic.block):
+        span = slice(start, start + arithmetic.block)
+        left, right = a[..., span, None], b[..., None, span, :]
+        products = left.double() * right.double()  # (…, M, block, N), exact
+        largest = (_exponents(left) + _exponents(right)).amax(-2)
+        largest = torch.maximum(largest, _exponents(total.float()))
+        last_place = _power_of_two(largest - arithmetic.fraction)
+        aligned = torch.trunc(products / last_place[..., None, :]).sum(-2) + torch.trunc(total / last_place)
+        all_finite = products.isfinite().all(-2) & total.isfinite()
+        total = _cut(aligned * last_place, arithmetic.kept).where(all_finite, products.sum(-2) + total)
+    return total.float()
+
+
+def _exponents(x: Tensor) -> Tensor:
+    """The exponent of each float32 number; that of the smallest normal one for zeros and subnormal numbers."""
+    return (x.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_min_(1).sub_(127)
+
+
+def _cut(x: Tensor, bits: int) -> Tensor:
+    """Float64 numbers without what lies below so many significant bits, in float32's range."""
+    step = _power_of_two(torch.frexp(x).exponent.clamp_min(-125) - bits)
+    return (torch.trunc(x / step) * step).float().double()
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Two to the power of whole numbers from -1022 to 1023, exact, as float64."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
+# --- emulation -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -46,11 +223,10 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
     convolutions in float32 all the same (`benchmarks/products.md`).
 
     Args:
-        name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`, or `float32_ftz`,
-            which takes subnormal numbers for zero. Products in a 16-bit format return 16-bit numbers, as autocast does;
-            an 8-bit format first scales each tensor to its range, as torchao does. Or a generation of cards: `ampere`
-            (RTX 30, A100), `hopper` (H100, H200). Or an `Arithmetic` of `gpulab.numerics.arithmetic`, such as the one
-            that the block gives.
+        name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `float32`. Products in a
+            16-bit format return 16-bit numbers, as autocast does; an 8-bit format first scales each tensor to its
+            range, as torchao does. Or a generation of cards: `ampere` (RTX 30, A100), `hopper` (H100, H200). Or an
+            `Arithmetic`, such as the one that the block gives.
         order: How the products are added. `sequential`: one after the other; `pairwise`: neighbours first, then their
             sums; `tensor-core`: in the blocks of the chip's tensor cores; `split-N`: into N sums, which are added in
             turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None leaves it to this
@@ -122,7 +298,6 @@ def float32_products() -> Iterator[None]:
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
 SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
-CONVOLUTIONS = {"convolution", "convolution_backward"}
 COMPOSED = {"affine_grid_generator", "_euclidean_dist"}  # whose kernels call others for their products
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
@@ -155,29 +330,16 @@ class _Emulator(UncompiledDispatchMode):
             with self:
                 return operation._op_dk(key, *args, **kwargs)
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
-        if name is None or not self._concerns(args[first : first + 2]):
+        factors = [factor for factor in args[first : first + 2] if isinstance(factor, Tensor)]
+        if name is None or not all(x.dtype == torch.float32 and x.layout == torch.strided for x in factors):
             return operation(*args, **kwargs)
         if FUSED.fullmatch(name):
-            write = "write it with matrix products, or leave it outside the block"
-            remedy = "use cudnn=off" if "cudnn" in name else write
+            remedy = "write it with matrix products, or leave it outside the block"
             raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}")
         arithmetic = self.arithmetic if _allows_tf32(name) else self.without_tf32
-        if name == "convolution":
-            return _convolution(operation, args, arithmetic)
-        if name == "convolution_backward":
-            return _convolution_backward(operation, args, arithmetic)
+        if name in CONVOLUTIONS:
+            return CONVOLUTIONS[name](operation, args, arithmetic)
         return _matrix_product(operation, name, args, kwargs, arithmetic)
-
-    def _concerns(self, factors: Sequence[Any]) -> bool:
-        """Whether these are numbers that the chip would treat in its own way, float32, and not of a sparse matrix."""
-        tensors = [factor for factor in factors if isinstance(factor, Tensor)]
-        if any(factor.layout != torch.strided for factor in tensors):
-            return False
-        if any(factor.is_nested for factor in tensors):
-            raise GpulabError(
-                "emulation does not reach the products of nested tensors of the strided layout: use layout=torch.jagged"
-            )
-        return {factor.dtype for factor in tensors} == {torch.float32}
 
 
 class _Unfused(TorchFunctionMode):
@@ -207,26 +369,24 @@ def _allows_tf32(name: str) -> bool:
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS | COMPOSED
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED
     return name if multiplies or FUSED.fullmatch(name) else None
 
 
-def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:
+def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, how: Arithmetic) -> Any:
     first = 1 if name in SUMS_WITH_PRODUCTS else 0
-    a, b = args[first : first + 2]
-    if not arithmetic.adds_up_here:
-        out = operation(*args[:first], arithmetic.rounded(a), arithmetic.rounded(b), *args[first + 2 :], **kwargs)
-        return out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
+    a, b = map(how.rounded, args[first : first + 2])
+    if not how.adds_up_here:
+        out = operation(*args[:first], a, b, *args[first + 2 :], **kwargs)
+        return out if how.result == "float32" else out.copy_(round_to(out, how.result))
     if name == "addbmm":  # the sum runs over the batch as well
         a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
-    if b.dim() > 1:
-        out = arithmetic.product(a, b)
-    else:
-        out = arithmetic.product(torch.atleast_2d(a), b[:, None]).reshape(a.shape[:-1])
+    out = how.summed(torch.atleast_2d(a), b if b.dim() > 1 else b[:, None])
+    out = out if b.dim() > 1 else out.reshape(a.shape[:-1])
     if name in SUMS_WITH_PRODUCTS:
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         out = alpha * out + beta * args[0] if beta else alpha * out
-    out = arithmetic.finished(out)
+    out = how.finished(out)
     target = args[0] if operation._schema.name.endswith("_") else kwargs.get("out")
     return out if target is None else target.resize_(out.shape).copy_(out)
 
@@ -236,34 +396,44 @@ def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any,
 Sides = Sequence[int]  # a number for each of the two dimensions
 
 
-def _convolution(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> Tensor:
-    x, weight, bias, stride, padding, dilation, *_ = args
-    if not arithmetic.adds_up_here:
-        factors = (arithmetic.rounded(factor, CONVOLUTION) for factor in (x, weight))
-        return arithmetic.finished(operation(*factors, *args[2:]))
-    _check_plain(x, args[5:])
-    shape = calc_conv_nd_return_shape(x, weight, stride, padding, dilation, False, 1)
-    out = _correlation(x, weight, shape, stride, padding, arithmetic)
-    return arithmetic.finished(out if bias is None else out + bias[:, None, None])
+def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor:
+    x, weight = (how.rounded(factor, CONVOLUTION) for factor in args[:2])
+    if not how.adds_up_here:
+        return how.finished(operation(x, weight, *args[2:]))
+    bias, stride, padding, *options = args[2:]
+    _check_plain(x, options)
+    out = _correlation(x, weight, stride, padding, how)
+    return how.finished(out if bias is None else out + bias[:, None, None])
 
 
-def _convolution_backward(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> tuple[Tensor | None, ...]:
-    gradient, x, weight, _, stride, padding, *options, mask = args
-    gradients: list[Tensor | None] = [None, None]
-    if arithmetic.adds_up_here:
-        _check_plain(x, options)
-        if mask[0]:
-            gradients[0] = _input_gradient(gradient, weight, x.shape, stride, padding, arithmetic)
-        if mask[1]:
-            gradients[1] = _weight_gradient(gradient, x, weight.shape, stride, padding, arithmetic)
-    else:
-        for n, kind in enumerate((CONVOLUTION, WEIGHT)):
-            if mask[n]:
-                factors = (arithmetic.rounded(factor, kind) for factor in args[:3])
-                gradients[n] = operation(*factors, *args[3:10], [n == 0, n == 1, False])[n]
-    to_input, to_weight = (None if each is None else arithmetic.finished(each) for each in gradients)
-    to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
-    return to_input, to_weight, to_bias
+def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) -> list[Tensor | None]:
+    """The gradients that the mask asks for, each alone, because the factors of each are rounded in a way of its own."""
+    *tensors, _, _, _, _, _, _, _, mask = args
+    compute = functools.partial(_gradients_in_order, how) if how.adds_up_here else operation
+    gradients: list[Tensor | None] = [None, None, None]
+    for n, kind in enumerate((CONVOLUTION, WEIGHT)):
+        if mask[n]:
+            factors = [how.rounded(factor, kind) for factor in tensors]
+            gradients[n] = how.finished(compute(*factors, *args[3:10], [n == 0, n == 1, False])[n])
+    if mask[2]:  # the bias's is a sum, not a product
+        gradients[2] = tensors[0].sum([0, *range(2, tensors[0].dim())])
+    return gradients
+
+
+def _gradients_in_order(how: Arithmetic, flow: Tensor, x: Tensor, weight: Tensor, *options: Any) -> list[Any]:
+    """The gradient of the input, or that of the weight: whichever the mask, the last option, asks for."""
+    _, stride, padding, *others, (of_input, _, _) = options
+    _check_plain(x, others)
+    if not of_input:
+        columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
+        rows = flow.transpose(0, 1).flatten(1)
+        return [None, how.summed(rows[None], columns.T[None]).reshape(weight.shape)]
+    # It is the turned kernel over the gradient of the output, spread out by the stride.
+    lengths = [*zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
+    spread = flow.new_zeros(*flow.shape[:2], *(n - k + 1 + 2 * p for n, k, p in lengths))
+    spread[:, :, :: stride[0], :: stride[1]] = flow
+    margins = [k - 1 - p for _, k, p in lengths]
+    return [_correlation(spread, weight.transpose(0, 1).flip(2, 3), (1, 1), margins, how), None]
 
 
 def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
@@ -271,42 +441,27 @@ def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
     dilation, transposed, _, groups = options
     if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:
         raise GpulabError(
-            "orders of summation are emulated for convolutions over two dimensions, neither dilated nor transposed nor "
-            f"in groups; this one has {x.dim() - 2}, dilation={dilation}, transposed={transposed}, groups={groups}: "
-            "leave `order` away, or the operation outside the block"
+            f"a convolution with dimensions={x.dim() - 2}, {dilation=}, {transposed=}, {groups=}: orders of summation "
+            "are emulated for plain ones over two dimensions; leave `order` away, or the operation outside the block"
         )
 
 
 def _patches(x: Tensor, size: Sides, stride: Sides, padding: Sides) -> Tensor:
-    """What each output sees, (1, channels × size, images × places)."""
-    return F.unfold(x, tuple(size), padding=tuple(padding), stride=tuple(stride)).transpose(0, 1).flatten(1)[None]
+    """What each output sees: (channels, down and across the kernel, images, down and across the output)."""
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    return x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1]).permute(1, 4, 5, 0, 2, 3)
 
 
-def _correlation(x: Tensor, weight: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
-    """What torch calls a convolution: (N, C, H, W) and (O, C, h, w) to a `shape` of (N, O, H', W')."""
-    rows, columns = weight.flatten(1)[None], _patches(x, weight.shape[2:], stride, padding)
+def _correlation(x: Tensor, weight: Tensor, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
+    """What torch calls a convolution of (N, C, H, W) with (O, C, h, w)."""
+    patches = _patches(x, weight.shape[2:], stride, padding)
+    rows, columns = weight.flatten(1)[None], patches.flatten(3).flatten(0, 2)[None]
     if how.order == "tensor-core":
         # A GPU runs through a tile of channels at each of the kernel's places, then through the next tile.
         terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
         order = torch.cat([tile.T.flatten() for tile in terms.split(how.tile or len(terms))])
         rows, columns = rows[:, :, order], columns[:, order]
-    out = how.product(rows, columns, CONVOLUTION)
-    return out.reshape(len(weight), len(x), *shape[2:]).transpose(0, 1)
+    return how.summed(rows, columns).reshape(len(weight), *patches.shape[3:]).transpose(0, 1)
 
 
-def _input_gradient(flow: Tensor, weight: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
-    """The gradient of an input of a `shape`: the turned kernel over the spread-out gradient."""
-    spread = flow.new_zeros(*flow.shape[:2], *((n - 1) * s + 1 for n, s in zip(flow.shape[2:], stride, strict=True)))
-    spread[:, :, :: stride[0], :: stride[1]] = flow
-    margins: list[int] = []
-    for n, have, k, p in zip(shape[2:], spread.shape[2:], weight.shape[2:], padding, strict=True):
-        margins = [k - 1 - p, n + p - have, *margins]  # F.pad begins with the last dimension
-    turned = weight.transpose(0, 1).flip(2, 3)
-    return _correlation(F.pad(spread, margins), turned, shape, (1, 1), (0, 0), how)
-
-
-def _weight_gradient(flow: Tensor, x: Tensor, shape: Any, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
-    """The gradient of a kernel of a `shape`."""
-    rows = flow.transpose(0, 1).flatten(1)[None]
-    patches = _patches(x, shape[2:], stride, padding)
-    return how.product(rows, patches.transpose(1, 2), WEIGHT).reshape(shape)
+CONVOLUTIONS = {"convolution": _convolution, "convolution_backward": _convolution_backward}

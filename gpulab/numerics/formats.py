@@ -22,7 +22,6 @@ class Format:
         minexp: Two to this power is the smallest normal number.
         largest: The largest finite number.
         dtype: Torch's type for it; None where torch has none.
-        subnormals: Whether there are numbers between zero and the smallest normal one.
         infinities: Whether there are infinities.
     """
 
@@ -30,7 +29,6 @@ class Format:
     minexp: int
     largest: float
     dtype: torch.dtype | None = None
-    subnormals: bool = True
     infinities: bool = True
 
 
@@ -38,7 +36,6 @@ LARGEST = torch.finfo(torch.float32).max
 A_FEW = 4096  # numbers that nearly always show whether it is worth to look at all
 FORMATS = {
     "float32": Format(24, -126, LARGEST, torch.float32),
-    "float32_ftz": Format(24, -126, LARGEST, subnormals=False),  # as code compiled for speed has it
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
     "bfloat16": Format(8, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
     "float16": Format(11, -14, 65504.0, torch.float16),
@@ -52,10 +49,10 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 
     Args:
         x: float32 numbers, in any shape.
-        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they are; `float32_ftz`
-            makes zero of subnormal numbers and leaves all others.
-        mode: `nearest` (ties to even, IEEE 754), `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) or
-            `truncate` (toward zero: the bits that the format lacks are dropped).
+        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they are.
+        mode: `nearest` (ties to even, IEEE 754). Formats with float32's exponents, such as `tf32` and `bfloat16`, have
+            `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) and `truncate` (toward zero: the bits that the
+            format lacks are dropped), too.
 
     Returns:
         The rounded numbers, as float32, in the same shape. What rounds beyond the format's largest number becomes
@@ -63,7 +60,7 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         and takes its largest number for all of these.
 
     Raises:
-        UsageError: For an unknown format or mode, and for numbers that are not float32.
+        UsageError: For an unknown format, a mode that it does not have, and for numbers that are not float32.
 
     Examples:
         >>> import torch
@@ -80,14 +77,12 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
     if x.dtype != torch.float32:
         raise UsageError(f"numbers to round must be float32, and these are {str(x.dtype).removeprefix('torch.')}")
     target = FORMATS[name]
+    if mode != "nearest" and target.minexp > -126:
+        raise UsageError(f"mode {mode!r}: numbers are rounded to {name} to nearest alone")
     if name == "float32" or x._is_zerotensor():  # forward mode's zeros, which have no memory to be looked at
         return x.clone()
-    if not target.subnormals:
-        return torch.where(x.abs() < 2.0**target.minexp, x * 0.0, x)
-    if target.dtype is None or (target.minexp == -126 and mode != "nearest"):
+    if target.dtype is None or mode != "nearest":
         return _round_bits(x, 24 - target.precision, mode)
-    if mode != "nearest":
-        x = _round_steps(x, target, mode)
     if not target.infinities:  # torch before 2.12 made NaN of what is larger
         x = x.clamp(-target.largest, target.largest)
     return x.to(target.dtype).float()
@@ -100,24 +95,6 @@ def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
     even = (bits >> dropped).bitwise_and_(1) if mode == "nearest" else 0  # the last bit that stays
     rounded = (bits + half).add_(even).bitwise_and_(-(1 << dropped)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
-
-
-def _round_steps(x: Tensor, target: Format, mode: str) -> Tensor:
-    """Round, `away` or to `truncate`, to multiples of the format's step, in float64, where both are exact.
-
-    What then lies beyond the largest number is left to torch's own conversion; truncated, it becomes that number.
-    """
-    wide = x.double()
-    exponent = torch.frexp(wide).exponent.clamp_min(target.minexp + 1)  # frexp's significands lie below 1
-    step = power_of_two(exponent - target.precision)
-    rounded = torch.trunc(wide.abs() / step + (0.5 if mode == "away" else 0.0)) * step
-    rounded = rounded.clamp_max(target.largest) if mode == "truncate" else rounded
-    return torch.copysign(rounded, wide).float().where(x.isfinite(), x)
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """Two to the power of whole numbers from -1022 to 1023, exact, as float64."""
-    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
@@ -156,9 +133,8 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
         bits = x.contiguous().view(whole).to(torch.int64)
         return torch.where(bits < 0, torch.iinfo(whole).min - bits, bits)
 
-    one_is_nan, both_are = a.isnan() | b.isnan(), a.isnan() & b.isnan()
-    gap = (rank(a) - rank(b)).abs()
-    return torch.where(one_is_nan, torch.iinfo(torch.int64).max, gap).where(~both_are, 0)
+    gap = (rank(a) - rank(b)).abs().masked_fill(a.isnan() != b.isnan(), torch.iinfo(torch.int64).max)
+    return gap.masked_fill(a.isnan() & b.isnan(), 0)
 
 
 def rounded_format(x: Tensor) -> str | None:

@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 
 from gpulab.audits.audits import Audit
-from gpulab.device.placements import Placement
-from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
+from gpulab.device.rooflines import UNDER_THE_ROOF, Placement, bounds
 from gpulab.plots import style
 from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK
@@ -21,12 +20,12 @@ ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networ
 @draw.register
 @style.themed
 def audit(report: Audit) -> Picture:
-    """The error of each operation's result, all that came before it included, along a training step.
+    """The error of each operation of a training step, against the same one in float64 from the same inputs.
 
-    Grey dots are what each operation's own rounding may explain; a cross marks a finding.
+    Grey dots are what its rounding may explain; a cross marks a finding.
     """
     table = report.table.reset_index(drop=True)
-    errors = table[["so_far_a", "so_far_b"]]
+    errors = table[["error_a", "error_b"]]
     drawn = errors.replace(0, np.nan)
     first, second = (style.colour(trace.setting) for trace in (report.a, report.b))
     figure, (axes,) = style.canvas(height=3.8)
@@ -34,8 +33,8 @@ def audit(report: Audit) -> Picture:
     axes.plot(table.index, bounds_of, ".", color=FAINT, ms=3, label="rounding explains")
     for side, trace, tint in (("a", report.a, first), ("b", report.b, second if second != first else INK)):
         words = trace.title.replace(trace.setting, setting_words(trace.setting))
-        axes.plot(table.index, drawn[f"so_far_{side}"], "o", ms=4, mew=0, color=tint, label=words)
-    heights = errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what ran on one side has no height
+        axes.plot(table.index, drawn[f"error_{side}"], "o", ms=4, mew=0, color=tint, label=words)
+    heights = errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what has no twin has no height
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
     for place in table.index[table.phase == "backward"][:1]:
         axes.axvline(place - 0.5, color=FAINT, lw=0.8)
@@ -43,9 +42,9 @@ def audit(report: Audit) -> Picture:
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
         axes.set(yscale="log", ylim=(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30)))
         axes.yaxis.set_major_formatter(style.power_of_ten)
-    axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
-    headline = f"First finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
-    alt = f"Relative error against float64 along a step's operations, under {report.a.title} and {report.b.title}."
+    axes.set(xlabel="operation, in the order of the step", ylabel="error against float64 of the same inputs, relative")
+    headline = f"First finding: {report.kind}; the largest error of one operation is {errors.max(axis=None):.1e}"
+    alt = f"Relative error of each operation of a step against float64, under {report.a.title} and {report.b.title}."
     return style.finished(figure, headline, alt, columns=4)
 
 

@@ -206,8 +206,9 @@ def differences(verdict: Verdict) -> Picture:
     axes.set_yticks(range(len(levels)), [called[level] for level in levels])
     unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
     axes.set(ylim=(len(levels) - 0.4, -0.6), xlabel=f"change of the same seed against {called[reference]}: {unit}")
-    headline = f"The {factor} moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
-    if np.isnan(verdict.ratio):
+    ratio = verdict.table.largest_difference.max() / (verdict.between_seeds or np.nan)
+    headline = f"The {factor} moves a seed by up to {ratio:.2g} times the spread between seeds"
+    if np.isnan(ratio):
         headline = "One seed has no spread to compare with"
     alt = f"Change of {metric} against {called[reference]}: {'; '.join([*called.values()][1:-1])}; and between seeds."
     return style.finished(figure, headline, alt, style.origin_keys(verdict.runs))

@@ -121,7 +121,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     """Draw how long each escape from a saddle took, against the displacement with which it began.
 
     The steps are multiplied by ln(1 + ηλ), or by ln ρ with momentum, the growth of the displacement's logarithm in one
-    step. So every learning rate and every saddle has the same line, ln(r/δ) (see `gpulab.saddles.escape_table`). A
+    step. So every learning rate and every saddle has the same line, ln(r/δ) (see `gpulab.saddles.EscapeTable`). A
     cross is an escape that never came; it stands where theory expects it. Optimisers that scale their steps, such as
     Adam, have no such law, and are left out.
 

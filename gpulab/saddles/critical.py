@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from gpulab.errors import UsageError
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.saddles.hessians import Hessian, hessian
 from gpulab.saddles.objectives import Batch, Loss, Objective
 from gpulab.saddles.operators import trained

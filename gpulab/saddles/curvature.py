@@ -20,7 +20,7 @@ from gpulab.data.feed import Loader
 from gpulab.errors import UsageError, check_count
 from gpulab.models.base import Trainable
 from gpulab.passports import machine, passport
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.saddles.hessians import hessian
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, spectral_density
 from gpulab.settings import Setting

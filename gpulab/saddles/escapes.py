@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 
 from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import machine, passport
-from gpulab.progress import Progress
-from gpulab.report import Report
+from gpulab.report import Progress, Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gpulab.errors import DataError, check_count
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.saddles.operators import Operator, check_square, check_symmetric, dense, random_signs
 
 Array = np.ndarray

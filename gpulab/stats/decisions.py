@@ -1,50 +1,51 @@
-"""What each level's pairs say in numbers, which is a row of a verdict's table, and the decision that follows."""
+"""What each level's pairs say in numbers, which is a row of a verdict's table: a margin, tests, and the decision."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-import gpulab.stats.power as planning
 import gpulab.stats.tests as inference
+from gpulab.errors import UsageError
 from gpulab.stats.pairs import Paired
 
 DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
 COLUMNS = (  # of a verdict's table, after the factor's; `Verdict` says what they are
     *("decision", "seeds", "difference", "low", "high", "confidence"),
     *("p_different", "p_different_holm", "p_equivalent", "p_equivalent_holm"),
-    *("equivalent_low", "equivalent_high", "equivalent_confidence", "margin", "margin_relative", "smallest_shown"),
+    *("equivalent_low", "equivalent_high", "equivalent_confidence", "margin", "margin_relative"),
     *("largest_difference", "same_bits", "moved", "diverged", "reference_diverged", "one_diverged"),
     *("diverged_apart_at_most", "p_diverged", "p_diverged_holm", "left_out", "seeds_needed"),
 )
+USUAL_MARGIN, USUAL_SHARE = "0.25sd", 0.1  # of numbers, and of yes and no
+DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
+POWER = 0.8  # of a comparison with as many seeds as are said to be needed
+FOR_SKEWNESS = 1  # what the correction for skewness costs, in seeds, where differences are normal (by simulation)
+MOST_SEEDS, TINY = 100_000, 1e-150
+SEEDS = np.unique(np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MOST_SEEDS, 800)]))).astype(int)
 
 
-def compare_levels(
-    paired: Paired, factor: str, losses: np.ndarray, margin: str | float, alpha: float, yes_or_no: bool
-) -> pd.DataFrame:
-    """A verdict's table; `losses` is the metric of the reference's runs that finished, shape (seeds,)."""
-    size, count = planning.margin_size(margin, losses), paired.runs[factor].value_counts()
-    pairs_of = paired.by_level(factor)
-    rows = []
-    for level, own in pairs_of.items():
-        left_out = int(count[level] + count[paired.reference] - 2 * len(own))
-        rows.append({factor: level, **_level_numbers(own, size, yes_or_no), "left_out": left_out})
-    table = pd.DataFrame(rows, columns=[factor, *COLUMNS])
-    different_alpha, equivalent_alpha = _correct(table, alpha)
-    for row, own in enumerate(pairs_of.values()):
-        differences = own.difference.dropna().to_numpy(float)
-        ends = _intervals(differences, different_alpha, equivalent_alpha, yes_or_no)
-        table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
-        shown = planning.smallest_shown(len(differences), inference.sample_sd(differences), different_alpha, yes_or_no)
-        table.loc[row, "smallest_shown"] = float(shown)
-        sd, margins = inference.sample_sd(differences), planning.margins_by_seeds(margin, losses)
-        settled = max(planning.seeds_of_t_tests(sd, margins, alpha / len(pairs_of), yes_or_no=yes_or_no))
-        table.loc[row, "seeds_needed"] = max(settled, len(own) + 1)
+def compare_levels(paired: Paired, margin: str | float, alpha: float) -> pd.DataFrame:
+    """A verdict's table."""
+    levels, runs = paired.by_level(), paired.runs[paired.factor].value_counts()
+    losses, yes_or_no = paired.losses_of_reference(), paired.is_yes_or_no()
+    size, sizes = (margin_size(margin, losses, yes_or_no, n) for n in (None, SEEDS))
+    rows = [{paired.factor: level, **_level_numbers(pairs, size, yes_or_no)} for level, pairs in levels.items()]
+    table = pd.DataFrame(rows, columns=[paired.factor, *COLUMNS])
+    table["left_out"] = [runs[level] + runs[paired.reference] - 2 * len(pairs) for level, pairs in levels.items()]
+    alphas = _correct(table, alpha)
     table["decision"] = [decide(row, alpha) for row in table.itertuples()]
-    table["seeds_needed"] = table.seeds_needed.where(table.decision == "inconclusive")
+    for row, pairs in enumerate(levels.values()):
+        differences = pairs.difference.dropna().to_numpy(float)
+        ends = _intervals(differences, *alphas, yes_or_no)
+        table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
+        needed = _seeds_needed(inference.sample_sd(differences), sizes, alpha / len(levels), yes_or_no)
+        undecided = table.decision[row] == "inconclusive"
+        table.loc[row, "seeds_needed"] = max(needed, len(pairs) + 1) if undecided else needed
     return table
 
 
@@ -86,11 +87,9 @@ def _correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
     table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], table.p_diverged)
     table["p_equivalent_holm"] = inference.holm(list(table.p_equivalent))
     # Holm has stopped at this level: it rejects what is below, and nothing above.
-    different_alpha, equivalent_alpha = (
-        alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm)
-    )
-    table["confidence"], table["equivalent_confidence"] = 1 - different_alpha, 1 - 2 * equivalent_alpha
-    return different_alpha, equivalent_alpha
+    alphas = [alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm)]
+    table["confidence"], table["equivalent_confidence"] = 1 - alphas[0], 1 - 2 * alphas[1]
+    return alphas[0], alphas[1]
 
 
 def _intervals(differences: np.ndarray, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
@@ -101,6 +100,31 @@ def _intervals(differences: np.ndarray, alpha: float, equivalent_alpha: float, y
     # the share of discordant pairs bounds the difference of the rates
     limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), equivalent_alpha)
     return [*inference.sign_flip_interval(differences, alpha), -limit, limit]
+
+
+def _seeds_needed(sd: float, margins: Any, alpha: float, yes_or_no: bool) -> float:
+    """The first of `SEEDS` with which the test of equivalence succeeds with `POWER` where nothing differs.
+
+    It is for normal differences of the standard deviation `sd`; `margins` are those of as many seeds. A difference as
+    large as the margin is shown about as often, with `fewest_pairs` or more. Of yes and no as many are needed as
+    exclude the margin where none switches. Infinite where no number is enough.
+    """
+    from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats
+
+    if math.isnan(sd):
+        return math.nan
+    effects = np.minimum(margins / max(sd, TINY), 30 / np.sqrt(SEEDS))  # beyond, the power is 1, its series slow
+    power = ttest_power(effects, SEEDS, alpha, alternative="larger")
+    enough = power >= (1 + POWER) / 2  # each of two one-sided tests fails half as often
+    by_share = (1 - margins) ** SEEDS <= alpha if yes_or_no else enough
+    if not (enough.any() and by_share.any()):
+        return math.inf
+    return float(max(SEEDS[enough.argmax()] + FOR_SKEWNESS, SEEDS[by_share.argmax()], fewest_pairs(alpha)))
+
+
+def fewest_pairs(alpha: float) -> int:
+    """So many differences of one sign are the fewest that show anything at `alpha`: the sign flips' p is 2^(1 − n)."""
+    return math.ceil(1 - math.log2(alpha))
 
 
 def is_identical(row: Any) -> bool:
@@ -122,4 +146,34 @@ def decide(row: Any, alpha: float) -> str:
 
 def may_diverge_apart(row: Any) -> bool:
     """Whether more seeds than may be passed over could diverge under one of the two alone."""
-    return row.one_diverged > 0 and row.diverged_apart_at_most > planning.DIVERGED_APART
+    return row.one_diverged > 0 and row.diverged_apart_at_most > DIVERGED_APART
+
+
+# --- the margin ------------------------------------------------------------------------------------------
+
+
+def parse_margin(margin: str | float) -> tuple[float, str]:
+    """The number in a margin such as 0.01, "0.25sd" or "1%", and its unit: `sd`, `%` or nothing."""
+    with_unit = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(sd|%)\s*", margin) if isinstance(margin, str) else None
+    is_number = isinstance(margin, (int, float, np.number)) and not isinstance(margin, bool)
+    number = float(with_unit[1]) if with_unit else float(margin) if is_number else math.nan
+    if not 0 < number < math.inf:
+        raise UsageError(f"margin {margin!r}: expected a number above 0, or such as '0.25sd' or '1%'")
+    return number, with_unit[2] if with_unit else ""
+
+
+def margin_size(margin: str | float, losses: np.ndarray, yes_or_no: bool = False, n: Any = None) -> Any:
+    """A margin in the metric's units; `losses` is the metric under the reference, shape (seeds,).
+
+    One in standard deviations is of their lower 97.5 % limit as it were for n seeds, by default as many as there are;
+    NaN where the losses do not differ. Of yes and no a margin is a share of the seeds.
+    """
+    number, unit = parse_margin(margin)
+    share = number / 100 if unit == "%" else number
+    if yes_or_no and (unit == "sd" or share >= 1):
+        raise UsageError(f"margin {margin!r}: of yes and no it is a share of the seeds below 1, such as {USUAL_SHARE}")
+    if unit == "sd":
+        return number * inference.sd_lower_limit(losses, n)
+    if unit == "%" and not yes_or_no:
+        return share * abs(losses.mean()) if losses.any() else math.nan
+    return share

@@ -35,15 +35,10 @@ def read_table(file: str | Path) -> pd.DataFrame:
         [['cpu', 0, 0.5], ['cuda', 0, 0.6]]
     """
     file = Path(file)
-    try:
-        content = files.read(file)
+    content = files.read(file)
+    with files.reading(file, "cannot be read as a table"):
         parquet = file.suffix == ".parquet"
         frame = pd.read_parquet(io.BytesIO(content)) if parquet else _read_text(content.decode("utf-8-sig"))
-    except DataError:
-        raise
-    except Exception as error:  # almost anything, where what pandas notes in a Parquet file is damaged
-        why = error if isinstance(error, ValueError) else repr(error)
-        raise DataError(f"{file}: cannot be read as a table: {why}") from None
     if frame.empty:
         raise DataError(f"{file}: no runs in it; expected a header and a row per run")
     if "status" not in frame and "State" in frame and set(frame["State"].str.lower()) - {"finished"}:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
 FLIPS = 9999  # beyond, so many are drawn
 SD_CONFIDENCE = 0.975  # at 0.95 a rare second hump misleads
-APART = 3  # by how many times a jump is larger than the largest other difference; at 2 there are false alarms
+APART = 3  # standard deviations of the others that a gap is wide
 
 
 def mean_p(differences: ArrayLike) -> float:
@@ -54,21 +54,6 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
         return low, high
     skewness, corrected = moments(values)[1], skewed_t_interval(values, alpha)
     return min(low, corrected[0]) if skewness < 0 else low, max(high, corrected[1]) if skewness > 0 else high
-
-
-def jumped(differences: ArrayLike, least: float = 0.0) -> np.ndarray:
-    """Which differences, shape (n,), are jumps: at least `least`, and three times as large as any that is none.
-
-    Fewer than half can be. Signs play no part, so that where nothing differs those of the others are still a coin's.
-
-    Examples:
-        >>> jumped([0.01, 0.02, -0.5, 0.01, 0.03, 0.4]).tolist()
-        [False, False, True, False, False, True]
-    """
-    sizes = np.abs(np.asarray(differences, float))
-    below, above = np.sort(sizes)[:-1], np.sort(sizes)[1:]
-    apart = (above > APART * below) & (above >= least) & (np.arange(len(above)) >= len(sizes) // 2)
-    return sizes >= above[apart].min(initial=np.inf)
 
 
 def stuck(losses: ArrayLike) -> np.ndarray:
@@ -175,20 +160,18 @@ def sign_test_p(positive: int, n: int) -> float:
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
     """The p of two one-sided tests that the mean of differences, shape (n,), is within ±margin (Schuirmann 1987).
 
-    Each is by `skewed_t`. It is 0 or 1 where the differences are all the same, 0 where all are zero.
+    Each is by `skewed_t`. It is 0 or 1 where the differences are all the same, and 0 where all are zero, whatever the
+    margin.
 
     Examples:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
         0.0024
     """
     values = np.sort(np.asarray(differences, float))
-    n = len(values)
-    if not values.any():
-        return 0.0 if n else math.nan
     if not (sd := sample_sd(values)) > 0:
-        return float(abs(values.mean()) >= margin) if n > 1 else math.nan
+        return float(values.any() and not abs(values.mean()) < margin)
     # scipy's ttest_1samp warns of differences that are the same but for rounding; statsmodels is slow to import.
-    mean, skewness, _ = moments(values)
+    mean, skewness, n = moments(values)
     room = min(skewed_t(margin / sd + mean, skewness, n), skewed_t(margin / sd - mean, -skewness, n))
     return float(scipy.stats.t.sf(room, n - 1))
 
@@ -226,13 +209,12 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
         sums, sizes = positive @ values, positive.sum(axis=1)
         with np.errstate(invalid="ignore"):  # a subset of none has no mean
             means += [sums / sizes, (total - sums) / (n - sizes)]
-    subset_means = np.sort(np.concatenate(means))
+    with_nan = np.concatenate(means)
+    subset_means = np.sort(with_nan[~np.isnan(with_nan)])
     # A subset of none (NaN) is the sample itself, unflipped, which counts; it is not among those that are drawn.
-    without_mean = int(np.isnan(subset_means).sum())
-    rank = int(alpha * (2.0 ** (n - 1) if n <= EXACT else 1 + FLIPS)) - without_mean - (n > EXACT)
+    rank = int(alpha * (2.0 ** (n - 1) if n <= EXACT else 1 + FLIPS)) - len(with_nan) + len(subset_means) - (n > EXACT)
     if rank < 0:
         return math.nan, math.nan
-    subset_means = subset_means[: len(subset_means) - without_mean]
     low, high = float(subset_means[rank]), float(subset_means[-1 - rank])
     if sign_flip_p(values) > alpha:  # only what was drawn, and rounding, can make the two disagree
         return min(low, 0.0), max(high, 0.0)
@@ -241,27 +223,20 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     return low, min(high, float(subset_means[subset_means < 0][-1]))
 
 
-def sd_lower_limit(values: ArrayLike) -> float:
-    """The lower 97.5 % limit of the standard deviation behind a sample, shape (n,); NaN for fewer than two.
+def sd_lower_limit(values: ArrayLike, n: Any = None) -> Any:
+    """The lower 97.5 % limit of the standard deviation behind a sample, shape (values,); NaN where none differ.
 
     s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's kurtosis, 3 or
     more: the delta method on ln s (as in Bonett 2006). Unlike the textbook's (χ²), it was found to hold for heavy
-    tails and two humps as well (with at most 6 % errors).
+    tails and two humps as well (with at most 6 % errors). With n, one number or several, it is the limit that a sample
+    of as many would have.
     """
     values = np.sort(np.asarray(values, float))
-    sd = sample_sd(values)
-    return float(sd * sd_limit_ratio(len(values), kurtosis(values))) if sd > 0 else sd
-
-
-def sd_limit_ratio(n: ArrayLike, kurtosis: ArrayLike) -> Any:
-    """`sd_lower_limit` from n values, as a multiple of the sample's standard deviation."""
-    freedom = np.asarray(n) - 1
-    return np.exp(-scipy.stats.t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((np.asarray(kurtosis) - 1) / freedom) / 2)
-
-
-def kurtosis(values: np.ndarray) -> float:
-    """The kurtosis of a sample, shape (n,), and 3, a normal sample's, where it is smaller."""
-    return max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 and np.ptp(values) else 3.0
+    if not (sd := sample_sd(values)) > 0:
+        return math.nan
+    kurtosis = max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 else 3.0
+    freedom = (len(values) if n is None else n) - 1
+    return sd * np.exp(-scipy.stats.t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((kurtosis - 1) / freedom) / 2)
 
 
 def sample_sd(values: np.ndarray) -> float:

@@ -12,26 +12,23 @@ are not tested. Several levels: Holm's correction (1979), of the differences and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
-import gpulab.stats.power as planning
 from gpulab.errors import UsageError
 from gpulab.report import Picture, Report
-from gpulab.report import table as html_table
-from gpulab.stats.decisions import COLUMNS, DECISIONS, compare_levels
-from gpulab.stats.pairs import finished, is_yes_or_no, pair
+from gpulab.stats.decisions import COLUMNS, DECISIONS, USUAL_MARGIN, USUAL_SHARE, compare_levels
+from gpulab.stats.pairs import Paired, pair
 from gpulab.stats.sentences import sentences, with_numbers
 from gpulab.stats.tests import sample_sd
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict(Report):
+class Verdict(Paired, Report):
     """What `verdict` returns: each level of a factor, such as a setting, compared with a reference on the same seeds.
 
     `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both, and `verdict.save(file)`
@@ -74,7 +71,6 @@ class Verdict(Report):
     - `margin`: The margin in the metric's units; NaN where it was asked for in standard deviations and the seeds do not
       differ under the reference.
     - `margin_relative`: The margin as a multiple of the pairs' mean under the reference.
-    - `smallest_shown`: The smallest difference that so many pairs show with a probability of 0.8, at alpha / k.
     - `largest_difference`: The largest absolute difference.
     - `same_bits`: How many pairs ended with identical weights.
     - `moved`: How many seeds moved by more than the margin.
@@ -83,7 +79,10 @@ class Verdict(Report):
     - `diverged_apart_at_most`: The share of all seeds that could diverge under one only, likewise at 95 %.
     - `p_diverged`: The p value of the test that both diverge equally often.
     - `left_out`: How many runs have no partner of the same seed.
-    - `seeds_needed`: Where the decision is inconclusive, about how many seeds in all would settle it.
+    - `seeds_needed`: About how many seeds such a comparison needs: with so many, four times in five, no difference is
+      shown to be none, and about as often one as large as the margin is shown. It is for normal differences, and
+      alpha / the number of levels. Where the decision is inconclusive it is above the seeds that there are; infinite
+      where 100,000 are not enough, and NaN for fewer than two pairs.
 
     Examples:
         >>> import pandas as pd
@@ -97,17 +96,9 @@ class Verdict(Report):
 
     plots = "gpulab.plots.runs"
 
-    metric: str
-    factor: str
-    block: str
-    reference: Any
     margin: str | float
     alpha: float
     table: pd.DataFrame
-    pairs: pd.DataFrame  # a row per level and seed; `difference` is NaN where one of the two diverged
-    reruns: pd.DataFrame  # the same columns for the reference run again: a control
-    runs: pd.DataFrame  # the rows of the frame that were compared
-    notes: tuple[str, ...]  # sentences on rows that were left out, or averaged
     between_seeds: float  # the standard deviation over seeds under the reference
 
     @property
@@ -124,19 +115,6 @@ class Verdict(Report):
         """
         return min(self.decisions.values(), key=DECISIONS.index, default="inconclusive")
 
-    @property
-    def largest(self) -> float:
-        """The largest change that another level made to a seed, in the metric's units.
-
-        It is NaN where no pair finished, and 0 without another level.
-        """
-        return float(self.table.largest_difference.max()) if len(self.table) else 0.0
-
-    @property
-    def ratio(self) -> float:
-        """The largest change as a multiple of the standard deviation between seeds; NaN when either is unknown."""
-        return self.largest / self.between_seeds if self.between_seeds else math.nan
-
     def __str__(self) -> str:
         return with_numbers(self)
 
@@ -151,14 +129,6 @@ class Verdict(Report):
             The sentences.
         """
         return sentences(self, words or {})
-
-    def words(self) -> Markup:
-        """The sentences and the main columns of the table, as HTML."""
-        if not len(self.table):
-            return super().words()
-        columns = [self.factor, "decision", "seeds", "difference", "low", "high", "p_different_holm"]
-        columns += ["p_equivalent_holm", "margin", "largest_difference", "same_bits", "diverged"]
-        return super().words() + html_table(self.table[columns], small=True)
 
     def picture(self) -> Picture | None:
         """The figure of every run and every difference; None where there is nothing to compare."""
@@ -193,13 +163,12 @@ def verdict(
             with `rerun` above 0 are a control; without that column all are first runs. The column `status` says how a
             run ended: one that is neither `finished` nor `diverged` is left out, and the verdict says so. Without that
             column, a run whose metric is no finite number counts as diverged.
-        metric: A column of numbers, or of booleans. Where no column has this name, the one that ends in it is taken,
-            such as `metrics.loss` for `loss`; so it is for the next two arguments.
+        metric: A column of numbers, or of booleans.
         factor: The column whose levels are compared.
         block: The column of what they are compared on, usually the seed.
-        margin: The largest difference without importance, in the metric's units; or in standard deviations between
-            seeds under the reference, as a text such as `"0.25sd"`, the default. For booleans it is a share of the
-            seeds, by default 0.1.
+        margin: The largest difference without importance, in the metric's units; or as a text in standard deviations
+            between seeds under the reference (`"0.25sd"`, the default), or of their mean (`"1%"`). For booleans it is a
+            share of the seeds, by default 0.1.
         alpha: The level of significance, between 0 and 0.5.
         reference: The level that the others are compared with; by default `cpu`, or where there is none the first in
             the frame.
@@ -210,7 +179,7 @@ def verdict(
     Raises:
         UsageError: For what is no table of runs, a missing column, a margin or alpha out of range, an unknown
             reference, runs that learned different things or for different times, a finished run without a finite
-            number, two first runs of one seed and level, and more than 1,000 levels.
+            number, and first runs of one seed and level that differ in more than numbers.
 
     Examples:
         >>> import pandas as pd
@@ -233,17 +202,12 @@ def verdict(
         illustrated in the case of the binomial*, Biometrika 26:404). Several tests are corrected by Holm 1979, *A
         simple sequentially rejective multiple test procedure* (Scandinavian Journal of Statistics 6:65).
     """
-    planning.check_alpha(alpha)
-    if margin is not None:
-        planning.parse_margin(margin)
+    if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
+        raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
     if factor in COLUMNS:
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     paired = pair(frame, metric, factor, block, reference)
-    yes_or_no = is_yes_or_no(paired.runs, metric)
-    margin = planning.usual_margin(margin, metric, yes_or_no)
-    losses = finished(paired.runs, metric, factor, paired.reference)
-    table = compare_levels(paired, factor, losses, margin, alpha, yes_or_no)
-    between_seeds = sample_sd(losses)
-    return Verdict(
-        metric, factor, block, margin=margin, alpha=alpha, table=table, between_seeds=between_seeds, **paired._asdict()
-    )
+    if margin is None:
+        margin = USUAL_SHARE if paired.is_yes_or_no() else USUAL_MARGIN
+    table, between_seeds = compare_levels(paired, margin, alpha), sample_sd(paired.losses_of_reference())
+    return Verdict(**vars(paired), margin=margin, alpha=alpha, table=table, between_seeds=between_seeds)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpulab.content import digest
 from gpulab.errors import UsageError
+from gpulab.files import digest
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files
-from gpulab.content import digest, weights_digest
 from gpulab.errors import DataError, UsageError
+from gpulab.files import digest, weights_digest
 from gpulab.passports import machine
 from gpulab.settings import arithmetic
 from gpulab.store import recorded
@@ -269,7 +269,7 @@ def read_entry(path: str) -> list[tuple[Record, Row, Callable[[], pyarrow.Table]
 def _frame(paths: list[str]) -> pd.DataFrame:
     import pandas as pd
 
-    from gpulab.progress import Progress
+    from gpulab.report import Progress
 
     rows: dict[str, Row] = {}
     damaged: list[str] = []

@@ -16,7 +16,7 @@ from filelock import SoftFileLease, Timeout
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.passports import passport
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.training import run

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpulab import content
+from gpulab import files
 from gpulab.audits.steps import seeded
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
-from gpulab.sources import UnknownSourceError, file_of, source_of
 from gpulab.store.runs import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
-from gpulab.user_code import find_function
+from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
 
 GIVEN = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
 FIRST = "final_loss"  # the name of a number without one
@@ -61,7 +60,7 @@ class TrainingFunction:
         self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
         self.source = self.unknown = ""
         try:
-            self.source = content.digest(source_of(train, self.file))
+            self.source = files.digest(source_of(train, self.file))
         except UnknownSourceError as error:
             self.unknown = f"{self.name} ({error}: write all of it into a file)"
 
@@ -82,10 +81,10 @@ class TrainingFunction:
             except (TypeError, ValueError):
                 raise UsageError(f"{self.name}: option {name}={value!r:.80} is nothing that JSON can carry") from None
         values: dict[str, Any] = {**self.options, **options}
-        as_json = {name: json.loads(content.plain(value)) for name, value in values.items()}
-        files = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
-        held = [content.content_of({file: content.stamp(file)}) for file in files]
-        return {"source": self.source, "options": as_json}, {"content": content.digest(held)} if held else {}
+        as_json = {name: json.loads(files.plain(value)) for name, value in values.items()}
+        named = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
+        held = [files.content_of({file: files.stamp(file)}) for file in named]
+        return {"source": self.source, "options": as_json}, {"content": files.digest(held)} if held else {}
 
     def train(self, options: dict[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
         """Train, under a setting that is in force; returns what the record says of the end, and the history."""

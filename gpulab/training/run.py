@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from gpulab import files
-from gpulab.content import weights_digest
 from gpulab.data.base import Data, Window
 from gpulab.data.feed import Feed, Loader, ahead, has_its_device_alone
 from gpulab.errors import DataError, UsageError
+from gpulab.files import weights_digest
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.store.identities import Identity

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from gpulab.content import plain, weights_digest
 from gpulab.data.base import Data
 from gpulab.data.datasets import load
 from gpulab.errors import UsageError, check_count
+from gpulab.files import plain, weights_digest
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport

@@ -4,11 +4,10 @@ from gpulab._lazy import attach
 
 HOMES = {
     "anomaly": "condition_pairs dose_cells published_page published_runs published_table round_trips",
+    "cuda_random": "cuda_uniform",
     "exercises": "check",
     "explorers": "buffer_explorer saddle_explorer seeds_explorer",
     "findings": "finding",
-    "floating_point": "FactorTable cuda_uniform factor_table growth growth_figure measure recorded_measurements "
-    "recorded_products sums_figure",
     "image_bytes": "encode_jpeg jpeg_decoders",
     "in_the_wild": "learn_cartpole public_questions",
     "learning": "atlas blurred_losses conditions false_alarms learning_table missing_colour_losses motion_finding "

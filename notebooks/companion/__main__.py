@@ -66,7 +66,7 @@ def copies(
 def explore(
     port: Annotated[int, option("to listen on", min=1, max=65535)] = 8866,
 ) -> None:
-    """Serve pages without code to a browser here: bits of numbers, a saddle, trainings, verdicts, audits."""
+    """Serve pages without code to a browser here: a buffer, bits of numbers, a saddle, verdicts."""
     with extra("notebooks"):
         import voila  # noqa: F401 - it is started as a program of its own
 

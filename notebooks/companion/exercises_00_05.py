@@ -26,9 +26,7 @@ from companion.findings import setting_in_text
 from companion.learning import missing_colour_losses
 from gpulab.audits.audits import Audit
 from gpulab.device.rooflines import UNDER_THE_ROOF, recorded_rooflines
-from gpulab.models import Autoencoder
 from gpulab.numerics.formats import ulp_distance
-from gpulab.stats.tests import sign_flip_p
 from gpulab.stats.verdicts import verdict
 from gpulab.training.run import Run
 
@@ -37,48 +35,31 @@ from gpulab.training.run import Run
 
 @exercise("00-1", "a number of seeds")
 def _fewest_seeds(answer: Any) -> str:
-    at_one_percent, at_five_percent = (
-        next(n for n in range(1, 50) if sign_flip_p([1.0] * n) <= alpha) for alpha in (0.01, 0.05)
-    )
-    mistakes = {
-        at_one_percent - 1: "half a chance is missing: all of them may agree upwards, or downwards",
-        at_five_percent: "the fewest for 5 %, and 1 % is asked for",
-    }
-    near(answer, at_one_percent, mistakes, rel=1e-6)
-    return (
-        f"by luck alone {at_one_percent} seeds agree with a probability of {sign_flip_p([1.0] * at_one_percent):.3g}."
-    )
+    mistakes = {7: "half a chance is missing: all may agree upwards, or downwards", 6: "the fewest for 5 %, not 1 %"}
+    near(answer, 8, mistakes, rel=1e-6)
+    return f"by luck alone 8 seeds agree with a probability of 2 in 256, {2 / 256:.3g}."
 
 
 @exercise("00-2", "(calm, busy), two tables of runs from two stores")
 def _under_load(answer: Any) -> str:
-    columns = ("experiment", "protocol", "setting", "seed", "weights", "path", "seconds")
-    calm, busy = (table(runs, *columns) for runs in pair(answer))
+    calm, busy = (table(runs, "protocol", "setting", "seed", "weights", "path", "seconds") for runs in pair(answer))
     need(not set(calm.path) & set(busy.path), "both tables are of the same runs: a store gives back what it has")
-    paired_runs = calm.merge(busy, on=["experiment", "protocol", "setting", "seed"])
-    need(
-        paired_runs.seed.nunique() >= 3,
-        f"{paired_runs.seed.nunique()} seeds are in both, under the same setting: take three",
-    )
-    same_bits = int((paired_runs.weights_x == paired_runs.weights_y).sum())
-    slower = paired_runs.seconds_y.sum() / paired_runs.seconds_x.sum()
-    return (
-        f"{same_bits} of {len(paired_runs)} trainings have the same bits; under load they took {slower:.2g} times as "
-        "long."
-    )
+    pairs = calm.merge(busy, on=["protocol", "setting", "seed"])
+    need(pairs.seed.nunique() >= 3, f"{pairs.seed.nunique()} seeds are in both, under the same setting: take three")
+    same, slower = (pairs.weights_x == pairs.weights_y).sum(), pairs.seconds_y.sum() / pairs.seconds_x.sum()
+    return f"{same} of {len(pairs)} trainings have the same bits; under load they took {slower:.2g} times as long."
 
 
 @exercise("00-3", "a table of runs, of two settings and three seeds at least, each with reruns")
 def _reruns(answer: Any) -> str:
-    frame = table(answer, "setting", "seed", "rerun", "weights")
-    settings, seeds = frame.setting.nunique(), frame.seed.nunique()
+    runs = table(answer, "setting", "seed", "rerun", "weights").groupby(["setting", "seed"])
+    need((runs["rerun"].nunique() >= 2).all(), "some seed was run once only: ask for reruns=2")
+    results = runs.weights.nunique().unstack("seed")
+    settings, seeds = results.shape
     need(settings >= 2, "one setting: the question is which of several repeat themselves")
     need(seeds >= 3, f"{seeds} seeds: take three at least")
-    reruns = frame.groupby(["setting", "seed"])
-    need((reruns["rerun"].nunique() >= 2).all(), "some seed was run once only: ask for reruns=2")
-    bits_differ = reruns.weights.nunique() > 1
-    unrepeatable = ", ".join(map(setting_in_text, sorted(set(bits_differ[bits_differ].reset_index().setting))))
-    outcome = f"other bits under {unrepeatable}" if unrepeatable else "the same bits"
+    others = ", ".join(map(setting_in_text, results.index[results.max(axis=1) > 1]))
+    outcome = f"other bits under {others}" if others else "the same bits"
     return f"{settings} settings were run twice, and the second time gave {outcome}. Nobody has a complete list."
 
 
@@ -87,59 +68,41 @@ def _reruns(answer: Any) -> str:
 
 @exercise("01-1", "a number, in flop per byte")
 def _intensity(answer: Any) -> str:
-    outside, inside = Autoencoder().get_parameter("layers.0.weight").shape
-
-    def intensity(images: int) -> float:
-        return 2 * outside * inside * images / (4 * (outside * inside + images * (outside + inside)))
-
+    one, many = (2 * 784 * 128 * images / (4 * (784 * 128 + images * (784 + 128))) for images in (1, 64))
     mistakes = {
-        intensity(1): "that of one image, not of 64",
-        intensity(64) / 2: "half of it. A multiplication with its addition counts as two, and a float32 has 4 bytes",
-        4 * intensity(64): "four times too large: count bytes, not numbers",
+        one: "that of one image, not of 64",
+        many / 2: "half of it. A multiplication with its addition counts as two, and a float32 has 4 bytes",
+        4 * many: "four times too large: count bytes, not numbers",
     }
-    flop_per_byte = near(answer, intensity(64), mistakes)
-    return (
-        f"{flop_per_byte:.3g} flop per byte, {flop_per_byte / intensity(1):.0f} times that of one image: the weights "
-        "are read once."
-    )
+    near(answer, many, mistakes)
+    return f"{many:.3g} flop per byte, {many / one:.0f} times that of one image: the weights are read once."
 
 
 @exercise("01-2", "(table, 'memory') or (table, 'arithmetic'): both rooflines in one table, and what falls more")
 def _ceilings(answer: Any) -> str:
     frame, falls_more = pair(answer)
     frame = table(frame, "setting", "kind", "gflops", "gigabytes_per_second")
-    missing = [setting for setting in ("cpu", "cpu:threads=1") if setting not in set(frame.setting)]
-    need(not missing, f"the table has no rows of {' and '.join(missing)}: pd.concat puts two rooflines together")
-    choice(falls_more, "memory", "arithmetic")
-    under_the_roof = frame[frame.kind.isin(UNDER_THE_ROOF)]
-    peaks = {
-        "memory": under_the_roof[under_the_roof.kind == "memory"].groupby("setting").gigabytes_per_second.max(),
-        "arithmetic": under_the_roof.groupby("setting").gflops.max(),
-    }
-    fall = {name: float(peak["cpu"] / peak["cpu:threads=1"]) for name, peak in peaks.items()}
-    times = " and ".join(f"{name} is {ratio:.2f} times" for name, ratio in fall.items())
-    numbers = f"with all threads {times} as fast as with one"
-    need(falls_more == max(fall, key=lambda name: fall[name]), f"in this table, {numbers}")
+    need({"cpu", "cpu:threads=1"} <= set(frame.setting), "rows of cpu or of cpu:threads=1 are missing: use pd.concat")
+    memory = frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max()
+    arithmetic = frame[frame.kind.isin(UNDER_THE_ROOF)].groupby("setting").gflops.max()
+    of_memory, of_arithmetic = (speed["cpu"] / speed["cpu:threads=1"] for speed in (memory, arithmetic))
+    numbers = f"with all threads {of_memory:.2f} times the memory and {of_arithmetic:.2f} times the arithmetic of one"
+    right = "memory" if of_memory > of_arithmetic else "arithmetic"
+    need(choice(falls_more, "memory", "arithmetic") == right, f"in this table, {numbers}")
     return f"{numbers}. Cores compute alone and share the way to memory."
 
 
 @exercise("01-3", "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, of the autoencoder's layer")
 def _per_joule(answer: Any) -> str:
-    gflop_per_joule = {}
-    for device, row in fields(answer, "cpu", "cuda").items():
-        rate, watts = (number(fields(row, "gflops", "watts")[name]) for name in ("gflops", "watts"))
+    per_joule = []
+    for device in ("cpu", "cuda"):
+        row = fields(fields(answer, "cpu", "cuda")[device], "gflops", "watts")
+        rate, watts = number(row["gflops"]), number(row["watts"])
         need(1 <= watts <= 2000, f"{device}: {watts:g} is no power in watts")
-        gflop_per_joule[device] = rate / watts
-    frame = recorded_rooflines()
-    layer = frame[frame.operation.str.startswith("autoencoder") & (frame.setting == "cuda:tf32=off")].gflops.max()
-    rate = number(answer["cuda"]["gflops"])
+        per_joule.append(f"{rate / watts:.2g}")
+    layer = recorded_rooflines().query("operation.str.startswith('autoencoder')").gflops.max()
     need(rate < 10 * layer, f"{rate:g} Gflop/s is near the GPU's peak, and this layer was recorded at {layer:.3g}")
-    best = "CPU" if gflop_per_joule["cpu"] > gflop_per_joule["cuda"] else "GPU"
-    return (
-        f"by these numbers the {best} does more with a joule: {gflop_per_joule['cpu']:.2g} Gflop on the CPU, "
-        f"{gflop_per_joule['cuda']:.2g} on the GPU. Whether the watts are those of this layer cannot be seen from "
-        "here: a data sheet's are of full load."
-    )
+    return f"Gflop per joule: {' on the CPU, '.join(per_joule)} on the GPU. A data sheet's watts are of full load."
 
 
 # --- 02: why do two correct devices disagree? ------------------------------------------------------------
@@ -147,49 +110,39 @@ def _per_joule(answer: Any) -> str:
 
 @exercise("02-1", "a number of orders, of the thousand")
 def _exact_orders(answer: Any) -> str:
-    def hits(x: torch.Tensor) -> int:
+    def hits(x: np.ndarray) -> int:
         orders = np.random.default_rng(0)
-        sums = [np.add.accumulate(orders.permutation(x.numpy()))[-1] for _ in range(1000)]
-        return int((np.array(sums) == np.float32(math.fsum(x.tolist()))).sum())
+        sums = [np.add.accumulate(orders.permutation(x))[-1] for _ in range(1000)]
+        return sums.count(np.float32(math.fsum(x)))
 
     x = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    unshifted_hits, shifted_hits = hits(x), hits(x * 1e4 - 5e3)
+    of_x, right = hits(x.numpy()), hits((x * 1e4 - 5e3).numpy())
     mistakes = {
-        unshifted_hits: "those of x itself, and x * 1e4 - 5e3 is asked for",
-        1000 - shifted_hits: "those that miss the exact sum",
+        of_x: "those of x itself, and x * 1e4 - 5e3 is asked for",
         0: "was the exact sum left in float64? Round it to float32 before you compare",
     }
-    near(answer, shifted_hits, mistakes, rel=1e-6)
-    return (
-        f"{shifted_hits} of 1000 orders hit the exact sum, and with x itself {unshifted_hits} did. On the way "
-        "the sums are far larger than what is left at the end, and its last digits are lost."
-    )
+    near(answer, right, mistakes, rel=1e-6)
+    return f"with x itself {of_x} do. On the way the sums are far larger than at the end, and last digits are lost."
 
 
 @exercise("02-2", "a verdict on `distance` by `change`, at the last step, from six seeds at least")
 def _grown(answer: Any) -> str:
-    distance_verdict = judged(answer, "change", metric="distance")
-    levels = [str(distance_verdict.reference), *map(str, distance_verdict.decisions)]
-    need(any("tf32" in level.lower() for level in levels), f"TF32 is not among {', '.join(levels)}")
-    need(any("bit" in level for level in levels), f"one bit of one weight is not among {', '.join(levels)}")
-    steps = distance_verdict.runs.step.unique()
-    need(steps.min() > 0, "this is the first step, before any training: take the last")
-    return f"after {steps.max()} updates, {decisions(distance_verdict)}."
+    distances = judged(answer, "change", metric="distance")
+    levels = ", ".join(map(str, [distances.reference, *distances.decisions]))
+    need("tf32" in levels.lower() and "bit" in levels, f"TF32 and one bit of one weight are not both among {levels}")
+    need(distances.runs.step.min() > 0, "this is the first step, before any training: take the last")
+    return f"after {distances.runs.step.max()} updates, {decisions(distances)}."
 
 
 @exercise("02-3", "{'start': w, 'neighbour': w, 'end': loss, 'neighbour_end': loss}, four numbers")
 def _one_bit_decides(answer: Any) -> str:
     names = ("start", "neighbour", "end", "neighbour_end")
-    start, neighbour, end, neighbour_end = (number(fields(answer, *names)[name]) for name in names)
+    start, neighbour, *ends = (number(fields(answer, *names)[name]) for name in names)
     ulps = int(ulp_distance(torch.tensor(start), torch.tensor(neighbour)))
-    need(ulps, "start and neighbour are the same float32: a float64 has more digits than the weight")
-    need(ulps == 1, f"{ulps} float32 numbers apart: one bit of one weight is one. torch.nextafter finds it")
-    low, high = sorted((end, neighbour_end))
+    need(ulps == 1, f"{ulps} float32 numbers apart, and one bit of one weight is one: torch.nextafter finds it")
+    low, high = sorted(ends)
     need(high - low > 0.01 * abs(high), f"{low:.6g} and {high:.6g} differ by less than 1 %: the bit decides nothing")
-    return (
-        f"one bit decides between {low:.3g} and {high:.3g}. Is your start on a ridge, from which the loss "
-        "falls to either side? That such a start is ever drawn is another matter."
-    )
+    return f"one bit decides between {low:.3g} and {high:.3g}. That such a start is ever drawn is another matter."
 
 
 # --- 03: does an autoencoder learn the same on every device? ---------------------------------------------
@@ -198,45 +151,35 @@ def _one_bit_decides(answer: Any) -> str:
 @exercise("03-1", "a number of settings, of the five")
 def _enough_to_matter(answer: Any) -> str:
     quick = recorded("autoencoder", "quick", loader="window")
-    narrow_decisions, usual_decisions = (
-        list(verdict(quick, reference="cpu", margin=m).decisions.values()) for m in ("0.02sd", None)
-    )
+    narrow, usual = (list(verdict(quick, reference="cpu", margin=m).decisions.values()) for m in ("0.02sd", None))
     mistakes = {
-        narrow_decisions.count("equivalent"): "those that are equivalent, and the others are asked for",
-        usual_decisions.count("different"): "with the usual margin, a quarter of the sd: give margin='0.02sd'",
-        len(narrow_decisions): "all of them. A setting that gives nearly the same losses is within any margin",
+        narrow.count("equivalent"): "those that are equivalent, and the others are asked for",
+        usual.count("different"): "with the usual margin, a quarter of the sd: give margin='0.02sd'",
     }
-    near(answer, narrow_decisions.count("different"), mistakes, rel=1e-6)
+    near(answer, narrow.count("different"), mistakes, rel=1e-6)
     return "the differences stayed, the margin moved. What matters you say before you look; no run can tell it."
 
 
 @exercise("03-2", "a verdict on six seeds at least, with cpu:precision=bfloat16 among the settings")
 def _in_bfloat16(answer: Any) -> str:
-    setting_verdict = judged(answer, "setting")
-    levels = ", ".join(map(str, setting_verdict.decisions))
+    by_setting = judged(answer, "setting")
+    levels = ", ".join(map(str, by_setting.decisions))
     need("emulate=bfloat16" not in levels, "emulate rounds products; weights are to be bfloat16")
-    need("precision=bfloat16" not in str(setting_verdict.reference), "bfloat16 is the reference: compare with float32")
-    need("precision=bfloat16" in levels, f"bfloat16 is not among {levels}")
-    return f"{decisions(setting_verdict)}, on {int(setting_verdict.table.seeds.min())} seeds."
+    need("precision=bfloat16" in levels, f"bfloat16 is not compared with another setting: there are {levels}")
+    return f"{decisions(by_setting)}, on {int(by_setting.table.seeds.min())} seeds."
 
 
 @exercise("03-3", "{1: verdict, 32: verdict}, by images in an update, each of TF32 against float32")
 def _batches_of_32(answer: Any) -> str:
-    outcomes, protocols = [], []
-    for images in (1, 32):
-        size_verdict = judged(fields(answer, 1, 32)[images], "setting", seeds=3)
-        levels = [str(size_verdict.reference), *map(str, size_verdict.decisions)]
-        rounded = [level for level in levels if "tf32=on" in level or "emulate=" in level]
-        need(rounded, f"of {images}: no setting uses TF32 among {', '.join(levels)}")
-        need(len(rounded) < len(levels), f"of {images}: no setting computes in float32 among {', '.join(levels)}")
-        row = size_verdict.table.iloc[-1]
-        images_words = "one image" if images == 1 else f"{images} images"
-        outcomes.append(
-            f"with {images_words} an update {int(row.same_bits)} of {int(row.seeds)} seeds have the same bits"
-        )
-        protocols.append(set(size_verdict.runs.protocol))
-    need(not protocols[0] & protocols[1], "both are of one protocol: model_options={'batch_size': 32} did not arrive")
-    return f"{', '.join(outcomes)}. A GPU uses TF32 for products of matrices; the emulation rounds every product."
+    one, many = (judged(fields(answer, 1, 32)[images], "setting", seeds=3) for images in (1, 32))
+    for by_setting in (one, many):
+        levels = [str(by_setting.reference), *map(str, by_setting.decisions)]
+        rounded = ["tf32=on" in level or "emulate=" in level for level in levels]
+        need(any(rounded) and not all(rounded), f"TF32 and float32 are not both among {', '.join(levels)}")
+    same = set(one.runs.protocol) & set(many.runs.protocol)
+    need(not same, "both are of one protocol: model_options={'batch_size': 32} did not arrive")
+    outcomes = [f"{v.table.same_bits.iloc[-1]:.0f} of {v.table.seeds.iloc[-1]} seeds" for v in (one, many)]
+    return f"{outcomes[0]} have the same bits with one image an update, with 32 {outcomes[1]}."
 
 
 # --- 04: does PredNet learn better on a GPU? -------------------------------------------------------------

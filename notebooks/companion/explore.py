@@ -37,12 +37,12 @@ class Page:
 
 
 PAGES = {
-    "training": Page(
-        "Two settings, side by side",
-        "training_explorer",
-        "Choose two settings and press Train: the same network starts from the same weights under both.",
-        "On the left are the losses as they come, on the right their difference: where does it begin, does it grow?",
-        "02_floating_point",
+    "buffer": Page(
+        "The buffer that is written over",
+        "buffer_explorer",
+        "Type numbers: each is a frame, written into one buffer over the one before. Then tick *copy each frame*.",
+        "Each loss is right, because it is computed while its frame is there. Watch which frame the gradient finds.",
+        "05_the_anomaly",
     ),
     "bits": Page(
         "The bits of a number",
@@ -64,13 +64,6 @@ PAGES = {
         "Press play: recorded runs come in one seed at a time, in the order you choose, with a verdict each time.",
         "An interval without zero shows a difference; see which differences are still there when all seeds are in.",
         "10_verdict",
-    ),
-    "audit": Page(
-        "The audit of a trace",
-        "audit_explorer",
-        "Look at the example; then upload a trace that gpulab record wrote, or two of the same step.",
-        "You see which operations differ, how far, and whether rounding explains it.",
-        "02_floating_point",
     ),
 }
 

@@ -18,7 +18,7 @@ import pandas as pd
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
 from gpulab.plots.names import condition_words
-from gpulab.progress import Progress
+from gpulab.report import Progress
 from gpulab.stats.decisions import decide
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict

@@ -56,7 +56,7 @@ def execute(
     As many as `jobs` are executed at the same time, each on its share of the cores (`shares_of_cores`).
     Those that time things have the machine for themselves, except in the profile `smoke`, which says nothing of speed.
     """
-    from gpulab.progress import Progress
+    from gpulab.report import Progress
 
     sources = find_notebooks(notebooks, only)
     for source in sources:

@@ -144,7 +144,8 @@ class BitExplorer(Explorer):
             bit.style.button_color, bit.style.text_color = (tint, "white") if digit == "1" else ("white", tint)
         for meaning, name, digits, words in zip(self.meanings, PARTS, pattern, _in_words(*pattern), strict=True):
             meaning.value = f'<span style="{_style(name)}" title="{digits}">{name}</span> {words}'
-        name, mode = self.format.value, self.rounding.value
+        name = self.format.value
+        mode = self.rounding.value if FORMATS[name].minexp == FORMATS["float32"].minexp else MODES[0]
         rounded = round_to(torch.tensor([self.x]), name, mode).item()
         distance = abs(rounded - self.x)
         error_words = f", off by {distance:.2g}" if math.isfinite(distance) else ""

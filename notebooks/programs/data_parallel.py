@@ -12,10 +12,8 @@ of all gradients, which lie in one buffer; first with autograd's gradient, then 
     python notebooks/programs/data_parallel.py
     python notebooks/programs/data_parallel.py --processes 4 --size kitti --batch 16 --setting cuda:tf32=on --graph
 
-These start their processes themselves: they meet through a file, and nothing listens beyond 127.0.0.1. On several
-machines torchrun starts them, whose meeting point can be reached from outside:
-
-    torchrun --standalone --nproc-per-node 2 notebooks/programs/data_parallel.py
+The processes meet through a file, and nothing listens beyond 127.0.0.1. On several machines one lets torchrun start
+them; `init_process_group` then finds the meeting point, the rank and their number in the environment.
 
 Source: Li et al. 2020, *PyTorch distributed: experiences on accelerating data parallel training* (arXiv 2006.15704).
 """
@@ -127,7 +125,7 @@ def seconds_of(do, inputs, times):
     return (time.perf_counter() - start) / times
 
 
-def compare(args, films, make_update):
+def compare(args, films, update):
     """Train alone and together: a row for each kind of scaling, and how far the weights differ in the end."""
     rank, size, timed = dist.get_rank(), dist.get_world_size(), films.dtype == torch.float32
     whole, larger = films[:, : 2 * args.batch].split(args.batch, 1), films.split(size * args.batch, 1)
@@ -136,7 +134,7 @@ def compare(args, films, make_update):
         """The seconds of an update in so many processes, and the weights in the end."""
         net = gl.models.PredNet(*SIZES[args.size]).to(films)
         shares = [batch.chunk(size, 1)[rank % size].contiguous() for batch in batches]
-        seconds = seconds_of(make_update(net, shares[0], size), shares, args.updates if timed else 1)
+        seconds = seconds_of(UPDATES[update](net, shares[0], size), shares, args.updates if timed else 1)
         return seconds, parameters_to_vector(net.parameters()).detach()
 
     seconds, alone = trained(whole, 1) if rank == 0 else (0.0, 0.0)  # the others wait where they train together
@@ -144,67 +142,54 @@ def compare(args, films, make_update):
     everywhere = [torch.empty_like(weights) for _ in range(size)]
     dist.all_gather(everywhere, weights)
     assert all(torch.equal(each, weights) for each in everywhere), "the weights differ between the processes"
-    difference = (weights - alone).abs().max().item()
+    end = update, str(films.dtype).removeprefix("torch."), (weights - alone).abs().max().item()
     if not timed:
-        return [], difference
-    rows = [(scaling, 1, args.batch, seconds, seconds, 0.0) for scaling in ("strong", "weak")]
+        return [], end
+    rows = [(update, scaling, 1, args.batch, seconds, seconds, 0.0) for scaling in ("strong", "weak")]
     communication = seconds_of(dist.all_reduce, [torch.empty_like(weights)], args.updates)
     for scaling, batches, together in (("strong", whole, strong), ("weak", larger, trained(larger, size)[0])):
         compute, _ = trained([batch.chunk(size, 1)[rank] for batch in batches], 1)
-        rows.append((scaling, size, batches[0].shape[1], together, compute, communication))
-    return rows, difference
+        rows.append((update, scaling, size, batches[0].shape[1], together, compute, communication))
+    return rows, end
 
 
 def work(rank, size, args, meeting):
     """What one of the processes does: it joins the others, compares, and the first one reports."""
-    on_gpu = not args.setting.startswith("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if on_gpu else torch.device("cpu")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs where containers share a host's switch
-    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:  # all on this machine: no other need hear them
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        os.environ |= dict.fromkeys(names, "lo0" if sys.platform == "darwin" else "lo")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    with gl.setting(args.setting):
-        dist.init_process_group("nccl" if on_gpu else "gloo", meeting, rank=rank, world_size=size)
+    with gl.setting(args.setting.replace("cuda", f"cuda:{rank}", 1)) as setting:
+        dist.init_process_group("nccl" if setting.kind == "cuda" else "gloo", meeting, rank=rank, world_size=size)
         windows = gl.load("walk", size=SIZES[args.size][1]).windows(args.frames)
         films = [torch.from_numpy(next(windows).frames[-args.frames :]) for _ in range(2 * size * args.batch)]
-        films, rows, ends = torch.stack(films, 1).to(device) / 255, [], []
-        for update in UPDATES if args.graph else ["kernel by kernel"]:
-            for precision in ("float32", "float64"):
-                found, difference = compare(args, films.to(getattr(torch, precision)), UPDATES[update])
-                rows += [(update, *row) for row in found]
-                ends.append((update, precision, difference))
+        films, updates = torch.stack(films, 1).to(setting.device) / 255, UPDATES if args.graph else ["kernel by kernel"]
+        compared = [compare(args, each, update) for update in updates for each in (films, films.double())]
         dist.destroy_process_group()
     if rank == 0:
-        report(args, size, rows, ends)
+        report(args, setting.kind, *zip(*compared, strict=True))
 
 
-def report(args, size, rows, ends):
+def report(args, kind, rows, ends):
     """Print the table and what was asserted, and write the record."""
     columns = ["update", "scaling", "devices", "batch", "seconds", "compute", "communication"]
-    scaling = pd.DataFrame(rows, columns=columns)
+    scaling = pd.DataFrame(itertools.chain(*rows), columns=columns)
+    ends = pd.DataFrame(ends, columns=["update", "precision", "weights"]).assign(devices=args.processes)
     scaling["frames_per_second"] = scaling.batch * args.frames / scaling.seconds
     scaling["speedup"] = scaling.frames_per_second / scaling.groupby("update").frames_per_second.transform("first")
-    print(f"PredNet ({args.size}), films of {args.frames} frames, {size} processes under {args.setting}")
-    print(scaling.round({"seconds": 4, "compute": 4, "communication": 4, "speedup": 2}).to_string(index=False))
-    ends = pd.DataFrame(ends, columns=["update", "precision", "weights"])
+    print(f"PredNet ({args.size}), films of {args.frames} frames, {args.processes} processes under {args.setting}")
+    print(scaling.to_string(index=False, float_format="{:.4g}".format))
     most = ends.groupby("precision").weights.max()
-    assert most["float64"] < 1e-9, f"other weights than one process: {most['float64']}"
-    words = " and ".join(f"{largest:.1e} in {precision}" for precision, largest in most.items())
-    print(f"All {size} processes end with the same weights, which differ from those of one process by {words} at most.")
+    assert most.float64 < 1e-9, f"other weights than one process: {most.float64}"
+    print(f"All {args.processes} processes end with the same weights; one process alone differs by\n{most.to_string()}")
     if args.record:
         common = {"network": "prednet", "size": args.size, "setting": args.setting}
-        tables = {"scaling": scaling.assign(**common), "ends": ends.assign(devices=size, **common)}
-        tables = {name: table.to_dict("records") for name, table in tables.items()}
-        recorded.write_json(args.record, recorded.measured(args.setting.partition(":")[0], **tables))
+        tables = {"scaling": scaling, "ends": ends}
+        tables = {name: table.assign(**common).to_dict("records") for name, table in tables.items()}
+        recorded.write_json(args.record, recorded.measured(kind, **tables))
 
 
 def main():
-    """Start the processes, unless torchrun has."""
+    """Start the processes."""
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=max(2, gpus), help="how many; torchrun decides it otherwise")
+    parser.add_argument("--processes", type=int, default=max(2, gpus), help="how many")
     parser.add_argument("--setting", default="cuda:tf32=off" if gpus > 1 else "cpu:threads=1", help="of cpu or cuda")
     parser.add_argument("--size", choices=SIZES, default="small", help="of PredNet")
     parser.add_argument("--batch", type=int, default=8, help="films, in all")
@@ -213,19 +198,16 @@ def main():
     parser.add_argument("--graph", action="store_true", help="also as CUDA graphs")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
-    size = int(os.environ.get("WORLD_SIZE", args.processes))
+    size, on_cpu = args.processes, args.setting.startswith("cpu")
     if size < 2 or args.batch % size:
         parser.error(f"{size} processes cannot have equal shares of a batch of {args.batch}: --batch, --processes")
-    if not args.setting.startswith("cpu") and int(os.environ.get("LOCAL_WORLD_SIZE", size)) > gpus:
-        parser.error(f"{size} processes need a GPU each, and there are {gpus}: --processes, --setting cpu:threads=1")
-    if args.graph and args.setting.startswith("cpu"):
+    if on_cpu and args.graph:
         parser.error(f"--graph is for GPUs, and the setting is {args.setting}: --setting cuda:tf32=off")
-    if "RANK" in os.environ:
-        work(int(os.environ["RANK"]), size, args, "env://")
-    else:
-        method = "fork" if args.setting.startswith("cpu") and sys.platform == "linux" else "spawn"
-        with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(work, (size, args, Path(folder, "meeting").as_uri()), size, start_method=method)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs where containers share a host's switch
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    method = "fork" if on_cpu and sys.platform == "linux" else "spawn"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(work, (size, args, Path(folder, "meeting").as_uri()), size, start_method=method)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ Source: Huang et al. 2019, *GPipe* (arXiv 1811.06965), which keeps both parts bu
 """
 
 import argparse
-import time
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import gpulab as gl
 from gpulab.store import recorded
+
+UPDATES, BATCH = 40, 20  # images of one
 
 
 class InTwoParts(gl.models.Autoencoder):
@@ -35,18 +37,16 @@ class InTwoParts(gl.models.Autoencoder):
         return self.decoder(code.to(self.second)).to(self.first).view_as(images)
 
 
-def train(net, images, batch_size):
-    """The mean loss, and updates a second after the first."""
+def train(net, images):
+    """The mean loss of the updates, one for each batch."""
     optimizer, losses = torch.optim.Adam(net.parameters(), 1e-3), []
-    for batch in images.to(net.first).split(batch_size):
+    for batch in images.to(net.first).split(BATCH):
         optimizer.zero_grad()
         loss, _, _ = net.training_loss(batch, None)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        if len(losses) == 1:
-            start = time.perf_counter()
-    return sum(losses) / len(losses), (len(losses) - 1) / (time.perf_counter() - start)
+    return sum(losses) / len(losses)
 
 
 def memory(part, inputs):
@@ -66,29 +66,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs=2, default=devices)
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 32], help="widths of the layers up to the code")
-    parser.add_argument("--updates", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=20, help="images")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     first, second = args.devices
     kind = torch.device(first).type
     with gl.setting("cpu:threads=1" if kind == "cpu" else f"{kind}:tf32=off") as setting:
-        window = next(gl.load("digits", size=(28, 28)).windows(args.updates * args.batch))
+        window = next(gl.load("digits", size=(28, 28)).windows(UPDATES * BATCH))
         images = torch.from_numpy(window.frames).float() / 255
         whole, cut = InTwoParts(args.hidden, first, first), InTwoParts(args.hidden, first, second)
-        (loss, speed), (loss_in_parts, speed_in_parts) = (train(net, images, args.batch) for net in (whole, cut))
+        loss, loss_in_parts = (train(net, images) for net in (whole, cut))
         assert abs(loss - loss_in_parts) < 1e-5 * loss, f"the loss is {loss_in_parts} in parts, {loss} of the whole"
-        batch = cut.flat(images[: args.batch]).to(first)
-        encoder, code = memory(cut.encoder, batch)
+        encoder, code = memory(cut.encoder, cut.flat(images[:BATCH]).to(first))
         decoder, _ = memory(cut.decoder, code.detach().to(second))
-    print(f"whole: mean loss {loss:.7f}, {speed:.0f} updates a second")
-    print(f"in parts: mean loss {loss_in_parts:.7f}, {speed_in_parts:.0f} updates a second")
-    common = {"network": "autoencoder", "whole": loss, "parts": loss_in_parts, "setting": str(setting)}
-    rows = []
-    for number, (device, part) in enumerate(zip(args.devices, (encoder, decoder), strict=True)):
-        print(f"part {number} on {device}: " + ", ".join(f"{name} {mib:.2f} MiB" for name, mib in part.items()))
-        rows.append({"part": number, "device": device, **common, **part})
+    parts = pd.DataFrame([encoder, decoder]).assign(device=args.devices, whole=loss, parts=loss_in_parts)
+    print(f"An autoencoder whole and in two parts: its mean loss, and MiB of each part\n{parts.to_string(index=False)}")
     if args.record:
+        rows = parts.assign(part=parts.index, network="autoencoder", setting=str(setting)).to_dict("records")
         recorded.write_json(args.record, recorded.measured(kind, parts=rows))
 
 

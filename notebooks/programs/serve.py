@@ -14,6 +14,7 @@ import timeit
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 import gpulab as gl
@@ -46,27 +47,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", default=gpus or ["cpu", "cpu"])
     parser.add_argument("--size", choices=SIZES, default="quick", help="of PredNet")
-    parser.add_argument("--films", type=int, default=8)
-    parser.add_argument("--frames", type=int, default=10, help="of a film")
+    parser.add_argument("--films", type=int, default=8, help="of ten frames")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     kind = torch.device(args.devices[0]).type
     with gl.setting("cpu:threads=1" if kind == "cpu" else f"{kind}:tf32=off") as setting:
         net = gl.models.PredNet(*SIZES[args.size]).eval()
         copies = [copy.deepcopy(net).to(device) for device in args.devices]
-        windows = gl.load("walk", size=net.size).windows(args.frames)
-        films = [torch.from_numpy(next(windows).frames[-args.frames :]) for _ in range(args.films)]
-        films = torch.stack(films, 1).float() / 255
+        films = torch.rand(10, args.films, 3, *net.size)
         difference = (predict(copies, films) - predict(copies[:1], films)).abs().max().item()
         assert difference < 1e-5, f"the predictions of several devices differ by {difference} from those of one"
         rows = [{"devices": n, "images_per_second": images_per_second(copies[:n], films)} for n in (1, len(copies))]
-    print(f"PredNet ({args.size}), {args.films} films of {args.frames} frames on {', '.join(args.devices)}")
-    for row in rows:
-        print(f"{row['devices']} device(s): {row['images_per_second']:,.0f} images a second")
-    print(f"Several devices predict what one does: no pixel is off by more than {difference:.1e}.")
+    serving = pd.DataFrame(rows).assign(size=args.size, films=args.films, setting=str(setting), difference=difference)
+    print(f"Several devices predict what one does, up to rounding:\n{serving.to_string(index=False)}")
     if args.record:
-        common = {"size": args.size, "films": args.films, "setting": str(setting), "difference": difference}
-        recorded.write_json(args.record, recorded.measured(kind, serving=[{**row, **common} for row in rows]))
+        recorded.write_json(args.record, recorded.measured(kind, serving=serving.to_dict("records")))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""The widgets: what is moved changes what is said and drawn, and no upload breaks anything."""
+"""The widgets: what is moved changes what is said and drawn."""
 
-import datetime
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -12,8 +10,6 @@ import companion
 import gpulab as gl
 from companion import explorers
 from companion.widgets import bits_figure, format_bits
-from gpulab.audits.traces import Trace
-from gpulab.store.recorded import recorded_folder
 
 LOSS = torch.nn.functional.mse_loss
 
@@ -130,110 +126,15 @@ def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
     assert seeds.verdicts[seeds.seeds.max].table.equals(whole.table)
 
 
-# --- two trainings -----------------------------------------------------------------------------------------
+# --- the buffer that is written over -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def training(monkeypatch):
-    monkeypatch.setattr(explorers, "FRAMES", {"autoencoder": 100, "prednet": 400})
-    monkeypatch.setattr(explorers, "DRAW_SECONDS", 0.0)
-    explorer = companion.training_explorer()
-    yield explorer
-    explorer.stop()
-
-
-def test_two_trainings_are_those_that_train_makes(training):
-    training.train.click()
-    training.thread.join(60)
-    assert training.said.value == "Done. The trained weights differ."
-    assert "After 100 of 100 the losses are" in training.image.value
-    for control, rows in zip(training.settings, training.losses, strict=True):
-        alone = gl.train("autoencoder", setting=control.value, profile="smoke", frames=100, progress=False)
-        assert [loss for _, loss in rows] == alone.history.loss.tolist(), control.value
-
-
-def test_a_training_can_be_stopped_and_another_one_begun(training):
-    training.net.value = "prednet"
-    training.train.click()
-    assert training.said.value == "Training …"
-    training.halt.click()
-    assert training.said.value == "Stopped."
-    assert len(training.losses[0]) < 20
-    assert changes(training, training.net, "autoencoder")
-    assert "Press Train" in training.said.value
-
-
-# --- the audit of an upload --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def audit():
-    return companion.audit_explorer()
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory):
-    """The content of a trace of a step that nobody else recorded."""
-    step = gl.Step(torch.nn.Linear(3, 1), (torch.ones(2, 3), torch.ones(2, 1)), LOSS)
-    file = tmp_path_factory.mktemp("trace") / "mine.trace"
-    gl.record(step, "cpu", file, progress=False)
-    return file.read_bytes()
-
-
-def resnet():
-    return (recorded_folder("traces") / "resnet18-cuda-tf32-off.trace").read_bytes()
-
-
-class Malicious:
-    def __reduce__(self):
-        return (exec, ("raise SystemExit('executed')",))
-
-
-def test_a_hostile_upload_is_answered_in_a_sentence(audit, tmp_path):
-    large = Trace.load("resnet18", resnet())
-    large.sketches[large.operations[0].outputs[0]] = np.zeros(10_000_000)  # which unpacks into too much
-    bomb, flipped = large.save(tmp_path / "bomb.trace").read_bytes(), bytearray(resnet())
-    flipped[9000] ^= 1
-    assert len(bomb) < explorers.MOST_UPLOADED
-    for content, said in (
-        (b"", "not a trace"),
-        (pickle.dumps(Malicious()), "not a trace"),
-        (resnet()[:-1000], "not a trace, or a damaged one"),
-        (bytes(flipped), "checksum"),
-        (bomb, "too large: more than 2097152 numbers in a column"),
-    ):
-        answer = str(audit.compare([("theirs.trace", content)]))
-        assert answer.startswith("<p>theirs.trace: ")
-        assert said in answer
-        assert len(answer) < 300
-
-
-def test_a_name_is_shown_and_nothing_else(audit, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = "../../<script>alert(1)</script>\x1b[31m" + "long" * 100 + "/etc/passwd"
-    when = datetime.datetime.now(datetime.UTC)
-    file = {"name": name, "type": "", "size": 3, "content": memoryview(b"abc"), "last_modified": when}
-    audit.upload.value = (file,)
-    assert "&lt;script&gt;" in audit.said.value
-    assert "not a trace" in audit.said.value
-    assert "<script" not in audit.said.value
-    assert "\x1b" not in audit.said.value
-    assert audit.upload.value == ()
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_trace_is_compared_with_the_recorded_one_of_its_step_or_two_are_asked_for(audit, trace):
-    answer = audit.compare([("mine.trace", resnet())])
-    assert "cuda:tf32=off (mine.trace) against cuda:tf32=off (recorded)" in answer
-    assert "<img alt=" in answer
-    assert "no recorded trace is of this step; upload two" in audit.compare([("mine.trace", trace)])
-    assert "identical to the last bit" in audit.compare([("mine.trace", trace), ("theirs.trace", trace)])
-    assert "3 files: expected one trace, or two" in audit.compare([("a", trace)] * 3)
-    assert "of different steps" in audit.compare([("mine.trace", trace), ("theirs.trace", resnet())])
-
-
-def test_memory_is_bounded_while_a_strangers_file_is_read(audit, monkeypatch):
-    pytest.importorskip("resource")
-    monkeypatch.setattr(explorers.Trace, "load", lambda *_: np.ones(1 << 29))
-    assert "more than 2,147,483,648 bytes of memory" in audit.compare([("theirs.trace", b"")])
-    assert len(np.ones(1 << 24)) == 1 << 24
+def test_the_gradient_finds_the_last_number_in_place_of_each_until_each_is_copied():
+    buffer = companion.buffer_explorer()
+    assert changes(buffer, buffer.numbers, "4, 5 7")
+    assert buffer.seen()["loss when it came"].tolist() == [16, 25, 49]
+    assert buffer.seen()["the gradient finds"].tolist() == [7, 7, 7]
+    assert changes(buffer, buffer.copy, True)
+    assert buffer.seen()["the gradient finds"].tolist() == [4, 5, 7]
+    buffer.numbers.value = "4 and"
+    assert buffer.image.value == "Type numbers with spaces between them."

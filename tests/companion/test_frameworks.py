@@ -69,13 +69,19 @@ def test_a_setting_of_torchs_alone_is_refused_by_name(option):
 def test_threads_are_as_many_as_asked_or_refused(library, python):
     code = f"""
     import gpulab as gl
-    from gpulab.settings import working_threads
+    import psutil
 
     def train(setting, size):
         options = {{"size": size}}
         gl.train("{training(library, "autoencoder")}", setting=setting, model_options=options, progress=False)
 
-    print(working_threads(lambda: train("cpu:threads=1", "quick"), share=0.5))
+    def used():
+        return {{thread.id: thread.user_time + thread.system_time for thread in psutil.Process().threads()}}
+
+    before = used()
+    train("cpu:threads=1", "quick")
+    seconds = [now - before.get(thread, 0) for thread, now in used().items()]
+    print(sum(each > 0.5 * max(seconds) for each in seconds))
     try:
         train("cpu:threads=2", "smoke")
     except gl.GpulabError as error:

@@ -62,6 +62,12 @@ def test_any_factor_has_a_table():
     assert table.loc[("xpu", learning.BEAT), "difference"] == pytest.approx(-7 / 8)
 
 
+def test_atlas_has_shipped_and_contributed_runs():
+    atlas = companion.atlas()
+    assert set(atlas.id) == {*gl.recorded_runs().id, *gl.runs(recorded.recorded_folder("atlas")).id}
+    assert atlas.recorded.all()
+
+
 # --- findings --------------------------------------------------------------------------------------------
 
 

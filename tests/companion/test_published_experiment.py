@@ -1,6 +1,5 @@
 """The registered runs of the published network, dose and response: what tables, figures and the page make of them."""
 
-import itertools
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import companion
 import gpulab as gl
 from companion import anomaly
-from companion.anomaly import dose_table, rank_correlation
+from companion.anomaly import dose_cells, rank_correlation
 from companion.benchmarks import SCRIPTS
 
 CPU = "cpu:threads=1"
@@ -41,7 +40,7 @@ def runs(device="cuda", loader="reused", losses=(), film="walk", size="160x120",
 def test_the_table_counts_seeds_by_hand(recorded, table):
     walk = recorded[(recorded.film == "walk") & recorded.full & recorded.round_trip]
     losses = walk.pivot_table(index="seed", columns="loader", values="final_loss").dropna()
-    share, loss = table[(table.film == "walk") & (table.family == anomaly.REGISTERED[0].family)].itertuples()
+    share, loss = table[(table.film == "walk") & (table.family == anomaly.PLANNED[0].family)].itertuples()
     assert (share.seeds, loss.seeds) == (len(losses), len(losses))
     assert loss.worse == (losses.shared > losses.reused).sum()
     assert loss.ratio == pytest.approx((losses.shared / losses.reused).median())
@@ -67,21 +66,21 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
         assert some.p_holm[smallest] == pytest.approx(min(1, 3 * some.p[smallest]))
     assert set(table.film) == {"walk", "a", "b"}
     assert table[table.film != "walk"].beat_blurred.isna().all()
-    assert "seeds on 3 films" in anomaly._over_films(table)[0]
+
+
+def test_the_page_counts_all_pairs_and_says_for_how_many_a_test_was_planned(recorded, table):
+    paper = gl.recorded_runs().query("profile == 'paper' and loader != 'window'")
+    port = companion.learning_table(paper, "loader", "copied")
+    longer = gl.recorded_runs("longer").query("setting == 'cuda:tf32=off'")
+    page = companion.published_page(recorded, table, port, companion.learning_table(longer, "loader", "window"))
+    assert "in 96 of 96 pairs" in str(page)
+    assert "For 80 of these pairs a test was planned" in str(page)
+    assert "in 92 of 96 pairs (inconclusive at speed 1 and 4, different at speed 2)" in str(page)
+    assert "5 of 29 (walk) and 16 of 16 (pavement) beat it blurred" in str(page), "on `people` blurring makes it worse"
+    assert "4,000 of 4,000 windows" in str(page)
 
 
 # --- dose and response -----------------------------------------------------------------------------------
-
-
-def cells(ratios):
-    """Runs of three seeds in twelve cells, the more biased the later; ratios of shape (12,) or (12, 3)."""
-    rows = []
-    ratios = np.broadcast_to(np.reshape(ratios, (12, -1)), (12, 3))
-    for place, (window, speed) in enumerate(itertools.product((2, 5, 10, 20), (1.0, 2.0, 4.0))):
-        for seed, ratio in enumerate(ratios[place]):
-            row = {"window": window, "speed": speed, "seed": seed, "ratio": ratio}
-            rows.append(row | {"bias": 0.05 * (1 + place) + 0.001 * seed})
-    return pd.DataFrame(rows).assign(size="smoke", setting=CPU, machine="m", recorded=False)
 
 
 def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_window():
@@ -89,8 +88,8 @@ def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_wi
     for loader, name in (("copied", "copied"), ("reused", "shared")):
         run = gl.train("prednet", setting=CPU, seed=3, profile="smoke", loader=loader, progress=False)
         assert run.record["summary"]["final_loss"] == found[name]
-    (window,) = companion.first_window([CPU], "prednet", seed=3, profile="smoke").itertuples()
-    assert found["bias_first"] == pytest.approx(window.gradient_difference, rel=1e-4)
+    windows = [companion.FirstWindow("prednet", loader, 3, "smoke").gradient(CPU) for loader in ("reused", "copied")]
+    assert found["bias_first"] == pytest.approx(windows[0].against(windows[1])["gradient_difference"], rel=1e-4)
     assert found["bias"] > 0
 
 
@@ -115,13 +114,12 @@ def test_ranks_that_all_agree_are_not_taken_for_certainty_and_too_few_are_refuse
 
 
 def test_cells_are_counted_whole_and_by_the_geometric_mean_of_their_seeds():
-    table = dose_table(cells([[0.5, 1.0, 4.0]] * 12))
-    assert len(table) == 12
-    assert table.ratio.to_numpy() == pytest.approx(2 ** (1 / 3))
-    assert table.bias[0] == pytest.approx(0.051)
-    runs = companion.recorded_dose()
+    runs = gl.recorded_runs("dose")
     assert (runs.status == "finished").all()
-    for _, recorded in dose_table(runs).groupby(["size", "setting"]):
-        assert len(recorded) == 12
-        assert recorded.seeds.nunique() == 1
-        assert (recorded.bias > 0).all()
+    cells = dose_cells(runs)
+    assert cells.groupby("machine").size().to_dict() == {"AMD EPYC": 12, "NVIDIA H200": 12}
+    assert (cells.bias > 0).all()
+    one = runs[(runs.machine == "AMD EPYC") & (runs.window == 5) & (runs.speed == 2)]
+    found = cells[(cells.machine == "AMD EPYC") & (cells.window == 5) & (cells.speed == 2)].iloc[0]
+    assert found.ratio == pytest.approx(np.prod(one.shared / one.copied) ** (1 / found.seeds))
+    assert found.bias == pytest.approx(one.bias.mean())

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import gpulab as gl
-from gpulab.device import place, placements
+from gpulab.device import place, rooflines
 from gpulab.device.rooflines import OperationCounter
 
 EDGE = 64
@@ -129,7 +129,7 @@ def test_a_step_is_left_as_it_was_and_begins_without_gradients():
 
 def test_a_setting_measures_its_roofline_and_other_ceilings_are_refused(monkeypatch):
     asked = []
-    monkeypatch.setattr(placements, "roofline", lambda *a, **_: asked.append(a) or ceilings(setting="cpu:threads=1"))
+    monkeypatch.setattr(rooflines, "roofline", lambda *a, **_: asked.append(a) or ceilings(setting="cpu:threads=1"))
     assert place(product(), "cpu:threads=1", repeats=2).setting == "cpu:threads=1"
     assert asked == [("cpu:threads=1",)]
     with pytest.raises(gl.UsageError, match="ceilings of NVIDIA H200"):

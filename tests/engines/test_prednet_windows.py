@@ -13,7 +13,7 @@ from gpulab.engines.prednet_kernels import uses_tf32
 from gpulab.engines.prednet_windows import Windows
 from gpulab.models import PredNet
 from gpulab.models.prednet import TRUNCATIONS
-from gpulab.numerics.tf32 import switch_tf32, tf32_restored
+from gpulab.numerics.flags import switch_tf32, tf32_restored
 from gpulab.settings import Setting
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")

@@ -6,7 +6,7 @@ import torch
 
 import gpulab as gl
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, covariance, whiten
-from gpulab.numerics.tf32 import precision_allowed
+from gpulab.numerics.flags import precision_allowed
 
 CPU, TF32 = "cpu:threads=1", "cpu:threads=1,emulate=tf32"
 SEEDS = range(5)

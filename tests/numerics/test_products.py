@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpulab.numerics.arithmetic import CHIPS, PRECISIONS, arithmetic_of
-from gpulab.numerics.emulation import emulate
+from gpulab.numerics.emulation import CHIPS, PRECISIONS, arithmetic_of, emulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 products = importlib.import_module("compare_products")

@@ -59,7 +59,10 @@ def test_differences_are_those_of_the_verdict(runs):
     (axes,) = picture.figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [*names(SETTINGS[1:]).values(), "CPU, again", "one seed against another"]
-    assert title(picture) == f"The setting moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
+    assert (
+        title(picture)
+        == f"The setting moves a seed by up to {0.008 / verdict.between_seeds:.2g} times the spread between seeds"
+    )
     drawn = pd.DataFrame(axes.collections[0].get_offsets(), columns=["moved", "height"])
     same, moved, again, between = (rows.moved for _, rows in drawn.groupby(drawn.height.round()))
     assert set(same) == set(again) == {0.0}
@@ -105,7 +108,9 @@ def test_the_title_of_curves_compares_final_losses_as_training_has_them():
         for seed in range(2)
     ]
     picture = gl.plots.curves(pd.concat(runs), factor="loader")
-    assert title(picture) == "The final loss is 2 times as high, on average, for overwritten frames as for copied frames"
+    assert (
+        title(picture) == "The final loss is 2 times as high, on average, for overwritten frames as for copied frames"
+    )
 
 
 def test_the_roofline_names_the_least_used_layer():
@@ -221,6 +226,6 @@ def test_settings_have_names_in_words_and_keep_their_own_where_two_would_be_call
         "cpu:threads=1": "cpu:threads=1",
         "cpu: threads=1": "cpu: threads=1",
     }
-    assert names(["copied", "imitated"], "loader") == {"copied": "own memory", "imitated": "shared memory"}
+    assert names(["copied", "imitated"], "loader") == {"copied": "copied frames", "imitated": "overwritten frames"}
     assert names(["copied", "window"], "loader") == {"copied": "copied", "window": "window"}
     assert names(["cpu", 3], "width") == {"cpu": "cpu", 3: "3"}

@@ -1,7 +1,6 @@
 """The programs of notebook 08, each as a reader starts it: on two processes or devices of a CPU."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,32 +13,26 @@ PROGRAMS = Path(__file__).parents[2] / "notebooks" / "programs"
 PATHS = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
 
 
-def start(name, *arguments, torchrun=False):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
-    command = [sys.executable, *launcher, str(PROGRAMS / f"{name}.py"), *map(str, arguments)]
+def start(name, *arguments):
+    command = [sys.executable, str(PROGRAMS / f"{name}.py"), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def run(name, *arguments, torchrun=False):
-    done = start(name, *arguments, torchrun=torchrun)
+def run(name, *arguments):
+    done = start(name, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow("starts two processes")
-@pytest.mark.parametrize("torchrun", [False, True])
-def test_data_parallel_two_processes(tmp_path, torchrun):
+def test_data_parallel_two_processes(tmp_path):
     file = tmp_path / "record.json"
-    said = run("data_parallel", "--batch", 4, "--frames", 3, "--updates", 2, "--record", file, torchrun=torchrun)
+    said = run("data_parallel", "--batch", 4, "--frames", 3, "--updates", 2, "--record", file)
     assert "All 2 processes end with the same weights" in said
     document = recorded.read_json(file)
-    assert [(row["scaling"], row["devices"], row["batch"]) for row in document["scaling"]] == [
-        ("strong", 1, 4),
-        ("weak", 1, 4),
-        ("strong", 2, 4),
-        ("weak", 2, 8),
-    ]
+    rows = [(row["scaling"], row["devices"], row["batch"]) for row in document["scaling"]]
+    assert rows == [("strong", 1, 4), ("weak", 1, 4), ("strong", 2, 4), ("weak", 2, 8)]
     assert all(
         row["frames_per_second"] == pytest.approx(row["batch"] * 3 / row["seconds"]) for row in document["scaling"]
     )
@@ -54,8 +47,7 @@ def test_data_parallel_two_processes(tmp_path, torchrun):
 @pytest.mark.slow("starts two processes")
 def test_hogwild_two_processes(tmp_path):
     file = tmp_path / "record.json"
-    said = run("hogwild", "--updates", 40, "--hidden", 8, "--record", file)
-    assert "Of the synchronous changes none was lost" in said
+    run("hogwild", "--updates", 40, "--hidden", 8, "--record", file)
     document = recorded.read_json(file)
     rows = {(row["way"], row["seed"]): row for row in document["descents"]}
     assert rows.keys() == {(way, seed) for way in ("synchronous", "lock-free") for seed in (0, 1)}
@@ -71,11 +63,10 @@ def test_hogwild_two_processes(tmp_path):
 @pytest.mark.slow("imports torch anew")
 def test_model_parallel_memory_per_part(tmp_path):
     file = tmp_path / "record.json"
-    said = run("model_parallel", "--hidden", 16, "--updates", 5, "--batch", 2, "--record", file)
-    whole, in_parts = re.findall(r"mean loss (\S+),", said)
-    assert whole == in_parts
+    run("model_parallel", "--hidden", 16, "--record", file)
     first, second = recorded.read_json(file)["parts"]
     assert [round(part["weights"] * 2**20) for part in (first, second)] == [4 * (784 * 16 + 16), 4 * (16 * 784 + 784)]
+    assert first["whole"] == first["parts"]
     assert first["optimizer"] == 3 * first["weights"]
     assert first["activations"] > 0 < second["activations"]
 
@@ -83,7 +74,7 @@ def test_model_parallel_memory_per_part(tmp_path):
 @pytest.mark.slow("imports torch anew")
 def test_serve_two_devices(tmp_path):
     file = tmp_path / "record.json"
-    said = run("serve", "--films", 3, "--frames", 2, "--record", file)
+    said = run("serve", "--films", 3, "--record", file)
     assert "Several devices predict what one does" in said
     one, two = recorded.read_json(file)["serving"]
     assert (one["devices"], two["devices"]) == (1, 2)
@@ -97,8 +88,6 @@ def test_serve_two_devices(tmp_path):
     [
         ("data_parallel", ["--batch", 7], "2 processes cannot have equal shares of a batch of 7"),
         ("data_parallel", ["--graph"], "--graph is for GPUs, and the setting is cpu:threads=1"),
-        ("data_parallel", ["--setting", "cuda"], "2 processes need a GPU each, and there are 0"),
-        ("data_parallel", ["--setting", "mps"], "2 processes need a GPU each, and there are 0"),
         ("hogwild", ["--updates", 7], "2 workers cannot make equally many of 7 updates"),
         ("serve", ["--size", "small"], "invalid choice: 'small'"),
         ("model_parallel", ["--devices", "cpu"], "expected 2 arguments"),

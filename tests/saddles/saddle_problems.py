@@ -1,5 +1,7 @@
 """What several files here begin with: data, matrices and networks whose Hessians are known."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ def scaled_data(samples, *scales):
 
 
 SIX_SCALES = scaled_data(100, 2.0, 1.6, 1.2, 0.9, 0.6, 0.3)
+SADDLE = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [1, 2])
 
 
 def hessian_by(method, *arguments, **options):
@@ -44,8 +47,11 @@ def symmetric(values, seed=0):
     return (matrix + matrix.T) / 2
 
 
-def escape(saddle, setting=FLOAT64, **options):
-    return gl.saddles.escape(saddle, setting, progress=False, **options)
+def escape(saddle=SADDLE, setting=FLOAT64, optimizer="sgd", rate=None, perturbation=0.0, batch_size=None, **options):
+    """One escape: its row as attributes, and its `history`."""
+    options |= {"optimizers": {optimizer: [rate]}, "perturbations": [perturbation], "batch_sizes": [batch_size]}
+    escapes = gl.saddles.escape_table(saddle, [setting], **options, progress=False)
+    return SimpleNamespace(**escapes.table.iloc[0], history=escapes.paths)
 
 
 class Model(nn.Module):

@@ -1,59 +1,151 @@
-"""What cannot be is refused in one clear line that names it."""
+"""What has no Hessian and what cannot be is refused by name, in one line; asymmetry is told from rounding."""
 
-import functools
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from saddle_problems import FLOAT64, SIX_SCALES, escape
+from saddle_problems import SADDLE, SIX_SCALES, TOKENS, escape, hessian_by, loss_of, of_layer, on_rows, rand, symmetric
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 import gpulab as gl
-
-MSE = nn.functional.mse_loss
-BATCH = SIX_SCALES, SIX_SCALES
-SADDLE = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [1, 2])
-MINIMUM = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [0, 1])
-NAN = torch.full((4, 4), math.nan)
-UNSYMMETRIC = torch.ones(90, 90).triu()
+from gpulab.errors import DataError, UsageError
+from gpulab.saddles.hessians import FORWARD, REVERSE
+from gpulab.saddles.operators import check_symmetric
 
 
-def network(value=0.5):
-    net = gl.models.LinearAutoencoder(6, 2)
-    for parameter in net.parameters():
-        nn.init.constant_(parameter, value)
-    return net
+class Cubed(torch.autograd.Function):
+    """With a derivative of the derivative."""
+
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3 * context.saved_tensors[0] ** 2
 
 
-def search(net=None, **options):
-    return gl.saddles.find_critical_point(net or network(), MSE, BATCH, progress=False, **options)
+class Once(Cubed):
+    backward = staticmethod(once_differentiable(Cubed.backward))
 
 
-saddle_of = gl.saddles.linear_autoencoder_saddle
-leave = functools.partial(escape, SADDLE)
-leave_table = functools.partial(gl.saddles.escape_table, SADDLE, progress=False)
-extremes, density = gl.saddles.extreme_eigenpairs, gl.saddles.spectral_density
-REQUESTS = {
-    "tolerance=1.0: expected a number between 0 and 1": lambda: extremes(torch.eye(4), tolerance=1.0),
-    "batch_size=101: expected a whole number from 1 to 100": lambda: leave(batch_size=101),
-    "training mode": lambda: search(nn.Sequential(nn.Linear(6, 6), nn.Dropout())),
-    "component 6: the data have 6, numbered from 0 to 5": lambda: saddle_of(SIX_SCALES, [6]),
-    "each can be held once": lambda: saddle_of(SIX_SCALES, [1, 1]),
-    "no direction leads down": lambda: escape(MINIMUM),
-    "'lion': expected sgd, momentum, rmsprop, adam, or a function": lambda: leave(optimizer="lion"),
-    "it returned a list, no torch.optim.Optimizer": lambda: leave(optimizer=lambda weights, **_: weights),
-    "does not use the learning rate it is given": lambda: leave(
-        optimizer=lambda weights, lr: torch.optim.SGD(weights, min(lr, 1e-9))
+def test_a_function_of_ones_own_is_differentiated_by_its_own_rules():
+    model, x = nn.Linear(3, 1, bias=False).double(), rand(5, 3)
+    H = gl.hessian(model, lambda: Cubed.apply(model(x)).mean())
+    torch.testing.assert_close(H.dense(), 6 / 5 * (x * model(x)).T @ x, rtol=0, atol=1e-12)
+
+
+def looked_up(**options):
+    return lambda: (nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2)), TOKENS)
+
+
+def in_training(layer):
+    return lambda: (nn.Sequential(nn.Linear(3, 3), copy.deepcopy(layer)).train(), rand(2, 3, 3))
+
+
+OWN = torch.Generator().manual_seed(0)
+REFUSED = {
+    r"the loss is [\d.]+ at first and [\d.]+ then: .* call model.eval\(\), or draw them beforehand": of_layer(
+        lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN)
     ),
+    "1.running_mean changes each time that the loss is computed: call model.eval": in_training(
+        nn.InstanceNorm1d(3, track_running_stats=True)
+    ),
+    r"1 \(Dropout\) is in training mode: call model.eval": in_training(nn.Dropout(0.5)),
+    r"1 \(BatchNorm1d\) is in training mode: call model.eval": in_training(nn.BatchNorm1d(3)),
+    r"0 shortens its own weights .* \(max_norm=0.1\): shorten them once": looked_up(max_norm=0.1),
+    "sparse gradients: .* sparse=False": looked_up(sparse=True),
+    "OnceBackward has no second derivatives: it is marked": of_layer(lambda s, x: Once.apply(s.layer(x))),
+    "modified by an inplace operation": of_layer(lambda s, x: s.layer(x).exp().add_(1)),
+    "does not depend on the parameters": of_layer(lambda s, x: s.layer(x).detach()),
+}
+NO_GRADIENT = {
+    "what torch computes as the gradient is not that of the loss": looked_up(scale_grad_by_freq=True),
+    "values that are not finite: .* or has no derivative here": lambda: on_rows(
+        lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)
+    ),
+    "the loss is nan": of_layer(lambda s, x: s.layer(x * torch.nan)),
+    "w has 3 values that are not finite": lambda: on_rows(lambda s, x: x * s.w, w=torch.full((3,), torch.nan)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", [FORWARD, REVERSE])
+@pytest.mark.parametrize("message", REFUSED | NO_GRADIENT)
+def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
+    make, error = (REFUSED | NO_GRADIENT)[message], UsageError if message in REFUSED else DataError
+    torch.manual_seed(0)
+    model, x = make()
+    model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        hessian_by(method, model, lambda: loss_of(model, x))
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0, equal_nan=True)
+
+
+def test_cure_of_refused_embedding_max_norm_works():
+    model, _ = looked_up(max_norm=0.5)()
+    with pytest.raises(UsageError, match=r"weight.data.renorm_\(norm_type, 0, max_norm\), and set max_norm = None"):
+        gl.hessian(model.eval(), lambda: loss_of(model, TOKENS))
+    table = model[0]
+    table.weight.data.renorm_(table.norm_type, 0, table.max_norm)
+    table.max_norm = None
+    assert table.weight.norm(dim=1).max() < 0.5 + 1e-6
+    assert gl.hessian(model, lambda: loss_of(model, TOKENS)).loss > 0
+
+
+@pytest.mark.parametrize("method", [FORWARD, REVERSE])
+def test_parameters_that_the_loss_holds_itself_are_refused(method):
+    model, x = nn.Linear(3, 2).double(), rand(5, 3)
+    held = list(model.parameters())
+    with pytest.raises(UsageError, match=r"the loss holds weight itself: ask the model for it each time"):
+        hessian_by(method, model, lambda: model(x).square().mean() + sum(p.pow(4).sum() for p in held))
+    H = hessian_by(method, model, lambda: sum(p.pow(4).sum() for p in model.parameters()))
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(H.dense(), torch.diag(12 * weights**2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.float32, 1e-30), (torch.float64, 1e-200)])
+def test_asymmetry_is_told_from_rounding(dtype, scale):
+    A, vectors = (scale * symmetric(torch.linspace(-20, 20, 200))).to(dtype), rand(200, 2).to(dtype)
+    check_symmetric(A, vectors, A @ vectors)
+    A[:, 7] *= 1.2
+    with pytest.raises(DataError, match="not symmetric"):
+        check_symmetric(A, vectors, A @ vectors)
+
+
+search, MSE = gl.saddles.find_critical_point, nn.functional.mse_loss
+saddle_of = gl.saddles.linear_autoencoder_saddle
+
+
+REQUESTS = {
+    "batch_size=101: expected a whole number from 1 to 100": lambda: escape(batch_size=101),
+    "perturbation=nan: expected a distance": lambda: escape(perturbation=math.nan),
+    "a learning rate of 0: expected a number above 0": lambda: escape(rate=0),
+    "component=6: expected a whole number from 0 to 5": lambda: saddle_of(SIX_SCALES, [6]),
+    "each can be held once": lambda: saddle_of(SIX_SCALES, [1, 1]),
+    "hidden=1: expected a whole number from 2": lambda: saddle_of(SIX_SCALES, [1, 2], hidden=1),
+    "no direction leads down": lambda: escape(saddle_of(SIX_SCALES, [0, 1])),
+    "the least curvature is .*landscape": lambda: gl.saddles.surface(saddle_of(SIX_SCALES, [0, 1])),
+    "5,100 parameters: .* at most 5,000": lambda: search(nn.Linear(50, 100), MSE, (SIX_SCALES, SIX_SCALES)),
+    "a copy of the model: give a batch": lambda: search(nn.Linear(2, 1), lambda: torch.ones(()), None),
+    "this is no critical point: the components held": lambda: escape(replace(SADDLE, found=False)),
+    "no pair of tensors": lambda: escape(replace(SADDLE, objective=replace(SADDLE.objective, batches=[SIX_SCALES]))),
+    "'lion': expected sgd, momentum, rmsprop, adam, or a function": lambda: escape(optimizer="lion"),
+    "expected a torch.optim.Optimizer that uses": lambda: escape(optimizer=lambda weights, **_: weights),
+    "the learning rate it is given": lambda: escape(optimizer=lambda w, lr: torch.optim.SGD(w, min(lr, 1e-9))),
 }
 DATA = {
-    "values that are not finite": lambda: search(network(math.nan)),
-    "H @ v has values that are not finite": lambda: density(NAN, probes=1),
-    "not symmetric": lambda: extremes(UNSYMMETRIC),
-    "the operator is not symmetric: two elements differ": lambda: gl.saddles.index(torch.ones(9, 9).triu()),
+    "H @ v has values that are not finite": lambda: gl.saddles.spectral_density(torch.eye(4) * math.nan, probes=1),
+    "not symmetric": lambda: gl.saddles.extreme_eigenpairs(torch.ones(90, 90).triu()),
+    "the operator is not symmetric": lambda: gl.saddles.index(torch.ones(9, 9).triu()),
     "2 of 4 values are not finite": lambda: saddle_of(torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), [0]),
-    "not finite; learning_rate=1e": lambda: leave(learning_rate=1e200, perturbation=1e-2, radius=1e300),
-    "a slope needs 3": lambda: leave_table([FLOAT64], perturbations=[1e-3], steps=3).slope(),
+    "weights are not finite; learning_rate=1e": lambda: escape(rate=1e200, perturbation=1e-2),
+    "a slope needs 3": lambda: gl.saddles.escape_table(SADDLE, ["cpu"], steps=3, progress=False).slope(),
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gpulab as gl
-from gpulab.content import plain
+from gpulab.files import plain
 from gpulab.training import spec
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}

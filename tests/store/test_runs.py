@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from small_runs import HISTORY, flipped
 
 import gpulab as gl
-from gpulab.content import weights_digest
 from gpulab.errors import printable
+from gpulab.files import weights_digest
 from gpulab.passports import OTHERS
 from gpulab.store import identities, recorded
 from gpulab.store import runs as stores

@@ -1,4 +1,4 @@
-"""What is laid down before a run: profiles, specifications, and registrations by their digest."""
+"""What is planned before a run: profiles, specifications, and registrations by their digest."""
 
 import copy
 import hashlib

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpulab.engines.graphs import Graph
 from gpulab.engines.hessian_forward.capture import Combination
-from gpulab.numerics.tf32 import precision_allowed
+from gpulab.numerics.flags import precision_allowed
 
 aten = torch.ops.aten
 TRIALS = 3

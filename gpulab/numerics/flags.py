@@ -1,0 +1,113 @@
+"""Flags of the arithmetic that take more than a line: TF32, and denormal numbers.
+
+Whether products may use TF32 is said by both of torch's interfaces, of which torch 2.6 has the old one alone; no other
+module reads or writes these flags. Denormal numbers, those below 1.2e-38 in float32, are kept or taken for zero in
+every thread that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.backends import cuda, cudnn
+
+from gpulab.errors import GpulabError
+
+# --- TF32 ------------------------------------------------------------------------------------------------
+
+
+def _old_interface() -> tuple[bool, str] | None:
+    """What it says; None, because it refuses to be read, once the new one has been used."""
+    try:
+        return cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _new_interface() -> dict[str, Any]:
+    """What it sets, by the kind of product: all that `set_float32_matmul_precision` sets, too; nothing in torch 2.6."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        return {}
+    conv, rnn = backends.cudnn.conv, backends.cudnn.rnn
+    return {"matmul": backends.cuda.matmul, "conv": conv, "rnn": rnn, "onednn": backends.mkldnn.matmul}
+
+
+def precision_allowed(product: str) -> str:
+    """What torch allows a GPU for float32 products of a kind, `matmul` or `conv`: `tf32`, or another of its words.
+
+    Where there is the new interface it says so, whichever was used.
+    """
+    if new := _new_interface():
+        return new[product].fp32_precision
+    old = cuda.matmul if product == "matmul" else cudnn
+    return "tf32" if old.allow_tf32 else "ieee"
+
+
+def switch_tf32(allowed: bool) -> None:
+    """Allow TF32, or not, by the interface that is in use."""
+    if _old_interface() is None:
+        for product in ("matmul", "conv", "rnn"):
+            _new_interface()[product].fp32_precision = "tf32" if allowed else "ieee"
+    else:  # this sets the new interface as well, so that both can still be read
+        cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+
+
+@contextlib.contextmanager
+def tf32_restored() -> Iterator[None]:
+    """Put both interfaces back afterwards; what has not changed is left alone, for writing a value pins it."""
+    every = list(_new_interface().values())
+    old, new = _old_interface(), [backend.fp32_precision for backend in every]
+    try:
+        yield
+    finally:
+        if old is not None and old != _old_interface():
+            cudnn.allow_tf32, precision = old
+            torch.set_float32_matmul_precision(precision)  # and so what `cuda.matmul.allow_tf32` says
+        for backend, precision in zip(every, new, strict=True):
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision
+
+
+# --- denormal numbers ------------------------------------------------------------------------------------
+
+
+def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
+    """Keep denormal numbers in all threads, or take them for zero, and have the stack put the flags back.
+
+    Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that calls it alone.
+    """
+    stack.callback(_flush_denormals, not _keeps_denormals(1))
+    _flush_denormals(not kept)
+    if _keeps_denormals(threads := torch.get_num_threads()) != kept:
+        raise GpulabError(
+            f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off in all of its "
+            f"{threads} threads; one may be enough: add threads=1"
+        )
+
+
+def _keeps_denormals(threads: int) -> bool | None:
+    """Whether products that are denormal numbers come out as such; None where some do and some do not."""
+    long = torch.full((threads << 16,), 1e-30, dtype=torch.float32)  # so that each thread computes a part of it
+    kept = (long * 1e-10).ne(0)
+    return bool(kept[0]) if kept.min() == kept.max() else None
+
+
+def _flush_denormals(flush: bool) -> None:
+    """In this thread and those that compute for it, which OpenMP keeps."""
+    from threadpoolctl import threadpool_info  # type: ignore[import-untyped]
+
+    torch.set_flush_denormal(flush)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def in_a_thread(_: int) -> None:
+        torch.set_flush_denormal(flush)
+
+    for library in threadpool_info():
+        if library["user_api"] == "openmp":
+            with contextlib.suppress(AttributeError):  # a runtime without it: whether all has been switched is checked
+                ctypes.CDLL(library["filepath"]).GOMP_parallel(in_a_thread, None, torch.get_num_threads(), 0)

@@ -1,0 +1,46 @@
+"""What a GPU draws from a seed, computed on a CPU."""
+
+import pytest
+import torch
+
+from companion.cuda_random import THREADS, cuda_uniform, philox
+
+# Known answers of Random123 (Salmon et al. 2011), tests/kat_vectors, philox4x32 with ten rounds.
+KNOWN = {
+    "00000000 " * 6: "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "ffffffff " * 6: "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0": "d16cfe09 94fdcceb 5001e420 24126ea1",
+}
+
+
+@pytest.mark.parametrize("given", KNOWN)
+def test_philox_known_answers(given):
+    *counter, high, low = (int(word, 16) for word in given.split())
+    assert " ".join(f"{int(word):08x}" for word in philox(counter, (high, low))) == KNOWN[given]
+
+
+def test_cuda_uniform_published_numbers():
+    """`torch.manual_seed(0); torch.rand(12, device="cuda")`, as a test of TensorRT-LLM holds it, among others."""
+    known = [0.3990, 0.5167, 0.0249, 0.9401, 0.9459, 0.7967, 0.4150, 0.8203, 0.2290, 0.9096, 0.1183, 0.0752]
+    assert cuda_uniform(0, (3, 4), "T4").flatten().tolist() == pytest.approx(known, abs=5e-5)
+
+
+@pytest.mark.parametrize(("card", "other"), [("T4", "H100"), ("V100", "RTX 4090"), ("H100", "H100")])
+@pytest.mark.parametrize("count", [1, 40_961, 300_000])
+def test_cuda_uniform_differs_from_where_a_thread_draws_again(card, other, count):
+    equal = cuda_uniform(3, (count,), card) == cuda_uniform(3, (count,), other)
+    same = count if THREADS[card] == THREADS[other] else min(count, THREADS[card], THREADS[other])
+    assert equal[:same].all()
+    assert equal[same:].sum() <= 2, "more than by chance"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("seed", [0, 2**40 + 7])
+@pytest.mark.parametrize("size", [0.001, 1, 1.01, 3.5, 4.001, 13.7], ids="{} times the threads".format)
+def test_cuda_uniform_on_this_gpu(seed, size, monkeypatch):
+    card = torch.cuda.get_device_properties(0)
+    threads = card.multi_processor_count * (card.max_threads_per_multi_processor // 256) * 256
+    monkeypatch.setitem(THREADS, "this one", threads)
+    shape = (2, int(threads * size) // 2)
+    drawn = torch.rand(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    assert torch.equal(drawn.cpu(), cuda_uniform(seed, shape, "this one"))

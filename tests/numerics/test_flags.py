@@ -1,0 +1,89 @@
+"""Whether TF32 is allowed, by both of torch's interfaces, and by the old one alone, as an older torch has it."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gpulab as gl
+from gpulab.numerics.emulation import CHIPS, emulate
+from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
+from gpulab.settings import arithmetic
+
+cublas, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+
+
+@pytest.fixture(params=["both interfaces", "the old one alone"])
+def torch_with(request, monkeypatch):
+    if request.param == "the old one alone":
+        monkeypatch.delattr(type(torch.backends), "fp32_precision", raising=False)
+        assert not hasattr(torch.backends, "fp32_precision")
+    elif not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has only the old interface")
+
+
+@pytest.mark.usefixtures("torch_with")
+def test_tf32_is_switched_read_and_put_back():
+    before = cublas.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    for allowed in (True, False):
+        with tf32_restored():
+            switch_tf32(allowed)
+            assert (cublas.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
+            assert [precision_allowed(product) == "tf32" for product in ("matmul", "conv")] == [allowed, allowed]
+            cublas.allow_tf32, cudnn.allow_tf32 = True, False
+            assert [precision_allowed(product) == "tf32" for product in ("matmul", "conv")] == [True, False]
+            assert arithmetic()["matmul_fp32"] != arithmetic()["convolution_fp32"]
+        assert (cublas.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()) == before
+
+
+def short():
+    """Of matrix products and of convolutions, forward and backward: whether their factors were rounded to TF32."""
+    x = torch.full((1, 1, 1, 1), 1 + 3 * 2.0**-12)
+    weight = torch.ones(1, 1, 1, 1, requires_grad=True)
+    made = []
+    for out in (x[0, 0] @ weight[0, 0], F.conv2d(x, weight)):
+        (gradient,) = torch.autograd.grad(out.sum(), weight)
+        assert (out.item() != x.item()) == (gradient.item() != x.item())
+        made.append(out.item() != x.item())
+    return tuple(made)
+
+
+@pytest.mark.usefixtures("torch_with")
+@pytest.mark.parametrize("chip", CHIPS)
+def test_emulated_card_uses_tf32_where_the_program_allows_it(chip):
+    with gl.setting("cpu"), emulate(chip):
+        for in_products, in_convolutions, by_cudnn in itertools.product((False, True), repeat=3):
+            cublas.allow_tf32, cudnn.allow_tf32, cudnn.enabled = in_products, in_convolutions, by_cudnn
+            # without cuDNN a card's convolutions are matrix products
+            assert short() == (in_products, in_convolutions if by_cudnn else in_products)
+        for precision, allowed in (("highest", False), ("high", True), ("medium", True)):
+            torch.set_float32_matmul_precision(precision)
+            assert short()[0] is allowed
+    for how in (CHIPS[chip], "tf32"):
+        with gl.setting("cpu"), emulate(how):
+            switch_tf32(False)
+            assert short() == (True, True), "what is given as an arithmetic, or asked for by its name, holds"
+
+
+NEW_INTERFACE = """
+import torch
+import gpulab as gl
+
+x, one = torch.full((1, 1, 1, 1), 1 + 3 * 2.0**-12), torch.ones(1, 1, 1, 1)
+matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+for backend, precision in ((matmul, "tf32"), (convolution, "tf32"), (matmul, "ieee"), (convolution, "ieee")):
+    with gl.emulate("ampere"):
+        backend.fp32_precision = precision
+        print((x[0, 0] @ one[0, 0] != x).item(), (torch.nn.functional.conv2d(x, one) != x).item())
+for text in ("cpu:tf32=on,emulate=ampere", "cpu:tf32=off,emulate=ampere"):
+    with gl.setting(text):
+        print((x[0, 0] @ one[0, 0] != x).item(), (torch.nn.functional.conv2d(x, one) != x).item())
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has only the old interface")
+def test_emulated_card_obeys_torchs_new_interface_to_tf32(python):
+    first, *others = python(NEW_INTERFACE).stdout.splitlines()
+    assert first.startswith("True")  # whether convolutions are allowed it at the start differs between torch's versions
+    assert others == ["True True", "False True", "False False", "True True", "False False"]
