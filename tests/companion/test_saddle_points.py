@@ -1,3 +1,8 @@
+"""Notebook 06: whether rounding helps, yes or no, and the correlation that its cell computes."""
+
+import json
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -6,71 +11,66 @@ from scipy.stats import spearmanr
 import companion
 import gpulab as gl
 
-EXACT, TF32 = "cpu:precision=float64", "cpu:emulate=tf32"
+ROOT = Path(__file__).parents[2]
+EXACT, PLAIN, TF32 = "cpu:precision=float64", "cpu", "cpu:emulate=tf32"
+RELATED = pd.DataFrame({"over the training": [0.9, -0.1], "p": [0.01, 0.4]})
 
 
-@pytest.fixture
-def escapes():
-    """What `gpulab.saddles.escape_table` measures: pushed off the saddle, left alone, and trained on minibatches."""
-    pushed = [{"setting": EXACT, "perturbation": size, "steps": size**-0.1} for size in (1e-3, 1e-6)]
-    alone = [{"setting": EXACT, "held": True}, {"setting": TF32, "noise": 1e-4, "steps": 90, "emulated": True}]
-    batched = [row | {"batch_size": 10, "noise": 0.1, "held": False, "steps": 50} for row in alone]
-    rows = [row | {"seed": seed} for row in alone + batched for seed in range(2)] + pushed
-    usual = {"optimizer": "sgd", "learning_rate": 30.0, "master_weights": False, "step_ratio": np.nan}
-    usual |= {"perturbation": 0.0, "batch_size": 0, "recorded": False, "held": False, "emulated": False, "noise": 1e-16}
-    table = pd.DataFrame([{**usual, "expected": 80.0, "steps": np.nan, "seed": 0, **row} for row in rows])
-    return table.assign(left=table.steps.notna())
+def escapes(optimizer, batch_size=0, **steps):
+    """Trainings from a saddle by seeds 0 and 1: the steps that each took by its arithmetic, NaN if it never left."""
+    settings = {"exact": EXACT, "plain": PLAIN, "tf32": TF32}
+    rows = [(settings[name], seed, step) for name, both in steps.items() for seed, step in enumerate(both)]
+    frame = pd.DataFrame(rows, columns=["setting", "seed", "steps"]).assign(optimizer=optimizer, batch_size=batch_size)
+    frame = frame.assign(learning_rate=0.1, perturbation=0.0, master_weights=False, left=frame.steps.notna())
+    return frame.assign(step_ratio=frame.left.map({True: 3.0, False: 0.3}))
 
 
-def curvature():
-    rows = [
-        {"setting": setting, "seed": seed, "step": step, "loss": 1.0 / (step + 1), "smallest": -1.0 - seed}
-        | {"index_fraction": 0.1 / (step + 1) + seed * 1e-4, "final": step == 2}
-        for setting in ("cpu", "cuda")
-        for seed in range(8)
-        for step in range(3)
-    ]
-    usual = {"experiment": "autoencoder", "profile": "quick", "recorded": True, "status": "finished", "frames": 10}
-    return pd.DataFrame(rows).assign(**usual)
+def said(adam, share=0.02):
+    """What is found of these escapes by Adam, and of trainings that end with this share of ways down under TF32."""
+    held = escapes("sgd", exact=(700, 710), plain=(np.nan, np.nan), tf32=(200, 210))
+    freed = escapes("sgd", plain=(300, 310)).assign(master_weights=True)
+    batches = escapes("sgd", batch_size=20, exact=(1000, 1100), tf32=(1000, 1122), plain=(np.nan, np.nan))
+    ends = pd.DataFrame({"setting": ["cpu"] * 8 + [TF32] * 8, "seed": [*range(8)] * 2})
+    ends["index_fraction"] = [0.02 + 1e-4 * seed for seed in range(8)] + [share + 1e-4 * seed for seed in range(8)]
+    verdicts = {"a network": gl.verdict(ends, metric="index_fraction")}
+    found = companion.saddle_finding(pd.concat([adam, held, freed, batches], ignore_index=True), RELATED, verdicts)
+    return dict(found.sentences())
 
 
-def by(optimizer, escapes, **columns):
-    """Two trainings that nothing pushed, under each setting."""
-    return escapes.assign(optimizer=optimizer, **columns).query("perturbation == 0 and batch_size == 0")
+NO = escapes("adam", exact=(50, 50), tf32=(49, 51), plain=(50, 52))
+SOONER = escapes("adam", exact=(50, 50), tf32=(10, 11), plain=(20, 22))
 
 
-def test_the_optimiser_decides_only_where_it_does(escapes):
-    adam = by("adam", escapes, learning_rate=1e-3, left=True, steps=50.0)
-    (_, said), *_ = companion.saddle_finding(pd.concat([escapes, adam])).sentences()
-    assert said[0].startswith("It is the optimiser that decides")
-    stays = "SGD at 30: 0 of 2 leave under CPU (float64)."
-    assert said[1:] == ["Adam at 0.001 leaves in every arithmetic.", stays]
-    alike = by("adam", escapes, learning_rate=1e-3)
-    assert "It is the optimiser that decides" not in str(companion.saddle_finding(pd.concat([escapes, alike])))
-    assert "It is the optimiser that decides" not in str(companion.saddle_finding(adam))
+@pytest.mark.parametrize(("adam", "share", "answer"), [(NO, 0.02, "No."), (SOONER, 0.02, "Yes."), (NO, 0.01, "Yes.")])
+def test_saddle_finding_says_yes_or_no_first(adam, share, answer):
+    first, *_ = said(adam, share)["Does rounding help"]
+    sooner = 1 if adam is NO else 4
+    assert first.startswith(f"{answer} With Adam, the optimiser of the paper, coarser arithmetic left")
+    assert f"in {sooner} of 4 pairs" in first
+    assert f"{int(share < 0.02)} of 1 comparisons" in first
 
 
-def test_training_time_is_told_from_what_holds_at_a_step():
-    def said(frame):
-        finding = companion.saddle_finding(curvature=frame)
-        return finding.sentences()[0][1][0], next(line for line in finding.statistics() if "at a fixed step" in line)
-
-    time_alone = curvature()  # at a step all losses are the same
-    sentence, numbers = said(time_alone)
-    assert sentence.startswith("Autoencoder, quick size (recorded): a lower loss goes with fewer ways down.")
-    assert sentence.endswith("At a fixed step that is not shown, so it may be training time alone.")
-    assert numbers.startswith("Autoencoder, quick size (recorded): rank correlation +")
-    assert numbers.endswith("at a fixed step, over 8 seeds, +0.00 on average (p = 1).")
-    sentence, numbers = said(time_alone.assign(loss=time_alone.loss + 1e-3 * time_alone.seed))
-    assert "over 8 seeds, +1.00 on average (p = " in numbers
-    assert sentence.endswith("At a fixed step that is shown, so it is not training time alone.")
-    sentence, _ = said(time_alone.assign(loss=-time_alone.loss))
-    assert "a lower loss does not go with fewer ways down" in sentence
+def test_saddle_finding_counts_who_is_held_and_who_leaves():
+    found = said(NO)
+    _, descent, batches = found["Does rounding help"]
+    assert "in 2 of 4 pairs of trainings (0.29 times as many steps" in descent
+    assert "2 never left, with weights in float32" in descent
+    assert "takes 1.0% more steps" in batches
+    assert "2 of 6 never left" in batches
+    longer, freed = found["When rounding holds a network"]
+    assert longer.endswith("10 of 10 trainings left the saddle; where it is shorter, 0 of 2.")
+    assert "2 of 2 of those that were held left after all: what is rounded away is the update" in freed
+    assert "in 1 of 2 groups of trainings" in found["Along trainings"][0]
 
 
-def test_recorded_correlations_of_a_step_are_those_of_scipy():
-    frame = gl.saddles.recorded_curvature()
-    steps = frame[(frame.experiment == "autoencoder")].groupby("step")
-    by_hand = [f"{spearmanr(some.loss, some.index_fraction).statistic:+.2f} at step {step}" for step, some in steps]
-    text = "\n".join(companion.saddle_finding(curvature=frame).statistics())
-    assert f"rank correlation of all trainings {', '.join(by_hand)}." in text
+def test_correlation_at_one_step_in_notebook_06_is_that_of_scipy():
+    cells = json.loads((ROOT / "notebooks" / "06_saddle_points.ipynb").read_text(encoding="utf-8"))["cells"]
+    source = "".join(next(cell["source"] for cell in cells if cell["id"] == "06-correlation"))
+    names = {"np": np, "pd": pd}
+    exec(compile(source.partition("\n\n\nrelated")[0], "notebook 06", "exec"), names)
+    frame = gl.saddles.recorded_curvature().query("experiment == 'autoencoder'")
+    seeds = frame.pivot_table(index="seed", columns="step", values=["loss", "index_fraction"]).dropna()
+    by_step = [spearmanr(seeds["loss"][step], seeds["index_fraction"][step]).statistic for step in seeds["loss"]]
+    related = names["correlations"](frame)
+    assert related["at one step"] == pytest.approx(np.mean(by_step))
+    assert related.p > 0.05
