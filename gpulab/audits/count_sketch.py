@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gpulab.guards.fingerprints import component_tensors, content
 
-SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
-IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
+# How many numbers stand for a tensor, and one of so many is kept as it is. Distances between sketches are right to
+# about a fifth.
+SKETCH = 64
 LARGEST = 2.0**127  # whose sums and squares are finite
 WITH_FLOAT64 = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
 SIMPLE = (int, float, str, type(None))
@@ -75,7 +76,7 @@ def sketch(tensor: Tensor) -> np.ndarray:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     numbers = tensor.reshape(-1)
-    if numbers.numel() <= IN_FULL:
+    if numbers.numel() <= SKETCH:
         return numbers.to("cpu", torch.float64, copy=True).numpy()
     sums = _sums(numbers)
     return sums if np.isfinite(sums).all() else _sums(numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST))

@@ -26,9 +26,6 @@ GIVEN_OTHER_VALUES = (
     "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
     "with the same weights and the same optimizer"
 )
-COUNTED = (
-    "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
-)
 
 
 def judge(comparison: Comparison) -> list[Finding]:
@@ -174,12 +171,6 @@ def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: b
         if not comparison.same_bits(a, b):
             yield _other_draw(comparison, b, max(comparison.gaps(a.outputs, b.outputs)))
         return
-    short = next((op for op in (b, a) if op.dtype in tol.SHORT), None)
-    if short and not (a.inputs or b.inputs) and a.dtype != b.dtype and not comparison.same_bits(a, b):
-        gap = max(comparison.gaps(a.outputs, b.outputs))  # such as places, counted by `arange`
-        detail = f"computed in {short.dtype}"
-        yield _finding_between(comparison, "reduced precision", short, gap, detail, COUNTED)
-        return
     same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
     for values in comparison.inputs(a, b):
         gap = comparison.gap(values)
@@ -313,11 +304,9 @@ def _finding_of(
     return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **more)
 
 
-def _finding_between(
-    comparison: Comparison, kind: str, op: Operation, gap: float, detail: str, advice: str = ""
-) -> Finding:
-    """A finding that shows side by side, of an operation that is so far from its twin."""
-    return _finding_of(comparison, kind, op, detail, advice, size=gap, side_by_side=True)
+def _finding_between(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:
+    """A finding that shows side by side, of an operation that is so far from its twin; its detail, and an advice."""
+    return _finding_of(comparison, kind, op, *words, size=gap, side_by_side=True)
 
 
 def _another_function(comparison: Comparison, op: Operation, gap: float, detail: str, look: str) -> Finding:

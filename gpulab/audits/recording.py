@@ -103,7 +103,7 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
-            raise refused(error, setting, watcher.results.used_modules(run)) from error
+            raise refused(error, setting, watcher.results.used_modules()) from error
         flags = arithmetic()
         watcher.operations += watcher.results.as_operations(returned, watcher.sketches)
     if watcher.measured and not any(
@@ -115,7 +115,7 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
         for f in (report.findings if report else [])
     ]
     # Torch runs a model as it is written where it is watched.
-    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules(run))
+    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules())
     about = {"loss": getattr(run, "loss_taken", ""), "compiled": "not compiled" * compiled}
     notes = {name: words for name, words in about.items() if words}
     return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)

@@ -186,8 +186,6 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
     As many as the inputs have for one of the result; and where shapes do not show it, as the arguments say.
     """
     numbers, arguments = twin.numbers, twin.named
-    if name in ("prod", "cumprod"):  # which round once for each factor, as the factors are moved
-        return [1.0] * len(exact)
     most, longest = max((t.numel() for t in numbers), default=1), 1.0
     dims = arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
