@@ -243,12 +243,9 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     """
     of_a, of_b = ({SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b))
     common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - HOW)}
-    kernels = a.name != b.name  # each of which may fill in what it was not given
-    return {
-        name: values
-        for name, values in common.items()
-        if repr(values[0]) != repr(values[1]) and TENSOR not in repr(values) and not (kernels and None in values)
-    }
+    # Each kernel may fill in what it was not given.
+    told = {name: both for name, both in common.items() if a.name == b.name or None not in both}
+    return {name: both for name, both in told.items() if repr(both[0]) != repr(both[1]) and TENSOR not in repr(both)}
 
 
 def check_same_step(a: Trace, b: Trace) -> None:

@@ -151,8 +151,9 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
 
     exact, written = (results_of(step, setting) for setting in (Setting(plain.device, precision="float64"), plain))
     without_tf32 = replace(plain, tf32=False) if plain.kind == "cuda" else plain
+    others = written if without_tf32 == plain else results_of(step, without_tf32)
     # Which a GPU that may use it need not do.
-    uses_tf32 = without_tf32 != plain and not _same_bits(results_of(step, without_tf32), written)
+    uses_tf32 = any(not torch.equal(others[name], result) for name, result in written.items())
     nudged = [results_of(step, plain if uses_tf32 else without_tf32, draw) for draw in range(1, 1 + NUDGES)]
     counters.clear()
     with _random_numbers_as_uncompiled():
@@ -167,12 +168,6 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
     return Compared(table, graphs)
-
-
-def _same_bits(results: Results, others: Results) -> bool:
-    """Whether two executions gave the same, NaN included."""
-    pairs = ((result, others[name]) for name, result in results.items())
-    return all(torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in pairs)
 
 
 def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool:

@@ -304,11 +304,9 @@ def _finding_of(
     return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **more)
 
 
-def _finding_between(
-    comparison: Comparison, kind: str, op: Operation, gap: float, detail: str, advice: str = ""
-) -> Finding:
-    """A finding that shows side by side, of an operation that is so far from its twin."""
-    return _finding_of(comparison, kind, op, detail, advice, size=gap, side_by_side=True)
+def _finding_between(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:
+    """A finding that shows side by side, of an operation that is so far from its twin; its detail, and an advice."""
+    return _finding_of(comparison, kind, op, *words, size=gap, side_by_side=True)
 
 
 def _another_function(comparison: Comparison, op: Operation, gap: float, detail: str, look: str) -> Finding:

@@ -265,13 +265,11 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
 @contextlib.contextmanager
 def seeded(setting: Setting, seed: int) -> Iterator[None]:
     """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go on."""
-    numpys, pythons = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng([torch.device(setting.device)] if setting.kind == "cuda" else []):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([torch.device(setting.device)] if setting.kind == "cuda" else []))
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(random.setstate, random.getstate())
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpys)
-            random.setstate(pythons)
+        yield

@@ -176,9 +176,8 @@ def _copy(value: Any) -> Any:
 
 def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
-        return False
-    return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout"))
+    dropped = (arguments.get(name) for name in ("dropout_p", "dropout"))
+    return torch.Tag.nondeterministic_seeded in operation.tags and 0.0 not in dropped
 
 
 # --- what the step is for -------------------------------------------------------------------------------------
@@ -199,13 +198,13 @@ class StepResults:
         self.name, self.restores = name, True
         self.path: list[str] = []
         self.names: dict[nn.Module, str] = {}
-        self.states: dict[nn.Module | Tensor | torch.optim.Optimizer, State] = {}
+        self.kept: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
+        self.undo = contextlib.ExitStack()
         self.roots: dict[nn.Module, dict[str, list[str]]] = {}  # modules called first, and their buffers
         # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of another type or
         # device, which is no update of it.
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
-        self.handles: list[Any] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -224,24 +223,21 @@ class StepResults:
             if self.path:
                 self.path.pop()
 
-        self.handles += (
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._keep(optimizer)),
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave, always_call=True),
-        )
-        try:
+        with self.undo:
+            for handle in (
+                register_optimizer_step_pre_hook(lambda optimizer, *_: self._keep(optimizer)),
+                hooks.register_module_forward_pre_hook(enter),
+                hooks.register_module_forward_hook(leave, always_call=True),
+            ):
+                self.undo.callback(handle.remove)
             yield
-        finally:
-            for handle in self.handles:
-                handle.remove()
-            for state in reversed(self.states.values()):
-                state.restore()
 
     @own_work
     def _keep(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
         """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
-        if self.restores and owner not in self.states:
-            self.states[owner] = State(owner, with_contents=True)
+        if self.restores and owner not in self.kept:
+            self.kept.add(owner)
+            self.undo.callback(State(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Any) -> None:
         """Note which of the arguments of an operation are leaves, whose gradients and updates are results."""
@@ -249,7 +245,7 @@ class StepResults:
             if not t.requires_grad or t._is_view() or not t.is_leaf:
                 continue
             if t not in self.leaves and not t.is_inference():
-                self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
+                self.undo.callback(t.register_post_accumulate_grad_hook(self._keep_gradient).remove)
                 self._keep(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
