@@ -1,7 +1,7 @@
-import ast
 import builtins
 import doctest
 import inspect
+import symtable
 from pathlib import Path
 
 import pytest
@@ -69,14 +69,12 @@ def test_every_public_name_is_there_and_documented(package):
 def names_from_nowhere(docstring):
     """What an example uses and does not say where it is from: a reader who copies it gets a NameError."""
     examples = doctest.DocTestParser().get_examples(inspect.cleandoc(docstring))
-    nodes = list(ast.walk(ast.parse("".join(example.source for example in examples))))
-    bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler)}
-    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    bound |= {(name.asname or name.name).partition(".")[0] for node in imports for name in node.names}
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    bound |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    return {name.id for name in names} - bound - set(dir(builtins))
+    tables = [symtable.symtable("".join(example.source for example in examples), "example", "exec")]
+    for table in tables:
+        tables += table.get_children()  # functions and comprehensions
+    symbols = [symbol for table in tables for symbol in table.get_symbols()]
+    bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - bound - set(dir(builtins))
 
 
 @pytest.mark.parametrize("package", [gl, *(getattr(gl, name) for name in gl.PACKAGES)], ids=lambda each: each.__name__)

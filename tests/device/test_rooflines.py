@@ -2,11 +2,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
-from gpulab.device import rooflines as speed
+from gpulab.device import place, rooflines
+from gpulab.device.rooflines import OperationCounter
 from gpulab.store.recorded import measured, write_json
 
+EDGE = 64
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
 
@@ -14,82 +20,185 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this mach
 def small():
     """Every operation, measured twice each, with copies and matrices that take no time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed, "COPY_BYTES", {"cpu": 2**20})
-        patch.setattr(speed, "LARGEST_MATRIX", {"cpu": 64})
+        patch.setattr(rooflines, "COPY_BYTES", {"cpu": 2**20})
+        patch.setattr(rooflines, "LARGEST_MATRIX", {"cpu": 64})
         return gl.roofline("cpu:threads=1", repeats=2, progress=False)
 
 
-def test_a_roofline_has_a_row_an_operation_with_the_columns_documented(small):
+def test_roofline_has_a_row_for_each_operation(small):
     with pytest.raises(gl.UsageError, match="repeats"):
         gl.roofline("cpu", repeats=1)
     assert set(small.kind) == {"memory", "matrix", "network", "precision", "launch"}
     assert small.operation.is_unique
     assert (small.seconds > 0).all()
-    pd.testing.assert_series_equal(small.intensity, small.flop / small.bytes, check_names=False)
-    pd.testing.assert_series_equal(small.gflops * 1e9 * small.seconds, small.flop, check_names=False)
-    pd.testing.assert_series_equal(small.gigabytes_per_second * 1e9 * small.seconds, small.bytes, check_names=False)
+    np.testing.assert_allclose(small.intensity, small.flop / small.bytes)
+    np.testing.assert_allclose(small.gflops * 1e9 * small.seconds, small.flop)
+    np.testing.assert_allclose(small.gigabytes_per_second * 1e9 * small.seconds, small.bytes)
 
 
-def test_operations_and_bytes_are_counted_in_every_precision(small):
-    def counted(operation):
-        row = small[small.operation == operation].iloc[0]
-        return row.flop, row.bytes
-
+def test_roofline_counts_operations_and_bytes_in_every_precision(small):
+    counts = small.set_index("operation")[["flop", "bytes"]].apply(tuple, axis=1)
     numbers = 2**20 // 4
-    assert counted("copy") == (0, 4 * 2 * numbers)
-    assert counted("add") == (numbers, 4 * 3 * numbers)
-    assert counted("matrix product 32") == (2 * 32**3, 4 * 3 * 32**2)
-    assert counted("autoencoder, first layer") == (2 * 784 * 128, 4 * (784 * 128 + 784 + 128))
+    assert counts["copy"] == (0, 4 * 2 * numbers)
+    assert counts["add"] == (numbers, 4 * 3 * numbers)
+    assert counts["matrix product 32"] == (2 * 32**3, 4 * 3 * 32**2)
+    assert counts["autoencoder, first layer"] == (2 * 784 * 128, 4 * (784 * 128 + 784 + 128))
     # 3×3, 5·16 channels in, 4·16 out, on a map of 24×32
     flop, moved = 2 * 9 * 80 * 64 * 24 * 32, 4 * (9 * 80 * 64 + (80 + 64) * 24 * 32)
-    assert counted("PredNet (quick), gates") == (flop, moved)
+    assert counts["PredNet (quick), gates"] == (flop, moved)
     precise = small[small.kind == "precision"]
     assert list(precise.precision) == ["float32", "bfloat16", "float16", "float64"]
     edges = precise.operation.str.extract(r"matrix product (\d+), ")[0].astype(int)
     assert (precise.flop == 2 * edges**3).all()
     assert (precise.bytes == 3 * np.array([4, 2, 2, 8]) * edges**2).all()
-    assert set(small[small.kind == "matrix"].precision) == {"float32"}
     assert set(small[~small.kind.isin(["matrix", "precision"])].precision) == {""}
 
 
 @needs_cuda
-def test_on_cuda_there_is_tf32():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed, "LARGEST_MATRIX", {"cuda": 4096})
-        frame = gl.roofline("cuda:tf32=off", repeats=3, progress=False).set_index("operation")
+def test_roofline_on_cuda_has_tf32(monkeypatch):
+    monkeypatch.setattr(rooflines, "LARGEST_MATRIX", {"cuda": 4096})
+    frame = gl.roofline("cuda:tf32=off", repeats=3, progress=False)
     rates = frame[frame.kind == "precision"].set_index("precision").gflops
     assert set(rates.index) == {"float32", "tf32", "bfloat16", "float16", "float64"}
     assert rates.tf32 > 1.5 * rates.float32 or torch.cuda.get_device_capability() < (8, 0)
     assert set(frame[frame.kind == "matrix"].precision) == {"float32"}
 
 
-def device(setting, bandwidth, peak, layers):
-    """A roofline with known ceilings: GB/s, GFLOP/s, and layers of (intensity, GFLOP/s)."""
-    rows = [("copy", "memory", bandwidth, 0.0, 0.0), ("product", "matrix", 1.0, peak, 99.0)]
-    rows += [(f"layer {n}", "network", rate / share, rate, share) for n, (share, rate) in enumerate(layers)]
-    columns = ["operation", "kind", "gigabytes_per_second", "gflops", "intensity"]
-    return pd.DataFrame(rows, columns=columns).assign(setting=setting)
-
-
-def test_a_layer_left_of_the_ridge_is_bound_by_memory_and_right_of_it_by_arithmetic():
-    slow = device("cpu", bandwidth=10, peak=100, layers=[(0.5, 4.0), (20.0, 50.0)])
-    fast = device("cuda", bandwidth=1000, peak=50_000, layers=[(0.5, 100.0), (20.0, 5000.0)])
-    found = gl.device.bounds(pd.concat([slow, fast]))
-    assert list(found) == ["operation", "setting", "intensity", "ridge", "bound", "reached"]
-    assert found.values.tolist() == [
+def test_bounds_of_layers_left_and_right_of_the_ridge():
+    columns = ["setting", "operation", "kind", "gigabytes_per_second", "gflops", "intensity"]
+    rows = [("cpu", "copy", "memory", 10, 0.0, 0.0), ("cpu", "product", "matrix", 1.0, 100, 99.0)]
+    rows += [("cpu", "layer 0", "network", 8.0, 4.0, 0.5), ("cpu", "layer 1", "network", 2.5, 50.0, 20.0)]
+    rows += [("cuda", "copy", "memory", 1000, 0.0, 0.0), ("cuda", "product", "matrix", 1.0, 50_000, 99.0)]
+    rows += [("cuda", "layer 1", "network", 250.0, 5000.0, 20.0)]
+    assert gl.device.bounds(pd.DataFrame(rows, columns=columns)).to_numpy().tolist() == [
         ["layer 0", "cpu", 0.5, 10, "memory", 0.8],
         ["layer 1", "cpu", 20, 10, "arithmetic", 0.5],
-        ["layer 0", "cuda", 0.5, 50, "memory", 0.2],
         ["layer 1", "cuda", 20, 50, "memory", 0.25],
     ]
 
 
-def test_recorded_rooflines_are_shipped_and_one_is_read_back_with_its_machine(small, tmp_path, monkeypatch):
-    shipped = gl.device.recorded_rooflines()
-    assert "NVIDIA H200" in set(shipped.machine)
-    assert set(gl.device.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}
+def test_recorded_rooflines_are_shipped_and_one_is_read_back(small, tmp_path, monkeypatch):
+    assert "NVIDIA H200" in set(gl.device.recorded_rooflines().machine)
     write_json(tmp_path / "measured" / "rooflines-here.json", measured("cpu", rows=small.to_dict("records")))
     monkeypatch.setattr("gpulab.store.recorded.DATA", tmp_path)
     back = gl.device.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
     pd.testing.assert_frame_equal(back[small.columns], small)
+
+
+# --- where a step stands -----------------------------------------------------------------------------------
+
+
+def ceilings(bandwidth=100.0, peak=1000.0, launch=1e-6, setting="cpu"):
+    """A roofline with known ceilings: GB/s, Gflop/s of float32 products, seconds of a launch."""
+    rows = [
+        ("copy", "memory", 0.0, bandwidth, 1.0, ""),
+        ("launch", "launch", 1e-9, 1e-9, launch, ""),
+        ("matrix product 64", "matrix", peak, 1.0, 1.0, "float32"),
+        ("matrix product 32, float32", "precision", peak / 2, 1.0, 1.0, "float32"),
+        ("matrix product 64, bfloat16", "precision", 4 * peak, 1.0, 1.0, "bfloat16"),
+    ]
+    columns = ["operation", "kind", "gflops", "gigabytes_per_second", "seconds", "precision"]
+    return pd.DataFrame(rows, columns=columns).assign(setting=setting)
+
+
+def product(dtype=torch.float32):
+    a, b = torch.ones(EDGE, EDGE, dtype=dtype), torch.ones(EDGE, EDGE, dtype=dtype)
+    return lambda: a @ b
+
+
+def test_place_counts_a_product_in_each_precision():
+    found = place(product(), ceilings(), repeats=2)
+    assert (found.flop, found.moved, found.operations) == ({"float32": 2 * EDGE**3}, 3 * 4 * EDGE**2, 1)
+    floors = {"memory": found.moved / 100e9, "arithmetic": 2 * EDGE**3 / 1000e9, "launches": 1e-6}
+    assert found.at_least == pytest.approx(floors)
+    assert found.intensity == 2 * EDGE**3 / (3 * 4 * EDGE**2)
+    assert found.gflops == pytest.approx(2 * EDGE**3 / found.seconds / 1e9)
+    roof = found.gflops / found.reached
+    assert roof == pytest.approx(1000), "the larger of the two float32 ceilings; the step stands right of the ridge"
+    both = product(), product(torch.bfloat16)
+    found = place(lambda: [one() for one in both], ceilings(), repeats=2)
+    assert found.flop == {"float32": 2 * EDGE**3, "bfloat16": 2 * EDGE**3}
+    assert found.at_least["arithmetic"] == pytest.approx(2 * EDGE**3 * (1 / 1000e9 + 1 / 4000e9))
+    with pytest.raises(gl.UsageError, match="float64: there are ceilings of bfloat16, float32 alone"):
+        place(product(torch.float64), ceilings(), repeats=2)
+
+
+@pytest.mark.parametrize(
+    ("bound", "options"),
+    [("launches", {}), ("arithmetic", {"launch": 1e-12}), ("memory", {"launch": 1e-12, "bandwidth": 10.0})],
+)
+def test_place_is_bound_by_what_takes_longest_and_drawn_there(bound, options):
+    found = place(product(), ceilings(**options), repeats=2)
+    roof, _ = found.plot().figure.axes
+    assert found.bound == bound
+    assert f"ound by {bound}" in str(found)
+    (star,) = roof.collections
+    assert star.get_offsets().tolist() == [[pytest.approx(found.intensity), pytest.approx(found.gflops)]]
+
+
+def counted(step):
+    with OperationCounter() as counter:
+        step()
+    return counter.operations, counter.moved
+
+
+def test_operation_counter_counts_each_byte_once_and_no_views():
+    x, numbers = torch.ones(EDGE, EDGE), 4 * EDGE**2
+    assert counted(lambda: x.t().reshape(-1, 1)[3:]) == (1, 2 * numbers), "a transposed one is copied to be flat"
+    assert counted(lambda: x.view(-1).detach().expand(5, -1)) == (0, 0)
+    assert counted(lambda: x.add_(1)) == (1, 2 * numbers)
+    assert counted(lambda: x.zero_()) == (1, numbers), "what it held before is not read"
+    assert counted(lambda: x + x) == (1, 2 * numbers), "one tensor is read once"
+    assert counted(lambda: torch.ones(EDGE).expand(EDGE, EDGE) + x) == (2, 4 * EDGE + 4 * EDGE + 2 * numbers)
+    weights = [torch.ones(EDGE, requires_grad=True) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(EDGE)
+    step = torch.optim.SGD(weights, lr=0.1, foreach=True).step
+    assert counted(step) == (1, 3 * 3 * 4 * EDGE), "reads weights and gradients, writes weights, and returns none"
+
+
+def prednet():
+    net, frames = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16)), torch.rand(3, 1, 3, 12, 16)
+    return net.training_loss(frames, None)[0]
+
+
+LOSSES = {
+    "resnet18": lambda: torchvision.models.resnet18()(torch.randn(2, 3, 32, 32)).square().mean(),
+    "PredNet": prednet,
+    "Transformer": lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)(torch.randn(5, 2, 16)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_place_counts_the_flop_of_torchs_counter(loss):
+    with FlopCounterMode(display=False) as reference:
+        loss().backward()
+    found = place(lambda: loss().backward(), ceilings(), repeats=2)
+    assert sum(found.flop.values()) == reference.get_total_flops()
+
+
+def test_place_leaves_a_step_as_it_was_and_begins_without_gradients():
+    model = nn.Linear(4, 2)
+    before = [p.clone() for p in model.parameters()]
+    found = place(gl.Step(model, (torch.ones(3, 4), torch.zeros(3, 2)), F.mse_loss), ceilings(), repeats=2)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    bare, _ = counted(lambda: F.mse_loss(model(torch.ones(3, 4)), torch.zeros(3, 2)).backward())
+    assert found.operations == bare - 2, "the two tensors of the batch are there already"
+
+
+def test_place_measures_a_settings_roofline_and_refuses_another_machines(monkeypatch):
+    monkeypatch.setattr(rooflines, "roofline", lambda setting: ceilings(setting=setting))
+    assert place(product(), "cpu:threads=1", repeats=2).setting == "cpu:threads=1"
+    with pytest.raises(gl.UsageError, match="ceilings of NVIDIA H200"):
+        place(product(), ceilings().assign(machine="NVIDIA H200"))
+
+
+def test_place_of_a_step_without_products_or_without_a_formula():
+    found = place(lambda: torch.fft.fft(torch.ones(8, dtype=torch.complex64)), ceilings(), repeats=2)
+    assert "torch has no formula: the FLOP of _fft_c2c" in str(found)
+    x = torch.ones(1000)
+    found = place(lambda: x + 1, ceilings(), repeats=2)
+    assert (found.flop, found.gflops) == ({}, 0.0)
+    assert found.reached == pytest.approx(found.at_least["memory"] / found.seconds)
