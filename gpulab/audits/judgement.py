@@ -27,6 +27,10 @@ GIVEN_OTHER_VALUES = (
     "with the same weights and the same optimizer"
 )
 
+COUNTED = (
+    "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
+)
+
 
 def judge(comparison: Comparison) -> list[Finding]:
     """Go through the pairs of a comparison, and say of each what is to be said."""
@@ -170,6 +174,11 @@ def _side_by_side(comparison: Comparison, a: Operation, b: Operation, rightly: b
     if a.random or b.random:
         if not comparison.same_bits(a, b):
             yield _other_draw(comparison, b, max(comparison.gaps(a.outputs, b.outputs)))
+        return
+    short = next((op for op in (b, a) if op.dtype in tol.SHORT), None)
+    if short and not (a.inputs or b.inputs) and a.dtype != b.dtype and not comparison.same_bits(a, b):
+        gap = max(comparison.gaps(a.outputs, b.outputs))  # such as places, counted by `arange`
+        yield _finding_between(comparison, "reduced precision", short, gap, f"computed in {short.dtype}", COUNTED)
         return
     same = tol.SHORT_SIZE if comparison.is_short(a, b) else tol.SAME_VALUE
     for values in comparison.inputs(a, b):

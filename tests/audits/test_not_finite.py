@@ -39,7 +39,6 @@ def test_audit_tells_nan_of_a_masked_sentence_before_tf32(b):
     assert "the infinity that masked_fill (forward) in Attention makes; so it is in float64" in first.detail
     assert report.faulty
     assert "mismatch" not in {finding.kind for finding in report.findings}
-    assert report.table.so_far_b.notna().mean() > 0.5, "a NaN leaves the errors of other operations in the table"
 
 
 def test_audit_tells_nan_of_gradients_behind_a_finite_loss():
@@ -129,21 +128,6 @@ def test_audit_says_last_what_both_settings_share():
 
     headline = str(audited(step)).partition(".")[0]
     assert headline.startswith(f"{A} against {B}: identical to the last bit; under both ")
-
-
-def test_two_autocast_formats_under_one_setting_are_not_both_settings():
-    def step(setting):
-        w = drawn(8, 8).to(setting.dtype).requires_grad_()
-        for dtype in (torch.bfloat16, torch.float16):
-            with torch.autocast("cpu", dtype, enabled=under_b()):
-                loss = (w @ w).float().square().mean()
-            loss.backward()
-        return loss
-
-    headline = str(audited(step)).partition(". ")[0]
-    assert headline.startswith(f"{A} against {B}, autocast to bfloat16 and float16: ")
-    assert "reduced precision" in headline
-    assert "under both" not in headline
 
 
 def test_audit_says_that_no_gradient_was_compared():

@@ -8,8 +8,7 @@ from small_steps import compared, drawn, ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gpulab.audits.operations import Accuracy
-from gpulab.audits.rounding import SAFETY, forward_error
+from gpulab.audits.rounding import SAFETY, Accuracy, forward_error
 from gpulab.audits.twins import in_float64
 from gpulab.numerics.formats import round_to
 

@@ -239,21 +239,6 @@ class Whole(Classifier):
         return self.net(batch["nested"]["values"][0])
 
 
-class Lit(Classifier):
-    """A LightningModule as far as a step goes."""
-
-    def training_step(self, batch, batch_idx):
-        assert batch_idx == 0
-        values, labels = batch
-        loss = F.cross_entropy(self.net(values), labels)
-        return {"alone": loss, "dict": {"loss": loss, "n": 3}, "wrong name": {"l": loss}}.get(self.form)
-
-
-class Short(Lit):
-    def training_step(self, batch):
-        return super().training_step(batch, 0)
-
-
 def of_all(out, batch):
     return F.cross_entropy(out if isinstance(out, torch.Tensor) else out.logits, batch["classes"])
 
@@ -270,9 +255,6 @@ RIGHT = {
     "the loss gets all of the batch": (Classifier(), {"values": X, "classes": Y, "id": 7}, of_all),
     "keywords and labels": (Classifier(), ({"values": X}, Y), of_labels),
     "a dict as one argument": (Whole(), {"nested": {"values": [X]}, "classes": Y}, of_all),
-    "a training step": (Lit("alone"), [X, Y], None),
-    "a training step without a number": (Short("alone"), [X, Y], None),
-    "a training step that gives a dict": (Lit("dict"), [X, Y], None),
 }
 
 
@@ -302,8 +284,6 @@ WRONG = {
         "batch is a DataLoader; give its first batch",
     ),
     "a loader without a loss": (plain(), DataLoader(X), None, "give its first batch"),
-    "a training step that gives nothing": (Lit("nothing"), (X, Y), None, "training_step of Lit gives no loss"),
-    "a training step without a loss": (Lit("wrong name"), (X, Y), None, r"a dict with \['l'\]"),
 }
 
 

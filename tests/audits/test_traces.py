@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import gpulab as gl
 from gpulab.audits.comparison import differing
 from gpulab.audits.count_sketch import BLOCK, factors, sketch
-from gpulab.audits.operations import RESULT, Operation
 from gpulab.audits.tracer import _is_random
-from gpulab.audits.traces import aligned
+from gpulab.audits.traces import RESULT, Operation, aligned
 
 
 class Tiny(nn.Module):
@@ -351,7 +350,6 @@ def test_an_argument_that_differs_is_named_and_shown_with_its_default(a, b, expe
     [
         (({"self": T, "non_blocking": True},), ({"self": T}, {"non_blocking": False})),
         (({"self": T}, {"approximate": "none"}), ({"self": T, "approximate": "none"},)),
-        (({"self": T, "other": 0.5},), ({"self": T, "other": 0.50001},)),
         (({"self": T, "other": T},), ({"self": T, "other": 0.5},)),
         (({"self": T, "value": math.nan},), ({"self": T, "value": math.nan},)),
         (({"self": T}, {"new_in_this_torch": 3}), ({"self": T},)),

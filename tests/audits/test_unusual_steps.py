@@ -162,20 +162,6 @@ def step_of(autocast):
     return step
 
 
-def test_audit_of_a_step_with_and_without_autocast():
-    without, within = (gl.record(step_of(autocast), progress=False) for autocast in (False, True))
-    answer = gl.audit(without, within)
-    assert (answer.a.title, answer.b.title) == ("cpu", "cpu, autocast to bfloat16")
-    assert answer.kind == "reduced precision"
-
-
-def test_audit_inside_autocast_compares_gradients():
-    with torch.autocast("cpu", torch.bfloat16):
-        trace = gl.record(gl.Step(nn.Linear(6, 2), X), progress=False)
-    assert [op.name for op in trace.operations if op.phase == "result"] == ["gradient", "gradient", "loss"]
-    assert trace.title == "cpu, autocast to bfloat16"
-
-
 def test_audit_of_a_compiled_model_compiles_nothing_of_ours():
     program = """if True:
         import sys, torch, gpulab as gl
