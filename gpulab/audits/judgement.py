@@ -27,9 +27,7 @@ GIVEN_OTHER_VALUES = (
     "with the same weights and the same optimizer"
 )
 
-COUNTED = (
-    "make it with dtype=torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
-)
+COUNTED = "make it in torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
 
 
 def judge(comparison: Comparison) -> list[Finding]:
