@@ -277,7 +277,8 @@ def test_recorded_data_goes_into_the_wheel():
         assert there.is_file() or any(there.iterdir()), f"{source} is empty: git has no such folder, the build fails"
     sources = [file for folder in ("gpulab", "notebooks") for file in (ROOT / folder).rglob("*.py")]
     code = "".join(file.read_text(encoding="utf-8") for file in sources)
-    read = set(re.findall(r"recorded_folder\(\"(\w+)\"", code))
+    examples = re.findall(r"^\$ .*\bdata/(\w+)/", ALL_PAGES, re.M)
+    read = {*re.findall(r"recorded_folder\(\"(\w+)\"", code), *examples}
     assert {source.split("/")[1] for source in included if source.startswith("data/")} == read
 
 
