@@ -46,7 +46,7 @@ def test_noise_scale_in_closed_form(noise_scale):
 
 @pytest.mark.slow("starts a program")
 def test_run_program(capsys):
-    parts = scale_out.run_program("model_parallel", "--updates", 3)["parts"]
+    parts = scale_out.run_program("model_parallel", "--hidden", 64)["parts"]
     assert parts.machine.tolist() == ["this machine"] * 2
     assert "in parts: mean loss" in capsys.readouterr().out
     with pytest.raises(gl.GpulabError, match="expected 2 arguments"):
