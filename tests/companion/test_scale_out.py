@@ -48,6 +48,6 @@ def test_noise_scale_in_closed_form(noise_scale):
 def test_run_program(capsys):
     parts = scale_out.run_program("model_parallel", "--hidden", 64)["parts"]
     assert parts.machine.tolist() == ["this machine"] * 2
-    assert "in parts: mean loss" in capsys.readouterr().out
+    assert "whole and in two parts" in capsys.readouterr().out
     with pytest.raises(gl.GpulabError, match="expected 2 arguments"):
         scale_out.run_program("model_parallel", "--devices", "cpu")
