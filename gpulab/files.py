@@ -241,3 +241,12 @@ def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
         return digests[0].hexdigest()
     named = [json.dumps(file.name).encode() + d.digest() for (file, _), d in zip(stamps, digests, strict=True)]
     return hashlib.sha256(b"".join(named)).hexdigest()
+
+
+def is_notebook_cell(file: str) -> bool:
+    """Whether a file of source is a notebook's cell, to which a kernel gives the name of a temporary file.
+
+    >>> is_notebook_cell("/home/ada/train.py"), is_notebook_cell("/tmp/ipykernel_171/1402239833.py")
+    (False, True)
+    """
+    return Path(file).parent.name.startswith("ipykernel_")

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gpulab.files import is_notebook_cell
+
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -49,6 +51,8 @@ class Line(NamedTuple):
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
+        if is_notebook_cell(self.file):
+            return f"{self.function}, a notebook cell:{self.number}"
         shown = Path(self.file)  # gpulab's files and those below the current folder without what is above
         for folder in (Path(PACKAGE).parent, Path.cwd()):
             if shown.is_relative_to(folder):

@@ -14,6 +14,8 @@ import torch
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpulab.files import is_notebook_cell
+
 TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
 OUTSIDE = os.path.join(GPULAB, "audits", "recording.py")  # what calls a step is none of its lines
 
@@ -71,6 +73,7 @@ def _users_line() -> str:
     while frame is not None and frame.f_code.co_filename != OUTSIDE:
         file = frame.f_code.co_filename
         if not file.startswith((TORCH, GPULAB, "<eval_with_key>")) or file.startswith(f"{GPULAB}models{os.sep}"):
-            return f"{os.path.basename(file)}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -129,7 +129,7 @@ def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
 # --- the buffer that is written over -----------------------------------------------------------------------
 
 
-def test_the_gradient_finds_the_last_number_in_place_of_each_until_each_is_copied():
+def test_buffer_explorer_shows_which_number_the_gradient_finds():
     buffer = companion.buffer_explorer()
     assert changes(buffer, buffer.numbers, "4, 5 7")
     assert buffer.seen()["loss when it came"].tolist() == [16, 25, 49]

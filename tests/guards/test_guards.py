@@ -627,3 +627,19 @@ def test_report_counts_reads_of_tensors_of_a_subclass_as_not_compared():
         picture.sum()
     assert report.unchecked == 1
     assert "not compared: 1 others" in str(report)
+
+
+CELL = """
+def step(x):
+    loss = x.exp().sum()
+    loss.grad_fn.next_functions[0][0]._saved_result.data.zero_()
+    return loss
+"""
+
+
+def test_line_in_a_notebook_is_called_a_cell():
+    exec(compile(CELL, "/tmp/ipykernel_171/1402239833.py", "exec"), names := {})
+    with pytest.warns(gl.OverwrittenWarning, match="saved by step, a notebook cell:3"), gl.guard("warn"):
+        names["step"](torch.ones(3, requires_grad=True) * 1).backward()
+    table = gl.audit(lambda _: names["step"](torch.ones(3, requires_grad=True) * 1), "cpu", "cpu:threads=1").table
+    assert table.line.str.startswith("a notebook cell:3").any()
