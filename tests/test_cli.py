@@ -336,9 +336,9 @@ def test_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tm
     one = output("train", "own.py:train", "--seed", "1", "--option", "learning_rate=0.5")
     assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", one)
     assert re.search("5 runs.*learning_rate.*size", output("runs"), re.DOTALL)
-    (row,) = (row for row in gl.runs(tmp_path / "runs").itertuples() if row.learning_rate == 0.5)
+    ((record, _),) = stores.with_histories(gl.runs(tmp_path / "runs").query("learning_rate == 0.5"))
     command = "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
-    assert stores.record_of(row)["command"] == command
+    assert record["command"] == command
     output(*own, "--seeds", "0,1", "--picture", "runs.png")
     assert len((tmp_path / "calls").read_text().splitlines()) == 5, "what is there is not done again"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")

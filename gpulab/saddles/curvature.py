@@ -8,7 +8,7 @@ Bengio 2014, *Identifying and attacking the saddle point problem* (arXiv 1406.25
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from gpulab.models.base import Trainable
 from gpulab.passports import machine, passport
 from gpulab.report import Progress
 from gpulab.saddles.hessians import hessian
-from gpulab.saddles.spectrum import ZERO, SpectralDensity, spectral_density
+from gpulab.saddles.spectrum import ZERO, spectral_density
 from gpulab.settings import Setting
 from gpulab.store import identities
 from gpulab.store.recorded import read_table, read_tables, recorded_folder, write_table
@@ -138,12 +138,6 @@ def recorded_curvature() -> pd.DataFrame:
 
     frames = [_frame(*stored) for stored in read_tables(recorded_folder("saddles") / "curvature")]
     return pd.concat(frames, ignore_index=True).assign(recorded=True)
-
-
-def row_spectra(frame: pd.DataFrame) -> Iterator[tuple[Any, SpectralDensity]]:
-    """The rows of such a frame that have numbers, each with its spectrum."""
-    for row in frame[frame["size"] > 0].itertuples():
-        yield row, SpectralDensity(row.nodes, row.node_weights, int(row.size))
 
 
 def _along_training(

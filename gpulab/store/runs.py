@@ -224,11 +224,6 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     return len(frame)
 
 
-def record_of(run: Any) -> dict[str, Any]:
-    """The whole record of a row of `runs`."""
-    return next(record for record, *_ in read_entry(run.path) if record["id"] == run.id)
-
-
 def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Record, pyarrow.Table]]:
     """The record and the history of each row of `runs`."""
     by_id = functools.cache(lambda path: {row["id"]: (record, load) for record, row, load in read_entry(path)})

@@ -3,7 +3,7 @@
 from gpulab._lazy import attach
 
 HOMES = {
-    "anomaly": "condition_pairs dose_cells published_page published_runs published_table round_trips",
+    "anomaly": "published_page published_runs published_table round_trips",
     "cuda_random": "cuda_uniform",
     "exercises": "check",
     "explorers": "buffer_explorer saddle_explorer seeds_explorer",

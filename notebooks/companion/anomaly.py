@@ -16,17 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from numpy.typing import ArrayLike
 
 import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed, span
 from companion.first_windows import recorded_windows
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected
-from gpulab.plots import style
 from gpulab.plots.names import COPIED, OVERWRITTEN
-from gpulab.plots.style import ON_CPU, ON_GPU, Look
-from gpulab.report import Picture
 from gpulab.store.recorded import recorded_table
 
 FULL = "160x120"  # the published size
@@ -156,27 +152,6 @@ def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
     both = both.assign(same=both[True] == both[False]).reset_index()
     counts = {"seeds": ("seed", "nunique"), "windows": ("same", "size"), "same_bits": ("same", "sum")}
     return both.groupby(["film", "condition"], sort=False).agg(**counts).reset_index()
-
-
-@style.themed
-def published_figure(frame: pd.DataFrame) -> Picture:
-    """The final losses of `published_runs` over that of repeating the last frame, a line for each seed."""
-    frame = frame[~frame.condition.str.endswith("no round trip")]
-    frame = frame.assign(times=frame.final_loss / frame.repeat_loss, frames=frame.condition.str[5:].str.split().str[0])
-    frame["panel"] = frame.film + ", " + frame["size"].str.replace("x", "×") + "\n" + frame.condition.str[:3]
-    frame["device"] = frame.condition.str[:3]
-    frame = frame.sort_values(["full", "film", "device", "frames"], ascending=[False, False, False, True])
-    look: Look = {"hue": "device", "palette": {"GPU": ON_GPU, "CPU": ON_CPU}, "units": "seed", "estimator": None}
-    look |= {"marker": "o", "markerfacecolor": "white", "markeredgecolor": "auto", "linewidth": 0.8, "legend": False}
-    grid = sns.relplot(frame, x="frames", y="times", col="panel", kind="line", height=3.2, aspect=0.5, **look)
-    grid.set(yscale="log", yticks=[0.5, 1, 2, 5], yticklabels=["0.5", "1", "2", "5"], xlim=(-0.4, 1.4))
-    grid.set_axis_labels("frames", "final loss, over that of\nrepeating the last frame").set_titles("{col_name}")
-    grid.refline(y=1)
-    pairs = condition_pairs(frame)
-    worse = f"{(pairs[OVERWRITTEN] > pairs[COPIED]).sum()} of {len(pairs)}"
-    title = f"With overwritten frames the published network ends worse in {worse} pairs"
-    grid.figure.suptitle(title, y=1.04)
-    return Picture(grid.figure, f"Five panels, by film, size and device, with a line for each seed. {title}.")
 
 
 # --- dose and response -----------------------------------------------------------------------------------

@@ -42,9 +42,6 @@ def test_curvature_is_that_of_the_hessian_at_the_trained_weights(frame):
     assert row.loss == pytest.approx(H.loss, rel=1e-5)
     assert (row.smallest, row.largest) == pytest.approx(spectrum.extremes, rel=1e-4)
     assert row.index_fraction == pytest.approx(spectrum.index().value / len(H.gradient), rel=1e-3)
-    for drawn, whole in curvature.row_spectra(frame):
-        assert whole.extremes == pytest.approx((drawn.smallest, drawn.largest))
-        assert whole.weights.sum(1) == pytest.approx(np.ones(2))
 
 
 def test_curvature_of_a_sequence_begins_with_a_state_of_zero():
@@ -81,7 +78,6 @@ def test_curvature_of_a_training_that_diverges_has_a_last_row_without_numbers(mo
         assert frame.final.tolist() == [False, True]
         assert np.isfinite(frame.largest.iloc[0])
         assert frame[list(curvature.MEASURED)].iloc[1].isna().all()
-        assert len(list(curvature.row_spectra(frame))) == 1
     assert along(seeds=1, snapshots=1)["size"].tolist() == [0]
 
 

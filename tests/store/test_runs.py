@@ -55,7 +55,7 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, r
         assert stores.pack(store, store / "all.parquet") == 1
         frame = gl.runs(store / "all.parquet")
         assert frame.drop(columns="path").equals(gl.runs(store).drop(columns="path"))
-        assert stores.record_of(frame.iloc[0]) == back
+        assert [record for record, _ in stores.with_histories(frame)] == [back]
         rows = stores.history(frame)
         assert rows.loss.tolist() == losses
         assert (rows.seconds - 0.3).abs().max() <= 1 / 2048, "rounded to 1/1024"
