@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell
 
-pytest_plugins = ["pytester"]
-
 os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks inherit it and train small
 # A thread for each test process: what is trained here is so small that a second one would only be waited for.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
