@@ -20,10 +20,10 @@ from small_runs import HISTORY, flipped
 
 import gpulab as gl
 from gpulab.errors import printable
-from gpulab.files import weights_digest
 from gpulab.passports import OTHERS
 from gpulab.store import identities, recorded
 from gpulab.store import runs as stores
+from gpulab.store.identities import weights_digest
 
 TENSORS = st.builds(
     lambda dtype, shape: (10 * torch.randn(*shape, 2)).to(dtype).transpose(0, -1),
