@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import compared, drawn, ratio
+from plant_faults import drawn
+from small_steps import compared, ratio
 
 aten = torch.ops.aten
 
