@@ -70,9 +70,6 @@ def test_audit_tells_an_infinite_ctc_loss_by_its_forward_operation():
     def step(setting):
         scores = drawn(6, 2, 5).to(setting.dtype).requires_grad_()
         lengths = torch.tensor([6, 6]), torch.tensor([9, 9])
-            drawn(6, 2, 5).to(setting.dtype).requires_grad_(),
-            (torch.tensor([6, 6]), torch.tensor([9, 9])),
-        )
         loss = F.ctc_loss(scores.log_softmax(-1), torch.ones(2, 9, dtype=torch.long), *lengths, reduction="sum")
         loss.backward()
         return loss
