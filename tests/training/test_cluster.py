@@ -1,6 +1,5 @@
 """Experiments on a Ray cluster, as notebook 08 does them."""
 
-import ast
 import json
 import os
 from pathlib import Path
@@ -13,27 +12,18 @@ from gpulab.settings import Setting
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
 
 
-@pytest.fixture
-def run_on_ray():
-    """The function as it stands in the notebook."""
+@pytest.mark.slow("starts Ray")
+def test_run_on_ray_keeps_the_runs_of_this_machine(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     (source,) = (text for cell in cells if (text := "".join(cell["source"])).startswith("def run_on_ray("))
     names = {"gl": gl, "os": os, "Setting": Setting}
-    exec(compile(ast.parse(source), str(NOTEBOOK), "exec"), names)
-    return names["run_on_ray"]
-
-
-@pytest.mark.slow("starts Ray")
-def test_run_on_ray_keeps_the_runs_of_this_machine(run_on_ray, tmp_path):
-    experiment = gl.Experiment(
-        "autoencoder", ["cpu:threads=1"], 3, "smoke", tmp_path, options={"frames": 20, "keep_weights": True}
-    )
+    exec(source, names)
+    experiment = gl.Experiment("autoencoder", ["cpu:threads=1"], 3, "smoke", tmp_path, options={"frames": 20})
     alone = [gl.train(**job | {"store": None}, progress=False).record for job in experiment.jobs()]
     gl.train(**experiment.jobs()[1], progress=False)
     there = gl.runs(tmp_path)
-    frame = run_on_ray(experiment)
+    frame = names["run_on_ray"](experiment)
     assert frame.id.tolist() == [record["id"] for record in alone]
     assert frame.weights.tolist() == [record["summary"]["weights"] for record in alone]
     assert there.equals(frame[frame.seed == 1].reset_index(drop=True)), "what was there is as it was"
-    assert experiment.run(progress=False).equals(frame)
