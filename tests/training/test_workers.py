@@ -13,22 +13,24 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab.store import runs as stores
 from gpulab.training import workers
 
 JOB = {"profile": "smoke", "setting": "cpu:threads=1", "keep_weights": True}
 NETS = [("prednet", 0), ("autoencoder", 0), ("prednet", 1), ("whitener", 1)]
+OF_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SHARED = [pytest.param(f"cuda:tf32={tf32},deterministic=on", marks=OF_A_GPU) for tf32 in ("off", "on")]
 
 
 def jobs(store, setting="cpu:threads=1"):
     for net, seed in NETS:
         frames = 400 if net == "whitener" else 100
-        yield {**JOB, "net": net, "seed": seed, "setting": setting, "frames": frames, "store": str(store)}
+        yield {**JOB, "net": net, "seed": seed, "setting": setting, "frames": frames, "store": store}
 
 
-def weights(net, seed, setting="cpu:threads=1"):
-    frames = 400 if net == "whitener" else 100
-    run = gl.train(net, None, setting, seed, "smoke", frames=frames, progress=False)
-    return run.record["summary"]["weights"]
+def alone(setting="cpu:threads=1"):
+    """The weights of each network, trained one after the other."""
+    return [gl.train(**job, progress=False).record["summary"]["weights"] for job in jobs(None, setting)]
 
 
 def do_each(jobs, count=4):
@@ -69,25 +71,18 @@ def trained_together(monkeypatch):
         run_ids = do_each([*jobs(store, setting)])
         frame = gl.runs(store)
         assert set(run_ids) <= set(frame.id)
-        return frame.set_index(["experiment", "seed"]).weights
+        return frame.set_index(["experiment", "seed"]).weights[NETS].tolist()
 
     return trained
 
 
-def test_networks_in_threads_have_the_bits_that_they_have_alone(trained_together, tmp_path):
+@pytest.mark.parametrize("setting", ["cpu:threads=1", *SHARED])
+def test_networks_in_threads_have_the_bits_that_they_have_alone(trained_together, tmp_path, setting):
     threads = torch.get_num_threads()
-    together = trained_together(tmp_path)
-    assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
+    assert trained_together(tmp_path, setting) == alone(setting)
     assert torch.get_num_threads() == threads
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("setting", ["cuda:tf32=off,deterministic=on", "cuda:tf32=on,deterministic=on"])
-def test_networks_on_streams_of_one_gpu_have_the_bits_that_they_have_alone(trained_together, tmp_path, setting):
-    together = trained_together(tmp_path, setting)
-    assert {key: together[key] for key in NETS} == {key: weights(*key, setting) for key in NETS}
     records = [json.loads(file.read_text()) for file in tmp_path.glob("*/run.json")]
-    assert all(record["shared"] and record["summary"]["frames_per_second"] is None for record in records)
+    assert [record.get("shared", False) for record in records] == [setting.startswith("cuda")] * len(NETS)
 
 
 def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(trained_together, tmp_path):
@@ -95,8 +90,18 @@ def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(traine
     with ctrl_c(lambda: True), workers.Workers(len(NETS)) as engine:
         engine.each(lambda number: engine.do(waiting[number]), waiting)
     assert len(gl.runs(tmp_path)) < len(NETS)
-    together = trained_together(tmp_path)
-    assert {key: together[key] for key in NETS} == {key: weights(*key) for key in NETS}
+    assert trained_together(tmp_path) == alone()
+
+
+@pytest.mark.slow("waits for the first checkpoint of a training in another process")
+def test_interrupted_process_saves_a_checkpoint_ends_and_goes_on(tmp_path):
+    small = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
+    exp = gl.Experiment("prednet", [JOB["setting"]], 2, "smoke", tmp_path, options={**small, "frames": 40_000})
+    with ctrl_c(lambda: [*tmp_path.glob(f"{stores.WORK}/*.safetensors")]):
+        exp.run(progress=False)
+    assert gl.runs(tmp_path).empty
+    run = gl.train(**exp.jobs()[0], progress=False)
+    assert 0 < run.record["resumed_at"] < len(run.history) == 2000
 
 
 @pytest.mark.parametrize(
