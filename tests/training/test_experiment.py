@@ -13,7 +13,7 @@ import pytest
 import gpulab as gl
 from gpulab.settings import cpu_flags
 from gpulab.store import runs as stores
-from gpulab.training import workers
+from gpulab.training import experiment as workers
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 SETTINGS = ["cpu:threads=1", "cpu:threads=1,precision=float64"]
