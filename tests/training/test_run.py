@@ -235,8 +235,9 @@ def test_a_network_whose_weights_were_not_kept_predicts_nothing(tmp_path):
 def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
     options = {**TINY[model], **USUAL, "seed": 1, "frames": 20, "rerun": 1}
     assert planned(**options).id == train(**options, store=tmp_path).record["id"]
-    others = [{"seed": 2}, {"rerun": 0}, {"setting": "cpu"}, {"frames": 40}, {"learning_rate": 1.0}]
-    assert len({planned(**{**options, **other}).id for other in [{}, *others]}) == 6
+    others = [{}, {"seed": 2}, {"rerun": 0}, {"setting": "cpu"}, {"frames": 40}, {"learning_rate": 1.0}, {"flip": 0}]
+    others += [{"draws": "device"}, {"fast": False}, {"loader": "copied"}, {"loader": "reused"}]
+    assert len({planned(**{**options, **other}).id for other in others}) == len(others)
 
 
 @pytest.mark.parametrize(
