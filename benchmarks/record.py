@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shlex
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
-from measuring import command_line, keep, run
+from measuring import command_line, keep, run, this_command
 
 import companion
 import gpulab as gl
@@ -63,31 +61,6 @@ def record_films(file: File) -> None:
         for film in Progress([*films.itertuples(index=False, name=None)], unit="film")
     ]
     keep(file, "cpu", rows=rows)
-
-
-@app.command("published")
-def record_published(
-    net: Annotated[Path, typer.Argument(help="the authors' net.py, or its folder")], file: File, profile: str = "paper"
-) -> None:
-    """The first windows of the published network: a CPU's and a GPU's, frames handed over in each way.
-
-    What is compared was registered in data/README.md; the runs themselves are made by `published.py`.
-    """
-    from published import Cell, published_windows
-
-    copied, reused = Cell("cpu", "copied"), Cell("cpu", "reused")
-    on_gpu = {loader: Cell("cuda", loader) for loader in ("reused", "copied", "shared")}
-    pairs = [
-        (on_gpu["reused"], on_gpu["copied"]),  # as published on a GPU, against copies there
-        (copied, on_gpu["reused"]),  # alike on both
-        (reused, on_gpu["shared"]),
-        (copied, reused),  # the line, on a CPU and on a GPU
-        (on_gpu["reused"], on_gpu["shared"]),
-        (on_gpu["reused"], Cell("cuda", "reused", round_trip=False)),
-    ]
-    table = published_windows(net, pairs, count=3, seed=100, profile=profile, speed=2.0)
-    print(table.to_string())
-    keep(file, "cuda", rows=table.to_dict("list"))
 
 
 # --- dose and response -----------------------------------------------------------------------------------
@@ -225,10 +198,6 @@ def record_escapes(folder: Path, name: str, kind: str) -> None:
         table = gl.saddles.escape_table(known_saddle(), settings, seeds=3, **options).table
         recorded.write_table(file, table, {"passport": dict(gl.passport()), "command": this_command()})
         print(f"{title}: {len(table)} escapes in {time.perf_counter() - started:.0f} s", flush=True)
-
-
-def this_command() -> str:
-    return shlex.join(["python", *sys.argv])
 
 
 def known_saddle() -> gl.saddles.LinearAutoencoderSaddle:
