@@ -17,9 +17,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import public_cases
 import torch
 import torch.nn.functional as F
-import public_cases
 from public_cases import ROUNDING, Case, batch, drawn, second
 from torch import Tensor, nn
 

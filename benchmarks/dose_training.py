@@ -17,7 +17,6 @@ from gpulab.training.loop import Training
 from gpulab.training.run import engine_of, outcome, set_up, windows
 from gpulab.training.spec import RunSpec
 
-# What of gpulab a run depends on.
 EVERY = 10  # windows along a training, the bias is looked at
 
 

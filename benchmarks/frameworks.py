@@ -19,8 +19,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from measuring import markdown, run, show
+from measuring import made_by, markdown, run, show
 
 import gpulab as gl
 from companion.first_windows import FirstWindow
@@ -166,14 +164,14 @@ def main(
         for group, found in library_verdicts(gl.runs(store)).items():
             print(", ".join(group), found, sep="\n")
         return
-    here = gl.passport()
-    versions = [f"{name} {here['software'][name]}" for name in DISTRIBUTIONS if name in here["software"]]
+    software = gl.passport()["software"]
+    versions = [f"{name} {software[name]}" for name in DISTRIBUTIONS if name in software]
     steps = pd.concat([one_step(net, setting, size=size, libraries=compared) for net in NETWORKS])
     both = [TORCH, *compared]
     speeds = pd.concat([library_speeds(net, setting, size, both, rounds, windows) for net in NETWORKS])
     groups = speeds.groupby(["network", "library"], sort=False)
     found = groups.frames_per_second.agg(["median", "min", "max"]).round().assign(first_two=groups.first_two.first())
-    made = f"`{shlex.join(['python', *sys.argv])}` on {', '.join([here.summary(), *versions])}."
+    made = f"{made_by()} {', '.join(versions)}."
     words = {"median": "frames/s, median", "first_two": "first two windows, s"}
     tables = [markdown(steps.round(9)), markdown(found.reset_index().rename(columns=words).round(1))]
     show("The library as a factor", write, measured="\n\n".join([made, *tables]))

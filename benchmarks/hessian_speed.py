@@ -2,7 +2,7 @@
 
     pip install curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5 PyHessian==0.1
     python benchmarks/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
-    python benchmarks/hessian_speed.py --device cuda --record data/measured/hessian_speed-my-gpu.json
+    python benchmarks/hessian_speed.py cuda:tf32=off --record data/measured/hessian_speed-my-gpu.json
 
 The loss is that of one window of frames of the PredNet of a profile, in float32 without TF32. Each library is called as
 its own documentation does. What is not installed is noted as failed. The form of this script that also timed densities
@@ -28,7 +28,7 @@ from measuring import keep, race, run, seconds, table
 from torch import Tensor, nn
 
 import gpulab as gl
-from gpulab.training.spec import PROFILES, protocol
+from gpulab.training.spec import protocol
 
 CHECKED = 4  # products compared with float64
 Product = Callable[[Tensor], Any]
@@ -191,22 +191,19 @@ def in_words(row: dict[str, Any]) -> list[Any]:
 
 
 def main(
+    setting: Annotated[str, typer.Argument(help="such as cpu, cuda:tf32=off")] = "cpu",
     size: Annotated[list[str], typer.Option(help="the PredNet of these profiles")] = ("quick", "paper"),
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     frames: Annotated[int, typer.Option(help="frames in the window")] = 20,
     products: Annotated[int, typer.Option(help="products timed one at a time, of each library")] = 100,
     block: Annotated[int, typer.Option(help="vectors multiplied at once")] = 10,
     record: Annotated[Path | None, typer.Option(help="keep it in this file")] = None,
 ) -> None:
     """Measure, and print a table."""
-    for asked, known in ((size, PROFILES), ([device], ("cpu", "cuda"))):
-        if unknown := set(asked) - set(known):
-            raise gl.UsageError(f"{unknown.pop()!r}: expected one of {'; '.join(known)}")
     rows: list[dict[str, Any]] = []
-    with gl.setting("cuda:tf32=off" if device == "cuda" else "cpu") as setting:
+    with gl.setting(setting) as applied:
         for one in size:
-            rows += measure(one, frames, setting, products, block)
-            keep(record, device, rows=rows)
+            rows += measure(one, frames, applied, products, block)
+            keep(record, applied.kind, rows=rows)
     heads = "PredNet|library|set-up, s|a product, ms|in a block, ms each|peak, MiB|error"
     print(table(heads, map(in_words, rows)))
 

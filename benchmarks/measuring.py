@@ -158,7 +158,7 @@ def this_command() -> str:
 
 def made_by() -> str:
     """Which command made a page, when and where."""
-    return f"Made by `{this_command()}` on {date.today()}: {machine(threads=False)}."
+    return f"Made by `{this_command()}` on {date.today()}: {machine()}."
 
 
 def keep(file: Path | None, device: str, **tables: Any) -> dict[str, Any]:
@@ -169,9 +169,9 @@ def keep(file: Path | None, device: str, **tables: Any) -> dict[str, Any]:
     return document
 
 
-def machine(threads: bool = True) -> str:
+def machine() -> str:
     """This machine for a page, and how many threads torch has."""
-    return gl.passport().summary() + (f", {torch.get_num_threads()} threads" if threads else "")
+    return f"{gl.passport().summary()}, {torch.get_num_threads()} threads"
 
 
 def table(heads: str, rows: Iterable[Sequence[Any]]) -> str:

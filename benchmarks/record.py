@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -20,14 +19,11 @@ import torch
 import typer
 from measuring import command_line, keep, run, this_command
 
-import companion
 import gpulab as gl
-from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device.rooflines import roofline
 from gpulab.errors import UsageError, in_one_line
 from gpulab.passports import machine
-from gpulab.report import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
 from gpulab.store.runs import pack
@@ -44,23 +40,6 @@ def record_roofline(settings: Settings, file: File) -> None:
     frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
     print(frame[["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]].to_string())
     keep(file, settings[0].partition(":")[0], rows=frame.to_dict("records"))
-
-
-@app.command("films")
-def record_films(file: File) -> None:
-    """The losses that need no network, of each film of recorded runs.
-
-    Rendered and measured here, they are the same: this only saves the minutes that the films of 50,000 frames take.
-    """
-    runs = [gl.recorded_runs(), gl.recorded_runs("longer"), companion.title_runs(), gl.recorded_runs("films")]
-    runs += [companion.published_runs(), companion.atlas()]
-    rendered = [frame[frame.data.isin(RENDERED)] for frame in runs]
-    films = pd.concat(rendered)[[*FILM]].drop_duplicates().sort_values([*FILM])
-    rows = [
-        dict(zip(FILM, film, strict=True)) | {name: loss(*film) for name, loss in LOSSES_OF_A_FILM.items()}
-        for film in Progress([*films.itertuples(index=False, name=None)], unit="film")
-    ]
-    keep(file, "cpu", rows=rows)
 
 
 # --- dose and response -----------------------------------------------------------------------------------
@@ -170,16 +149,9 @@ def record_saddles(
     for net, profile, options in CURVATURE:
         wanted = not only or f"{net}:{profile}" in only.split(",")
         for seed, setting in itertools.product(range(seeds) if wanted else (), ALONG[kind]):
-            started = time.perf_counter()
             own = {"setting": setting, "seeds": [seed], "profile": profile, "store": output / "curvature"}
             frame = gl.saddles.curvature_along(net, **own, **options, command=this_command(), progress=False)
-            took = time.perf_counter() - started
-            last = frame.iloc[-1]
-            print(
-                f"{net} {profile} {setting} seed {seed}: {took:.1f} s, {last.status}, loss {last.loss:.4g}, "
-                f"index {last.index_fraction:.2e}, λ from {last.smallest:.3g} to {last.largest:.3g}",
-                flush=True,
-            )
+            print(frame.tail(1).to_string(), flush=True)
 
 
 def record_escapes(folder: Path, name: str, kind: str) -> None:
@@ -194,10 +166,9 @@ def record_escapes(folder: Path, name: str, kind: str) -> None:
     for title, (settings, options) in jobs.items():
         if (file := folder / f"{title}.parquet").is_file():
             continue
-        started = time.perf_counter()
         table = gl.saddles.escape_table(known_saddle(), settings, seeds=3, **options).table
         recorded.write_table(file, table, {"passport": dict(gl.passport()), "command": this_command()})
-        print(f"{title}: {len(table)} escapes in {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"{title}: {len(table)} escapes", flush=True)
 
 
 def known_saddle() -> gl.saddles.LinearAutoencoderSaddle:
