@@ -9,7 +9,6 @@ fresh losses, scaled: under no effect both settings are exchangeable.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -17,10 +16,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy
-import statsmodels
 import typer
-from measuring import markdown, run, show
+from measuring import made_by, markdown, run, show
 from scipy import stats
 from tqdm import tqdm
 
@@ -209,9 +206,7 @@ def verdicts() -> None:
     before, after = (no_jumps[f"false different{test}"].max() for test in (", sign flips", ""))
     excess = (lopsided["false different"] - lopsided["no jump seen"]).max()
     made = (
-        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). Python "
-        f"{platform.python_version()}, NumPy {np.__version__}, SciPy {scipy.__version__}, statsmodels "
-        f"{statsmodels.__version__}.\n\n"
+        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). {made_by()}\n\n"
         f"Highest: {worst}. Rows above 6 %: {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
     )
     without = (

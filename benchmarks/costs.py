@@ -220,10 +220,7 @@ def emulated(step: Step, how: dict[str, Any]) -> Step:
 
 
 @app.command()
-def emulation(
-    repeats: int = 9,
-    write: Write = None,
-) -> None:
+def emulation(repeats: int = 9, write: Write = None) -> None:
     """A training step under emulation over a plain one, which take turns: the median of paired ratios."""
     rows, cpu = [], gl.Setting.parse("cpu")
 

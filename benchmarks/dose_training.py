@@ -1,4 +1,4 @@
-"""What is trained in a cell of dose and response: see `benchmarks/record.py dose`."""
+"""What is trained in a cell of dose and response, of which there are twelve: lengths of window and speeds of motion."""
 
 from __future__ import annotations
 

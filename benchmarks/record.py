@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -26,12 +25,10 @@ from gpulab.errors import UsageError, in_one_line
 from gpulab.passports import machine
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
-from gpulab.store.runs import pack
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
 File = Annotated[Path, typer.Argument(help="JSON file, such as data/measured/KIND-my-gpu.json")]
-Workers = Annotated[int, typer.Option(help="runs at the same time")]
 
 
 @app.command("roofline")
@@ -40,32 +37,6 @@ def record_roofline(settings: Settings, file: File) -> None:
     frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
     print(frame[["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]].to_string())
     keep(file, settings[0].partition(":")[0], rows=frame.to_dict("records"))
-
-
-# --- dose and response -----------------------------------------------------------------------------------
-
-TRAINING = f"{os.path.relpath(Path(__file__).with_name('dose_training.py'))}:bias_and_loss"
-CELLS = [{"window": window, "speed": speed} for window, speed in itertools.product((2, 5, 10, 20), (1.0, 2.0, 4.0))]
-
-
-@app.command("dose")
-def record_dose(
-    setting: str,
-    output: Annotated[Path, typer.Option(help="such as data/studies/dose-my-gpu.parquet")],
-    store: Path = Path("runs/dose"),
-    size: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
-    seeds: int = 8,
-    workers: Workers = 1,
-) -> None:
-    """Whether the bias of a gradient predicts the loss, over lengths of window and speeds of motion.
-
-    A cell is a length and a speed. In each of the twelve a seed is trained twice: on copied frames, and on shared
-    memory. What is in the store is not made again, so it can be stopped and called again.
-    """
-    for seed in range(seeds):
-        common = {"store": store, "workers": workers, "options": {"size": size}, "variants": CELLS}
-        gl.Experiment(TRAINING, [setting], [seed], **common).run()
-        pack(store, output)
 
 
 # --- notebook 07 -----------------------------------------------------------------------------------------
