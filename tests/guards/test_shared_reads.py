@@ -52,7 +52,7 @@ def stacked(make=MAKERS["from_numpy"]):
 @pytest.mark.parametrize("case", CASES.CASES, ids=lambda case: case.program.__name__)
 def test_guard_of_public_programs_that_share_memory(case):
     seen = CASES.tried(case)
-    assert (seen["caught"], seen["placed"]) == (True, True if case.cause else None), seen
+    assert (seen["as expected"], seen["placed"]) == (True, True if case.cause else None), seen
 
 
 def test_finding_of_a_stale_read_names_maker_reader_and_remedy():
