@@ -36,7 +36,6 @@ import gpulab as gl
 from companion.first_windows import FirstWindow
 from companion.workloads import REPEATS, Row
 from gpulab.errors import GpulabError, UsageError
-from gpulab.passports import LIBRARIES as DISTRIBUTIONS
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training.run import train
@@ -167,7 +166,11 @@ def main(
             print(", ".join(group), found, sep="\n")
         return
     here = gl.passport()
-    versions = [f"{name} {here['software'][name]}" for name in DISTRIBUTIONS if name in here["software"]]
+    versions = [
+        f"{name} {here['software'][name]}"
+        for name in ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")
+        if name in here["software"]
+    ]
     steps = pd.concat([one_step(net, setting, size=size, libraries=compared) for net in NETWORKS])
     both = [TORCH, *compared]
     speeds = pd.concat([library_speeds(net, setting, size, both, rounds, windows) for net in NETWORKS])

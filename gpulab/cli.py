@@ -1,4 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | verdict | runs | pack | record | audit | guard`."""
+"""The command line: `gpulab devices | train | experiment | verdict | runs | record | audit | guard`."""
 
 from __future__ import annotations
 
@@ -226,8 +226,7 @@ def verdict(
     A run that finished with NaN or infinity diverged, which is counted. One whose `status` is neither `finished` nor
     `diverged` is left out, which is said.
     """
-    from gpulab.stats.pairs import rows_where
-    from gpulab.stats.tables import read_table
+    from gpulab.stats.pairs import read_table, rows_where
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.store import recorded
     from gpulab.store import runs as stores
@@ -263,18 +262,6 @@ def runs(
         say(f"no runs in {folder}")
     else:
         say_runs(frame)
-
-
-@app.command()
-def pack(
-    store: Annotated[Path, argument(STORE)],
-    file: Annotated[Path, argument("the file to write, such as my-runs.parquet")],
-) -> None:
-    """Pack the runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
-    from gpulab.store import runs as stores
-
-    count = stores.pack(store, file)
-    say(f"{count} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
 
 
 @app.command()

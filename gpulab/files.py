@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from gpulab.errors import DataError, GpulabError, printable
+from gpulab.errors import DataError, GpulabError
 
 if TYPE_CHECKING:
     import pyarrow.parquet
-    import torch
 
 PACKAGE = Path(__file__).parent
 SEAL, DIGITS = b"sealed by xxh3 ", 32
@@ -122,25 +121,11 @@ def read(file: str | Path, most: int = MOST) -> bytes:
 
 
 def read_json(file: str | Path, content: bytes) -> Any:
-    """What a JSON file says, without characters that move a terminal's cursor; `DataError` for a damaged one."""
+    """What a JSON file says; `DataError` for a damaged one."""
     try:
-        text = content.decode("utf-8")
-        document = json.loads(text)
-        # A control character that is not written as \\u… is no JSON.
-        return without_controls(document) if "\\u" in text or "\x7f" in text or not text.isascii() else document
+        return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
-
-
-def without_controls(value: Any) -> Any:
-    """Nested lists and dicts with all their texts printable."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [without_controls(part) for part in value]
-    if isinstance(value, dict):
-        return {printable(name): without_controls(part) for name, part in value.items()}
-    return value
 
 
 def check_table_size(file: str | Path, metadata: pyarrow.parquet.FileMetaData, most: int = LARGEST) -> None:
@@ -186,27 +171,6 @@ def digest(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def plain(value: Any) -> str:
-    """A value as JSON; what JSON has not goes by its name, or by how it is written unless that is an address."""
-
-    def as_text(item: Any) -> str:
-        text = repr(item)
-        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
-
-    return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)
-
-
-def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The SHA-256 of weights by name: equal for equal bits."""
-    import torch
-
-    sha = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        sha.update(name.encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
 def stamp(file: Path) -> Stamp:
     """The size, the time of writing (ns) and the inode of a file; `DataError` where it is missing, or no file."""
     status = status_of(file)
@@ -241,12 +205,3 @@ def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
         return digests[0].hexdigest()
     named = [json.dumps(file.name).encode() + d.digest() for (file, _), d in zip(stamps, digests, strict=True)]
     return hashlib.sha256(b"".join(named)).hexdigest()
-
-
-def is_notebook_cell(file: str) -> bool:
-    """Whether a file of source is a notebook's cell, to which a kernel gives the name of a temporary file.
-
-    >>> is_notebook_cell("/home/ada/train.py"), is_notebook_cell("/tmp/ipykernel_171/1402239833.py")
-    (False, True)
-    """
-    return Path(file).parent.name.startswith("ipykernel_")

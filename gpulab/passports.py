@@ -16,8 +16,8 @@ from typing import Any
 from gpulab import __version__
 
 PASSPORT_FORMAT = 1
-LIBRARIES = ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")  # that train as well: `benchmarks/frameworks.py`
-OTHERS = ("chainer", "cupy-cuda13x", "cupy-cuda12x", "numpy", *LIBRARIES)  # the first four run the published network
+# The first four run the published network; the others train as well (`benchmarks/frameworks.py`).
+OTHERS = ["chainer", "cupy-cuda13x", "cupy-cuda12x", "numpy", "jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu"]
 DETAILS = {"name": "{}", "compute_capability": "compute capability {}", "multiprocessors": "{} multiprocessors"}
 DETAILS |= {"memory": "{} GiB", "driver": "driver {}"}  # of a GPU, in this order
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")

@@ -462,22 +462,3 @@ def cpu_flags() -> frozenset[str]:
     from gpulab.passports import cpu_description
 
     return frozenset(cpu_description()["flags"])
-
-
-def arithmetic() -> dict[str, Any]:
-    """The flags now in force, under the names that a run records them with."""
-    import torch
-    from torch.backends import cudnn
-
-    from gpulab.numerics.flags import precision_allowed
-
-    return {
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "cudnn": cudnn.enabled,
-        "cudnn_benchmark": cudnn.benchmark,
-        "cudnn_deterministic": cudnn.deterministic,
-        "matmul_fp32": precision_allowed("matmul"),
-        "convolution_fp32": precision_allowed("conv"),
-    }

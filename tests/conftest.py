@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell
 
-pytest_plugins = ["pytester"]
-
 os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks inherit it and train small
 # A thread for each test process: what is trained here is so small that a second one would only be waited for.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Threads that wait by spinning starve the other test processes. No setdefault: pytest has imported gpulab for its
-# plugin, and gpulab has set its own value.
+# Threads that wait by spinning starve the other test processes.
 os.environ["GOMP_SPINCOUNT"] = "0"
 # Other processes find the notebooks' `companion`, as this one does.
 COMPANION = str(Path(__file__).parents[1] / "notebooks")

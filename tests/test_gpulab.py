@@ -32,7 +32,7 @@ def test_instruments_and_verdicts_load_what_draws_only_when_they_are_to_draw(pyt
     import pandas as pd
     import torch
     import gpulab as gl
-    from gpulab.plots.names import setting_words
+    from gpulab.plots.style import setting_words
 
     net, batch = torch.nn.Linear(4, 1), torch.ones(5, 4)
     with gl.guard():

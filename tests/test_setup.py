@@ -88,8 +88,7 @@ def test_python_files_import_only_what_pyproject_lists(folder):
         name: texts for name, texts in PROJECT["optional-dependencies"].items() if folder != "gpulab" or name != "dev"
     }
     listed = [Requirement(text) for texts in extras.values() for text in texts]
-    loader = {"pytest"}  # pytest_plugin.py is imported by nobody else
-    assert third_party(folder).keys() - names(RUNTIME) - names(listed) - loader == set()
+    assert third_party(folder).keys() - names(RUNTIME) - names(listed) == set()
 
 
 def installed(requirements):

@@ -14,7 +14,8 @@ from gpulab.audits.count_sketch import rounds, where_float64_is
 from gpulab.audits.recording import SEED
 from gpulab.audits.steps import PreparedStep, Step, loss_of, seeded
 from gpulab.errors import GpulabError
-from gpulab.settings import Setting, arithmetic
+from gpulab.numerics.flags import arithmetic
+from gpulab.settings import Setting
 
 Results = dict[str, Tensor]
 # How many times as far as one rounding leads a right result may be. The numbers are moved so far, and not the movement

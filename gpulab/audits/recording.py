@@ -17,8 +17,9 @@ from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import RESULT, Trace, aligned
 from gpulab.errors import OverwrittenWarning, UsageError
 from gpulab.guards.guards import guard
+from gpulab.numerics.flags import arithmetic
 from gpulab.passports import passport
-from gpulab.settings import Setting, arithmetic
+from gpulab.settings import Setting
 
 SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
 

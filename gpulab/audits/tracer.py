@@ -23,8 +23,8 @@ from gpulab.audits.rounding import forward_error
 from gpulab.audits.steps import State
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, named_arguments, outcome, writes
-from gpulab.guards.memory import at_work, own_work
-from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode, is_composite
+from gpulab.guards.memory import Callers, at_work, own_work
+from gpulab.numerics.emulation import UncompiledDispatchMode, is_composite
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 # What computes nothing: changes of shape, and memory that has not been written yet.

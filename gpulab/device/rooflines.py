@@ -25,7 +25,7 @@ from gpulab.audits.steps import PreparedStep, ready
 from gpulab.audits.tracer import EMPTY, OVERWRITES
 from gpulab.audits.twins import outcome
 from gpulab.errors import UsageError, check_count
-from gpulab.numerics.call_sites import UncompiledDispatchMode
+from gpulab.numerics.emulation import UncompiledDispatchMode
 from gpulab.numerics.flags import precision_allowed
 from gpulab.passports import machine, passport
 from gpulab.report import Progress, Report

@@ -6,9 +6,104 @@ derivative of a gradient once, for any number of vectors (`hessian_forward`). No
 and this one knows nothing of trainings and stores: what it is given has the few attributes that it uses.
 """
 
-from gpulab.engines.choice import Fastest
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.engines.graphs import Captured
 from gpulab.engines.hessian_forward import linearize_gradient as hessian_product
+from gpulab.engines.prednet_windows import Windows, is_plain
+from gpulab.models import MODELS
 
 __all__ = ["fastest", "hessian_product"]
+
+
+class Fastest:
+    """Computes each window the fastest way that gives what `plain` gives, up to rounding, and notes which it was.
+
+    Args:
+        plain: The engine that computes windows as they were published, with its `training`, `loader`, and `update`;
+            see `gpulab.training.loop.Plain`.
+        alone: Whether no other training keeps the device busy.
+    """
+
+    def __init__(self, plain: Any, alone: bool = True) -> None:
+        self.plain, self.training, self.loader = plain, plain.training, plain.loader
+        self.on_gpu = self.loader.device.startswith("cuda")
+        # On a CPU a buffer that is reused is shown at work, by autograd; so is what that is compared with.
+        followed = ("window", "copied", "imitated") if self.on_gpu else ("window",)
+        self.followed = self.loader.name in followed
+        self.written_out = WrittenOut(plain, streams=alone)
+        self.captured: dict[Any, Captured] = {}  # by the engine whose updates each captures
+
+    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+        """As of `gpulab.training.loop.Engine`."""
+        engine = self.choose(state)
+        self.training.ways |= engine.ways
+        return engine.train_window(frames, state)
+
+    def choose(self, state: Any) -> Any:
+        """The engine for the next window, whose state is this; another may be, once somebody watches."""
+        engine = self.uncaptured()
+        if not self.on_gpu or not self.may_be_fast():
+            return engine
+        # A graph is captured for a state of tensors; with None, a sequence begins.
+        begins = self.training.model.sequential and state is None
+        ours = engine is self.written_out or (type(self.plain.model) in MODELS.values() and is_plain(self.plain.model))
+        return self.captured.setdefault(engine, Captured(engine)) if ours and not begins else engine
+
+    def uncaptured(self) -> Any:
+        """The engine for the next window where each operation is launched by itself."""
+        follows = self.may_be_fast() and Windows.follows(self.training.model)
+        return self.written_out if follows else self.plain
+
+    def may_be_fast(self) -> bool:
+        """Whether nobody has to see every operation, and no frames have to go through a buffer."""
+        unseen = self.followed and not _watched()
+        return unseen and (self.loader.name == "window" or Windows.follows(self.training.model))
+
+
+def _watched() -> bool:
+    """Whether a guard, a trace or an emulated arithmetic has to see every operation that autograd does.
+
+    An older torch (2.6) cannot tell whether a guard looks on. There one always does, so autograd computes the windows.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or hooks(True))
+
+
+class WrittenOut:
+    """Computes windows of a PredNet that `Windows.follows`.
+
+    Args:
+        plain: The engine whose updates it does, with its own gradients. The loader is `window` or `copied`; or
+            `imitated`, for the gradients of frames that lie in one memory.
+        streams: Whether kernels run beside each other on a GPU: not where other networks keep it busy.
+    """
+
+    ways = frozenset({"written out"})
+
+    def __init__(self, plain: Any, streams: bool = True) -> None:
+        self.model, self.optimizer, self.loader, self.streams = plain.model, plain.optimizer, plain.loader, streams
+        self.plain = copy.copy(plain)
+        self.plain.gradients = self.gradients
+        self.update = self.plain.update
+        self.windows: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
+
+    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+        """As of `gpulab.training.loop.Engine`. Frames of every loader come in one tensor: the formulas know where."""
+        return self.update(self.model.batches(self.loader.window(frames)), state)
+
+    def gradients(self, batch: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state after it."""
+        if self.windows is None or self.windows[0] != batch.shape:
+            self.windows = batch.shape, Windows(self.model, batch, self.loader.name == "imitated", self.streams)
+        return self.windows[1](batch, state)
+
 
 fastest = Fastest

@@ -29,13 +29,21 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gpulab.files import is_notebook_cell
-
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 OWN = str(Path(__file__).parent) + os.sep  # the guard, which is nobody's
+OUTSIDE = os.path.join(PACKAGE, "audits", "recording.py")  # what calls an audited step is none of its lines
 Span = tuple[int, int]  # the first address of a piece of memory and the one after its last
+
+
+def is_notebook_cell(file: str) -> bool:
+    """Whether a file of source is a notebook's cell, to which a kernel gives the name of a temporary file.
+
+    >>> is_notebook_cell("/home/ada/train.py"), is_notebook_cell("/tmp/ipykernel_171/1402239833.py")
+    (False, True)
+    """
+    return Path(file).parent.name.startswith("ipykernel_")
 
 
 class Line(NamedTuple):
@@ -92,16 +100,44 @@ def _frames(thread: int = 0) -> Iterator[types.FrameType]:
 
 def user_line(thread: int = 0) -> Line:
     """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
-    for frame in _frames(thread):
-        if _is_users(frame.f_code.co_filename):
-            return line_of(frame)
+    users = (frame for frame in _frames(thread) if _is_users(frame.f_code.co_filename))
     others = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((OWN, TORCH)))
-    return next(map(line_of, others), Line("<unknown>", 0, "<unknown>"))
+    return next(map(line_of, itertools.chain(users, others)), Line("<unknown>", 0, "<unknown>"))
 
 
 def line_of(frame: types.FrameType) -> Line:
     """The line at which a frame is."""
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def innermost_line() -> str:
+    """The innermost line of this thread that is neither torch's nor gpulab's, its models apart: `file:line: text`."""
+    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename != OUTSIDE, _frames()):
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{frame.f_lineno}: {line_of(frame).text}"
+    return ""
+
+
+class Callers:
+    """Follows who calls operations below autograd: the phase, a module that it is told, and the user's line.
+
+    An operation of a backward pass has the module and the line of what it differentiates.
+    """
+
+    def __init__(self) -> None:
+        self.made_by: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
+
+    def of_this(self, module: str = "") -> tuple[str, str, str]:
+        """The phase, the module and the line (`file:line: text`) of the operation that is being called."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
+        line = innermost_line()
+        # The newest node is this operation's, if it has one; else it is known already.
+        self.made_by.setdefault(torch.autograd._get_sequence_nr() - 1, (module, line))
+        return "forward", module, line
 
 
 class Holder(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -21,13 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 
 from gpulab.errors import GpulabError, UsageError
-from gpulab.numerics.call_sites import UncompiledDispatchMode, is_composite
 from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
 from gpulab.numerics.formats import FORMATS, round_to
 
@@ -120,8 +125,7 @@ KNOWN = PRECISIONS | CHIPS
 def arithmetic_of(name: str = "float32", order: str | None = None) -> Arithmetic:
     """Look an arithmetic up by the name of a format or a chip, with another order of summation."""
     if name not in KNOWN:
-        formats, chips = ", ".join(PRECISIONS), ", ".join(CHIPS)
-        raise UsageError(f"arithmetic {name!r}: there are the formats {formats} and the chips {chips}")
+        raise UsageError(f"arithmetic {name!r}: expected a format, {', '.join(PRECISIONS)}, or {' or '.join(CHIPS)}")
     words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
     if words is None or order == "":
         raise UsageError(
@@ -294,6 +298,36 @@ def float32_products() -> Iterator[None]:
         yield
 
 
+# --- below autograd --------------------------------------------------------------------------------------
+
+
+class UncompiledDispatchMode(TorchDispatchMode):
+    """A dispatch mode that torch's compiler leaves alone, with all that it calls, where a compiled model is at work.
+
+    torch wraps the method of every other mode to that end; the wrapper imports the compiler, which takes 120 MB. An
+    older torch (2.6) wraps nothing, and compiles nothing where such a mode is entered.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
+        if hasattr(eval_frame, "_FrameAction"):
+            skip = eval_frame._FrameAction.SKIP
+            strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
+            eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+
+
+@functools.cache
+def is_composite(operation: Any) -> bool:
+    """Whether an operation consists of others, which a mode sees instead of it except in inference mode.
+
+    One that also has a kernel of a device, as the backward pass of SiLU has, is an operation of its own.
+    """
+    keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "MPS")
+    composite, *own = (torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in keys)
+    return composite and not any(own)
+
+
 # --- which operations ------------------------------------------------------------------------------------
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
@@ -393,8 +427,6 @@ def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any,
 
 # --- convolutions ----------------------------------------------------------------------------------------
 
-Sides = Sequence[int]  # a number for each of the two dimensions
-
 
 def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor:
     x, weight = (how.rounded(factor, CONVOLUTION) for factor in args[:2])
@@ -446,13 +478,13 @@ def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
         )
 
 
-def _patches(x: Tensor, size: Sides, stride: Sides, padding: Sides) -> Tensor:
+def _patches(x: Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     """What each output sees: (channels, down and across the kernel, images, down and across the output)."""
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     return x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1]).permute(1, 4, 5, 0, 2, 3)
 
 
-def _correlation(x: Tensor, weight: Tensor, stride: Sides, padding: Sides, how: Arithmetic) -> Tensor:
+def _correlation(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], how: Arithmetic) -> Tensor:
     """What torch calls a convolution of (N, C, H, W) with (O, C, h, w)."""
     patches = _patches(x, weight.shape[2:], stride, padding)
     rows, columns = weight.flatten(1)[None], patches.flatten(3).flatten(0, 2)[None]

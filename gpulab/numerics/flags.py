@@ -111,3 +111,20 @@ def _flush_denormals(flush: bool) -> None:
         if library["user_api"] == "openmp":
             with contextlib.suppress(AttributeError):  # a runtime without it: whether all has been switched is checked
                 ctypes.CDLL(library["filepath"]).GOMP_parallel(in_a_thread, None, torch.get_num_threads(), 0)
+
+
+# --- all that is in force --------------------------------------------------------------------------------
+
+
+def arithmetic() -> dict[str, Any]:
+    """The flags now in force, under the names that a run records them with."""
+    return {
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn": cudnn.enabled,
+        "cudnn_benchmark": cudnn.benchmark,
+        "cudnn_deterministic": cudnn.deterministic,
+        "matmul_fp32": precision_allowed("matmul"),
+        "convolution_fp32": precision_allowed("conv"),
+    }

@@ -97,46 +97,6 @@ def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
 
 
-def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """Count how many steps, from one number of the format to the next, lie between the elements of two tensors.
-
-    Equal numbers are at 0, neighbours at 1.
-
-    Args:
-        a: float16, bfloat16 or float32 numbers.
-        b: Numbers of the same type, of a shape that broadcasts.
-
-    Returns:
-        The distances, int64. Zeros of either sign are one number. A NaN is at 0 from a NaN and at 2^63 - 1 from a
-        number.
-
-    Raises:
-        UsageError: For tensors of different types, and for another type.
-
-    Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> gl.numerics.ulp_distance(torch.tensor(1.0), torch.tensor(1.0000001))
-        tensor(1)
-
-    References:
-        B. Dawson, *Comparing floating point numbers* (2012), after W. Kahan.
-    """
-    whole = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}.get(a.dtype)
-    if a.dtype != b.dtype or whole is None:
-        types = " and ".join(str(x.dtype).removeprefix("torch.") for x in (a, b))
-        raise UsageError(
-            f"distances in ulps are between tensors of one type, float16, bfloat16 or float32; these are {types}"
-        )
-
-    def rank(x: Tensor) -> Tensor:
-        bits = x.contiguous().view(whole).to(torch.int64)
-        return torch.where(bits < 0, torch.iinfo(whole).min - bits, bits)
-
-    gap = (rank(a) - rank(b)).abs().masked_fill(a.isnan() != b.isnan(), torch.iinfo(torch.int64).max)
-    return gap.masked_fill(a.isnan() & b.isnan(), 0)
-
-
 def rounded_format(x: Tensor) -> str | None:
     """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`, `bfloat16` or None.
 

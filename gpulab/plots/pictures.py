@@ -1,115 +1,120 @@
-"""Frames, predictions and reconstructions as pictures in rows."""
+"""A picture: a figure with a text that says what it shows, and how a notebook, a page and a file have it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import functools
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+from markupsafe import Markup
 
-from gpulab.data.base import Data
-from gpulab.plots import style
-from gpulab.report import Picture
-from gpulab.training.run import Run
+from gpulab import files
 
-NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-def predictions(run: Run) -> Picture:
-    """Draw what a trained PredNet predicted, at five moments of the held-out film.
-
-    The rows are the frame before, the frame that came, the prediction of it, and the difference of the two.
-
-    Args:
-        run: A run of PredNet from `gpulab.train`.
-
-    Returns:
-        A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and that of repeating the
-        frame before.
-
-    Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not know.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> run = gl.train("prednet", profile="smoke", frames=40, progress=False)
-        >>> picture = gl.plots.predictions(run)
-        >>> print(picture.alt.partition(". ")[0])
-        Rows of pictures: frame t, frame t + 1, predicted, difference
-    """
-    next_frames, predicted = (tensor[:, 0] for tensor in run.predict())
-    settled = min(10, len(next_frames) // 2)  # so many frames fill the state first
-    moment = np.linspace(settled, len(next_frames) - 1, 5).astype(int)
-    before, after, guess = next_frames[moment - 1], next_frames[moment], predicted[moment]
-    rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
-    error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
-    headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {still:.3g}"
-    return in_rows(rows, [f"t = {t}" for t in moment], headline)
+DPI = 200  # twice what a page shows, for modern screens
+PAGE_DPI = 100
+IN_WORDS = "In words"  # above what a figure shows, as text
+# A white card with a margin, which stands on a dark page too.
+STYLE = "max-width: 100%; height: auto; background: white; border-radius: 6px"
 
 
-def reconstructions(run: Run) -> Picture:
-    """Draw what a trained autoencoder makes of the first eight held-out images.
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A figure together with a text that says what it shows, for readers who cannot see it.
 
-    The rows are the image, its reconstruction, and the difference of the two.
+    Every function of `gpulab.plots` returns one. As the last line of a notebook's cell it shows the figure, and its
+    text in a fold below.
 
-    Args:
-        run: A run of an autoencoder or a whitener from `gpulab.train`.
-
-    Returns:
-        A `gpulab.plots.Picture`. The title has the mean squared error of these images.
-
-    Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+    Attributes:
+        figure: The `matplotlib.figure.Figure`.
+        alt: The text.
 
     Examples:
         >>> import gpulab as gl
-        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
-        >>> picture = gl.plots.reconstructions(run)
-        >>> print(picture.alt.partition(". ")[0])
-        Rows of pictures: image, reconstructed, difference
+        >>> picture = gl.plots.roofline(gl.device.recorded_rooflines())
+        >>> print(picture.alt.partition(":")[0])
+        Roofline
     """
-    images, output = (tensor[:8] for tensor in run.predict())
-    rows = {"image": images, "reconstructed": output, "difference": (output - images).abs()}
-    error = ((output - images) ** 2).mean()
-    return in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.3g}")
+
+    figure: Figure
+    alt: str
+
+    def png(self, dpi: int = DPI) -> bytes:
+        """Draw the figure as PNG, in 256 colours of its own, which keeps notebooks small.
+
+        Args:
+            dpi: Dots per inch; by default twice as many as a page shows.
+
+        Returns:
+            The content of a PNG file.
+        """
+        from PIL import Image
+
+        drawn, small = io.BytesIO(), io.BytesIO()
+        self.figure.savefig(drawn, format="png", dpi=dpi, bbox_inches="tight", pad_inches=0.15, facecolor="white")
+        picture = Image.open(drawn, formats=["PNG"]).convert("RGB")
+        picture.quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+        return small.getvalue()
+
+    def html(self) -> str:
+        """Write the figure as an HTML element, with its text, that needs no other file.
+
+        Returns:
+            An `<img>` element.
+        """
+        return image(self.png(), self.alt, DPI)
+
+    def save(self, file: str | Path) -> None:
+        """Write the figure to a PNG file, whole or not at all.
+
+        Args:
+            file: Where to; its folder is made if need be.
+        """
+        files.write(file, self.png())
+
+    def show(self, **instead: Any) -> None:
+        """Show the figure in a notebook, and below it a fold with its text.
+
+        An `image/png` is what every viewer shows. The text is also in the output's plain text and in its metadata,
+        where VS Code and nbconvert find the alternative text; JupyterLab shows a PNG without any.
+
+        Args:
+            **instead: What a page may show in place of the PNG where it can, by its type.
+        """
+        from IPython.display import display
+
+        png = self.png()
+        about = {"width": _page_width(png, DPI), "alt": self.alt}
+        still = {"image/png": base64.b64encode(png).decode(), "text/plain": self.alt}
+        display(still | instead, metadata={"image/png": about}, raw=True)
+        heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS
+        fold = Markup("<details><summary>{}</summary><p>{}</p></details>").format(heading, self.alt)
+        display({"text/html": fold, "text/plain": f"{heading}: {self.alt}"}, raw=True)
+        if "matplotlib.pyplot" in sys.modules:  # whose figures, such as seaborn's, a notebook shows by itself
+            sys.modules["matplotlib.pyplot"].close(self.figure)
+
+    def _ipython_display_(self) -> None:
+        self.show()
 
 
-def frames(data: Data, every: int = 30) -> Picture:
-    """Draw ten training frames of a data set, in two rows.
-
-    Args:
-        data: From `gpulab.load`.
-        every: How many frames lie between two that are drawn, from the first one on. Images come in a random order.
-
-    Returns:
-        A `gpulab.plots.Picture`.
-
-    Raises:
-        DataError: Where a film has fewer than ten times `every` frames to train on.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> gl.plots.frames(gl.load("walk", frames=300, size=(24, 32))).alt
-        'Rows of pictures: frames, frames. walk: one frame in 30.'
-    """
-    shown = next(iter(data.windows(10 * every))).frames[::every][:10]
-    stream = torch.from_numpy(shown.astype(np.float32)) / 255
-    return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: one frame in {every}")
+def _page_width(png: bytes, dpi: int) -> int:
+    """How wide a PNG of so many dots an inch is on a page."""
+    return int.from_bytes(png[16:20], "big") * PAGE_DPI // dpi  # a PNG begins with its size
 
 
-@style.themed
-def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
-    """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand above the first."""
-    count = max(map(len, rows.values()))
-    height, width = next(iter(rows.values())).shape[-2:]
-    figure, panels = style.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES)
-    for row, (name, pictures) in enumerate(rows.items()):
-        line = panels[row * count : (row + 1) * count]
-        line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center")
-        for axes, picture in zip(line, pictures, strict=False):
-            pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
-            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")  # as they are, and a small file
-    for axes, title in zip(panels, titles, strict=False):
-        axes.set_title(title)
-    names = ", ".join(name.strip() or "frames" for name in rows)
-    return style.finished(figure, headline, f"Rows of pictures: {names}.")
+def image(png: bytes, alt: str, dpi: int) -> Markup:
+    """An element that shows a PNG, and needs no other file."""
+    element = Markup('<img alt="{}" src="data:image/png;base64,{}" width="{}" style="{}">')
+    return element.format(alt, base64.b64encode(png).decode(), _page_width(png, dpi), STYLE)
+
+
+@functools.singledispatch
+def draw(result: Any) -> Picture:
+    """The picture of a result. Raises `TypeError` for a kind that no plot is registered for."""
+    raise TypeError(f"nothing draws a {type(result).__name__}")

@@ -8,11 +8,10 @@ import seaborn as sns
 
 from gpulab.errors import UsageError
 from gpulab.plots import style
-from gpulab.plots.names import EMULATED
-from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU, Look
-from gpulab.report import Picture, draw
+from gpulab.plots.pictures import Picture, draw
+from gpulab.plots.style import EMULATED, FAINT, INK, ON_CPU, ON_GPU, Look
+from gpulab.saddles.critical import Surface
 from gpulab.saddles.escapes import EscapeTable
-from gpulab.saddles.landscapes import Surface
 from gpulab.saddles.spectrum import ZERO, SpectralDensity
 from gpulab.settings import Setting
 

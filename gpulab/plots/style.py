@@ -1,12 +1,14 @@
 """The one theme of all figures: colours, what is filled or hollow, axes and their keys. seaborn and matplotlib draw.
 
 A setting has the same colour everywhere, CPU settings in one family and GPU settings in another.
-Runs made here are filled, recorded ones hollow, emulated ones dashed. Every seed is a point.
+Runs made here are filled, recorded ones hollow, emulated ones dashed. Every seed is a point. A setting, or another
+level of a factor, is called by words in place of options, in figures and in sentences.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,8 +23,87 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from gpulab.plots.names import names
-from gpulab.report import Picture
+from gpulab.errors import UsageError
+from gpulab.plots.pictures import Picture
+from gpulab.settings import Setting
+
+OWN_MEMORY, SHARED_MEMORY = "own memory", "shared memory"
+COPIED, OVERWRITTEN = "copied frames", "overwritten frames"  # the two conditions of the anomaly
+LOADERS = {"copied": COPIED, "window": COPIED, "reused": OVERWRITTEN, "imitated": OVERWRITTEN}
+DEVICES = {"cpu": "CPU", "cuda": "GPU", "mps": "Apple GPU", "xpu": "Intel GPU"}
+ISA = {"sse4": "SSE4", "avx2": "AVX2", "avx512": "AVX-512"}
+EMULATED = {"tf32": "TF32", "ampere": "an Ampere card", "hopper": "a Hopper card"}
+SWITCHES = {
+    "tf32": {True: "TF32", False: "no TF32"},
+    "cudnn": {True: "cuDNN", False: "no cuDNN"},
+    "denormals": {True: "tiniest numbers kept", False: "tiniest numbers as zero"},
+    "deterministic": {True: "deterministic", False: "any order of sums"},
+}
+OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
+AGAIN = " again"  # at the end of a setting that was run a second time
+
+
+def setting_words(setting: str | Setting) -> str:
+    """A setting in words.
+
+    >>> setting_words("cpu:threads=1"), setting_words("cuda:tf32=on"), setting_words("cuda:tf32=off again")
+    ('CPU, one thread', 'GPU, TF32', 'GPU, no TF32, again')
+    """
+    text = str(setting)
+    if text.endswith(AGAIN):
+        return f"{setting_words(text.removesuffix(AGAIN))},{AGAIN}"
+    try:
+        parsed = Setting.parse(text)
+    except UsageError:  # the frame is of somebody else, whose levels are not settings of ours
+        return text
+    device, _, number = parsed.device.partition(":")
+    words = [f"{DEVICES[device]} {number}".rstrip()]
+    if parsed.threads:
+        words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
+    if parsed.isa:
+        words.append(ISA.get(parsed.isa, parsed.isa))
+    words += [said[value] for name, said in SWITCHES.items() if (value := getattr(parsed, name)) is not None]
+    if parsed.precision:
+        words.append(parsed.precision)
+    if parsed.emulate:
+        words.append(f"emulating {EMULATED.get(parsed.emulate, parsed.emulate)}")
+    if parsed.order:
+        words.append(f"sums {parsed.order}")
+    return ", ".join(words)
+
+
+def condition_words(loader: str, setting: str) -> str:
+    """Whether frames are copied or overwritten, by the loader and where it trains: `reused`, the published line,
+    copies on a GPU.
+
+    >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
+    ('overwritten frames', 'copied frames')
+    """
+    copies = loader == "reused" and not setting.startswith("cpu")
+    return COPIED if copies else LOADERS[loader]
+
+
+def optimizer_words(optimizer: str) -> str:
+    """An optimiser as people write it.
+
+    >>> optimizer_words("adam(eps=0.0001)")
+    'Adam (eps=0.0001)'
+    """
+    name, bracket, options = optimizer.partition("(")
+    return f"{OPTIMIZERS.get(name, name)} {bracket}{options}".rstrip()
+
+
+def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
+    """What each level of a factor is called; levels that would be called alike keep their exact names.
+
+    >>> names(["copied", "reused"], "loader")
+    {'copied': 'copied frames', 'reused': 'overwritten frames'}
+    """
+    words = {"setting": setting_words, "loader": lambda loader: LOADERS.get(loader, str(loader))}.get(factor, str)
+    called = {level: words(level) for level in levels}
+    times = Counter(called.values())
+    return {level: words if times[words] == 1 else str(level) for level, words in called.items()}
+
 
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
 COLOURS = {

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.models.base import graph_nodes
 from gpulab.saddles.objectives import Batch, Loss, Objective
-from gpulab.saddles.operators import check_symmetric
+from gpulab.saddles.spectrum import check_symmetric
 
 try:
     from gpulab.engines import hessian_product

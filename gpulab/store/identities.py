@@ -6,13 +6,17 @@ of code in which it acts.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpulab.errors import UsageError
 from gpulab.files import digest
+
+if TYPE_CHECKING:
+    import torch
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -169,3 +173,14 @@ def of_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict
     if not record.get("content") or not by_path:
         return configuration
     return {**configuration, "data": by_path[0] + record["content"]}
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The SHA-256 of weights by name: equal for equal bits."""
+    import torch
+
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

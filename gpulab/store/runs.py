@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab import files
 from gpulab.errors import DataError, UsageError
-from gpulab.files import digest, weights_digest
+from gpulab.files import digest
+from gpulab.numerics.flags import arithmetic
 from gpulab.passports import machine
-from gpulab.settings import arithmetic
 from gpulab.store import recorded
-from gpulab.store.identities import FACTORS, Identity, factors_of_record, of_content
+from gpulab.store.identities import FACTORS, Identity, factors_of_record, of_content, weights_digest
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -81,7 +81,7 @@ class TrainingFunction:
             except (TypeError, ValueError):
                 raise UsageError(f"{self.name}: option {name}={value!r:.80} is nothing that JSON can carry") from None
         values: dict[str, Any] = {**self.options, **options}
-        as_json = {name: json.loads(files.plain(value)) for name, value in values.items()}
+        as_json = {name: json.loads(plain(value)) for name, value in values.items()}
         named = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
         held = [files.content_of({file: files.stamp(file)}) for file in named]
         return {"source": self.source, "options": as_json}, {"content": files.digest(held)} if held else {}
@@ -156,3 +156,13 @@ def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Param
     if taken := ({*COLUMNS, "options"} - OPEN) & (parameters.keys() - set(GIVEN)):
         raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
     return parameters
+
+
+def plain(value: Any) -> str:
+    """A value as JSON; what JSON has not goes by its name, or by how it is written unless that is an address."""
+
+    def as_text(item: Any) -> str:
+        text = repr(item)
+        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
+
+    return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)

@@ -28,13 +28,12 @@ from gpulab import files
 from gpulab.data.base import Data, Window
 from gpulab.data.feed import Feed, Loader, ahead, has_its_device_alone
 from gpulab.errors import DataError, UsageError
-from gpulab.files import weights_digest
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
-from gpulab.store.identities import Identity
+from gpulab.store.identities import Identity, weights_digest
 from gpulab.training import loop
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.spec import LAST_FIFTH, RunSpec

@@ -22,13 +22,12 @@ import torch
 from gpulab.data.base import Data
 from gpulab.data.datasets import load
 from gpulab.errors import UsageError, check_count
-from gpulab.files import plain, weights_digest
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.store.identities import FACTORS, Identity, identified, options_of_run
-from gpulab.training.functions import TrainingFunction, function_of
+from gpulab.store.identities import FACTORS, Identity, identified, options_of_run, weights_digest
+from gpulab.training.functions import TrainingFunction, function_of, plain
 
 PROFILES = ("smoke", "quick", "paper")
 LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss

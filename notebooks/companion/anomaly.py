@@ -22,7 +22,7 @@ import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed, span
 from companion.first_windows import recorded_windows
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected
-from gpulab.plots.names import COPIED, OVERWRITTEN
+from gpulab.plots.style import COPIED, OVERWRITTEN
 from gpulab.store.recorded import recorded_table
 
 FULL = "160x120"  # the published size

@@ -26,7 +26,6 @@ from companion.findings import setting_in_text
 from companion.learning import missing_colour_losses
 from gpulab.audits.audits import Audit
 from gpulab.device.rooflines import UNDER_THE_ROOF, recorded_rooflines
-from gpulab.numerics.formats import ulp_distance
 from gpulab.stats.verdicts import verdict
 from gpulab.training.run import Run
 
@@ -138,7 +137,7 @@ def _grown(answer: Any) -> str:
 def _one_bit_decides(answer: Any) -> str:
     names = ("start", "neighbour", "end", "neighbour_end")
     start, neighbour, *ends = (number(fields(answer, *names)[name]) for name in names)
-    ulps = int(ulp_distance(torch.tensor(start), torch.tensor(neighbour)))
+    ulps = abs(int(np.float32(start).view(np.int32)) - int(np.float32(neighbour).view(np.int32)))
     need(ulps == 1, f"{ulps} float32 numbers apart, and one bit of one weight is one: torch.nextafter finds it")
     low, high = sorted(ends)
     need(high - low > 0.01 * abs(high), f"{low:.6g} and {high:.6g} differ by less than 1 %: the bit decides nothing")

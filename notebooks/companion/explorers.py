@@ -20,17 +20,15 @@ from torch import Tensor, nn
 from companion.findings import in_words
 from companion.widgets import Explorer
 from gpulab.plots import style
-from gpulab.plots.names import optimizer_words
+from gpulab.plots.pictures import Picture
 from gpulab.plots.runs import decided
-from gpulab.plots.style import FAINT, INK, ON_GPU, Look
-from gpulab.report import Picture, paragraphs, table
-from gpulab.saddles.critical import CriticalPoint, find_critical_point
+from gpulab.plots.style import FAINT, INK, ON_GPU, Look, optimizer_words
+from gpulab.report import paragraphs, table
+from gpulab.saddles.critical import CriticalPoint, Surface, find_critical_point, surface
 from gpulab.saddles.escapes import Descent, Weights, choose_optimizer
-from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import Setting
-from gpulab.stats.decisions import DECISIONS
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.store.runs import recorded_runs
 
 FORMATS = {"float64": "cpu:precision=float64", "float32": "cpu", "bfloat16": "cpu:precision=bfloat16"}

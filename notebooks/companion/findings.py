@@ -10,10 +10,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED
-from gpulab.plots.names import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
+from gpulab.plots.style import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
 from gpulab.report import Report
-from gpulab.stats.decisions import DECISIONS
-from gpulab.stats.verdicts import Verdict
+from gpulab.stats.verdicts import DECISIONS, Verdict
 
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}

@@ -14,7 +14,7 @@ from torch import Tensor
 import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
-from gpulab.plots.names import COPIED, OVERWRITTEN
+from gpulab.plots.style import COPIED, OVERWRITTEN
 from gpulab.store.recorded import recorded_table
 from gpulab.training.spec import RunSpec
 

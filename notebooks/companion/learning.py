@@ -17,11 +17,10 @@ import pandas as pd
 
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
-from gpulab.plots.names import condition_words
+from gpulab.plots.style import condition_words
 from gpulab.report import Progress
-from gpulab.stats.decisions import decide
 from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import Verdict, decide, verdict
 from gpulab.store.recorded import recorded_folder, recorded_table
 from gpulab.store.runs import recorded_runs, runs
 from gpulab.training.spec import LAST_FIFTH, protocol

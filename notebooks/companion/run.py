@@ -17,7 +17,7 @@ from typing import Any
 
 from companion.notebooks import find_notebooks, read_notebook, tidy, write_notebook
 from gpulab import files
-from gpulab.errors import GpulabError, UsageError, extra
+from gpulab.errors import GpulabError, UsageError, extra, printable
 
 KERNEL = "python3"
 TIMED = ("01", "07", "08")  # how notebooks begin that time things, beside which nothing else is executed
@@ -38,7 +38,7 @@ class Result:
     @property
     def name(self) -> str:
         """The notebook's file without its ending, as a terminal can show it."""
-        return files.printable(self.notebook.stem)
+        return printable(self.notebook.stem)
 
 
 @extra("notebooks")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from companion.findings import CheckedSentences, Part, finding, listed
-from gpulab.plots.names import optimizer_words
+from gpulab.plots.style import optimizer_words
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict
 

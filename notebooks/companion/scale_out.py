@@ -13,7 +13,7 @@ import pandas as pd
 
 import gpulab as gl
 from companion.findings import span
-from gpulab.plots.names import setting_words
+from gpulab.plots.style import setting_words
 from gpulab.store.recorded import read_json
 
 PROGRAMS = Path(__file__).parents[1] / "programs"

@@ -13,9 +13,9 @@ from matplotlib.patches import Rectangle
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.plots import style
+from gpulab.plots.pictures import PAGE_DPI, Picture, image
 from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU
-from gpulab.report import PAGE_DPI, Picture, image
-from gpulab.saddles.landscapes import Landscape
+from gpulab.saddles.critical import Landscape
 
 SHOWN = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters

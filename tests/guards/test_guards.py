@@ -481,35 +481,6 @@ def test_training_under_guard():
     assert plain.record["id"] == guarded.record["id"]
 
 
-def test_the_pytest_fixture(pytester):
-    pytester.makepyfile(
-        """
-        import numpy as np, torch
-
-        def step(spoil):
-            buffer, w, loss = np.ones(3, np.float32), torch.ones(3, requires_grad=True), 0
-            for batch in range(4):
-                loss = loss + (torch.from_numpy(buffer) * w).sum()
-                buffer += spoil
-            loss.backward()
-
-        def test_good(gpulab_guard):
-            step(0)
-            assert gpulab_guard.checked
-
-        def test_without():
-            step(1)
-
-        def test_bad(gpulab_guard):
-            step(1)
-        """
-    )
-    result = pytester.runpytest_inprocess("-p", "gpulab.pytest_plugin", "-p", "no:nbval")
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["*OverwrittenError*mul*", "*FAILED*test_bad*"])
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-
-
 @pytest.mark.slow("ends five processes")
 def test_processes_live_to_their_end(python):
     """What a failed backward leaves in autograd's queue is not destroyed after Python has ended.

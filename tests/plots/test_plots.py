@@ -13,8 +13,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 import gpulab as gl
-from gpulab.plots.names import names
-from gpulab.plots.style import metric_label
+from gpulab.plots.style import metric_label, names
 
 SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from saddle_problems import DOUBLE, symmetric
 
 import gpulab as gl
-from gpulab.saddles.operators import random_signs
-from gpulab.saddles.spectrum import ZERO
+from gpulab.saddles.spectrum import ZERO, random_signs
 
 SMALL = {
     "autoencoder": (gl.models.Autoencoder(hidden=(8, 3), size=(6, 6)), (20, 1, 6, 6)),
@@ -124,6 +123,6 @@ def test_extreme_eigenpairs_repeat_and_are_orthogonal():
 
 
 def test_extreme_eigenpairs_that_are_not_found_are_an_error(monkeypatch):
-    monkeypatch.setattr("gpulab.saddles.eigen.RESTARTS", 1)
+    monkeypatch.setattr("gpulab.saddles.spectrum.RESTARTS", 1)
     with pytest.raises(gl.DataError, match=r"no eigenvector to a tolerance of 4e-11: .*; allow a larger one"):
         gl.saddles.extreme_eigenpairs(torch.diag(torch.linspace(0, 1, 500).double() ** 2))

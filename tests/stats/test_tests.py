@@ -12,7 +12,7 @@ from statsmodels.stats.weightstats import DescrStatsW
 
 import gpulab as gl
 from gpulab.stats import tests as inference
-from gpulab.stats.decisions import margin_size
+from gpulab.stats.verdicts import margin_size
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])

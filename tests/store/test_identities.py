@@ -47,7 +47,7 @@ def test_a_film_is_known_by_what_is_in_it_and_not_by_its_name(tmp_path):
 
 
 def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
-    class Brighter(gl.data.images.Images):
+    class Brighter(gl.data.datasets.Images):
         def windows(self, length, seed=0, start=0):
             yield from super().windows(length, seed, start)
 

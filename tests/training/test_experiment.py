@@ -15,7 +15,7 @@ import torch
 import gpulab as gl
 from gpulab.settings import cpu_flags
 from gpulab.store import runs as stores
-from gpulab.training import workers
+from gpulab.training import experiment as workers
 from gpulab.training.spec import RunSpec
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}

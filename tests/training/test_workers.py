@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.training import workers
+from gpulab.training import experiment as workers
 
 JOB = {"profile": "smoke", "setting": "cpu:threads=1", "keep_weights": True}
 NETS = [("prednet", 0), ("autoencoder", 0), ("prednet", 1), ("whitener", 1)]

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpulab.errors import UnsupportedError
 from gpulab.models.base import graph_nodes
-from gpulab.numerics.call_sites import UncompiledDispatchMode
+from gpulab.numerics.emulation import UncompiledDispatchMode
 
 DETACH = torch.ops.aten.detach.default
 
