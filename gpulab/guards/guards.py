@@ -52,7 +52,7 @@ def drain() -> None:
     """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in the thread does.
 
     What stays there keeps its memory. What is there when the thread or Python ends is destroyed by torch without
-    Python, and with it the hooks of the guard: the process may die of it (docs/upstream_autograd_exit.md).
+    Python, and with it the hooks of the guard: with torch 2.15 the process may die of it, with a segmentation fault.
     """
     with contextlib.suppress(RuntimeError):  # inside a transform of torch.func, where there is nothing to drop
         torch.ones((), device="cpu", requires_grad=True).backward()
