@@ -76,23 +76,3 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
     assert alone["margin"] < alone["registered_margin"]
     better = frame.final_loss < companion.repeat_losses(frame)
     assert (alone["beat"], alone["beat_reference"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
-
-
-def test_what_backpropagation_is_cut_off_from_changes_no_verdict():
-    """What data/README.md says of the study `truncation`."""
-    recorded = gl.recorded_runs("truncation")
-    plateau = gl.load("walk", frames=1000, size=(48, 64)).missing_colour_loss()
-    recorded["stuck"] = recorded.final_loss >= plateau
-    asked = {"factor": "truncation", "reference": "state"}
-    for _, of_loader in recorded.groupby("loader"):
-        assert of_loader.groupby("truncation").seed.nunique().to_dict() == {"loss": 32, "state": 32}
-        whether = gl.verdict(of_loader, "stuck", margin=0.1, **asked)
-        assert whether.table.moved[0] == 0
-        learned = of_loader[~of_loader.stuck.groupby(of_loader.seed).transform("any")]
-        judged = (gl.verdict(of_loader, **asked), whether, gl.verdict(learned, **asked))
-        assert {verdict.decision for verdict in judged} == {"equivalent"}
-    buffer = []
-    for _, of_truncation in recorded.groupby("truncation"):
-        verdicts = learning.learning_verdicts(of_truncation, "loader", "copied", plateau)
-        buffer.append([verdict.decision for verdict in verdicts.values()])
-    assert buffer[0] == buffer[1]

@@ -3,14 +3,11 @@ import json
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from typer.testing import CliRunner
 
 import gpulab as gl
-from companion import run
-from companion.__main__ import app
 from companion.notebooks import copy_without_outputs, find_notebooks
 from companion.report import write_report
-from companion.run import Result, execute, execute_in_place
+from companion.run import execute, execute_in_place
 
 KERNEL = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
@@ -102,13 +99,3 @@ def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
         with pytest.raises(gl.GpulabError, match=named):
             refused()
     assert not out.exists()
-
-
-def test_the_command_says_what_failed_and_what_it_wrote(notebooks, tmp_path, monkeypatch):
-    results = [
-        Result(notebooks / f"{name}.ipynb", 1.0, 1, error) for name, error in (("01_one", "no"), ("02_two", None))
-    ]
-    monkeypatch.setattr(run, "execute", lambda *_: results)
-    done = CliRunner().invoke(app, ["--notebooks", str(notebooks), "--output", str(tmp_path)])
-    assert (done.exit_code, done.stderr) == (1, "writing the report\nfailed: 01_one\n")
-    assert done.stdout == f"report: {tmp_path / 'report' / 'index.html'}\n"

@@ -50,19 +50,6 @@ def test_saddle_finding_says_yes_or_no_first(adam, share, answer):
     assert f"{int(share < 0.02)} of 1 comparisons" in first
 
 
-def test_saddle_finding_counts_who_is_held_and_who_leaves():
-    found = said(NO)
-    _, descent, batches = found["Does rounding help"]
-    assert "in 2 of 4 pairs of trainings (0.29 times as many steps" in descent
-    assert "2 never left, with weights in float32" in descent
-    assert "takes 1.0% more steps" in batches
-    assert "2 of 6 never left" in batches
-    longer, freed = found["When rounding holds a network"]
-    assert longer.endswith("10 of 10 trainings left the saddle; where it is shorter, 0 of 2.")
-    assert "2 of 2 of those that were held left after all: what is rounded away is the update" in freed
-    assert "in 1 of 2 groups of trainings" in found["Along trainings"][0]
-
-
 def test_correlation_at_one_step_in_notebook_06_is_that_of_scipy():
     cells = json.loads((ROOT / "notebooks" / "06_saddle_points.ipynb").read_text(encoding="utf-8"))["cells"]
     source = "".join(next(cell["source"] for cell in cells if cell["id"] == "06-correlation"))
