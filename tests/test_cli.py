@@ -94,14 +94,8 @@ def test_verdict_of_a_table_from_elsewhere_with_its_picture(answer, tmp_path):
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
     other = answer(*options, "--margin", "1%", "--where", "model=a", "--reference", "cuda", "--alpha", "0.005")
     assert "cpu against cuda, 8 seeds: inconclusive" in other.out
-    assert "differences below 1 % count" in other.out
-    for wrong, status, words in (
-        ([*options, "--margin", "0.05"], 2, "device 'cpu' seed 0 was run more than once"),
-        ([*options, "--where", "model=a", "--margin", "small"], 2, "margin 'small': expected a number above 0"),
-        (["verdict", "no.csv"], 1, "no.csv"),
-    ):
-        got = answer(*wrong)
-        assert (got.status, words in got.errors) == (status, True)
+    missing = answer("verdict", "no.csv")
+    assert (missing.status, "no.csv" in missing.errors) == (1, True)
 
 
 def test_runs_lists_recorded_ones_as_csv(output):
@@ -132,9 +126,7 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
     record = stores.read_run(Path(run.path))[0]
     assert (run.covariance, record["configuration"]["model_options"]["code"]) == ("centred", 20)
     assert record["command"].endswith("--option covariance=centred --option code=20")
-    for wrong in ("=centred", "covariance=diagonal"):
-        got = answer(*experiment, "--option", wrong)
-        assert (got.status, wrong.rpartition("=")[2] in got.errors) == (2, True)
+    assert answer(*experiment, "--option", "=centred").status == 2
 
 
 # --- a step ------------------------------------------------------------------------------------------------
@@ -187,9 +179,7 @@ def test_record_and_audit_of_traces(my_steps, answer, output):
     for wrong, status, words in (
         ("audit step-cpu.trace other.trace", 2, "different steps"),
         ("audit step-cpu.trace no.trace", 2, "no.trace: not a trace"),
-        ("audit missing.trace step-cpu.trace", 2, "missing.trace"),
         ("audit my_steps.py:short cpu cpu:threads=1 cuda", 2, "two traces, or a step and two settings; got my_steps"),
-        ("record my_steps.py:nothing x.trace", 2, "no function or gpulab.Step named 'nothing'"),
         ("record my_steps.py:step x.trace --setting cuda:77", 1, "cuda:77"),
     ):
         got = answer(*wrong.split())
@@ -222,20 +212,16 @@ train
 train prednet --colour red
 train prednet --seed -1
 train prednet --option frames=many
-train prednet --setting gpu
 train resnet
-train prednet --option channels=a,b
 train prednet --data-option seed
 experiment prednet
 experiment prednet --setting cpu --seeds some
-experiment prednet --setting cpu --workers 0
 runs one another
 """
 FAILURES = {  # what cannot be done, and what is named
     "train prednet --profile smoke --setting cuda:77": "cuda:77",
     "train prednet --profile smoke --option data=video:missing.mp4": "missing",
     "runs missing": "missing",
-    "pack missing packed.parquet": "missing",
     "train autoencoder --profile smoke --option frames=20 --store a-file/b": "a-file",
 }
 
@@ -309,3 +295,8 @@ def test_file_that_cannot_be_written_is_named_before_the_work(answer, tmp_path):
         assert (got.status, len(got.errors.splitlines())) == (1, 1)
         assert words in got.errors
     assert [file.name for file in tmp_path.iterdir()] == ["a-file"]
+
+
+def test_store_whose_name_is_not_utf8_is_refused(answer):
+    got = answer(*SMOKE, "--store", "runs\udcff")
+    assert (got.status, "this name is not UTF-8" in got.errors) == (2, True)

@@ -96,9 +96,8 @@ def test_ranks_that_all_agree_are_not_taken_for_certainty_and_too_few_are_refuse
     assert rho == pytest.approx(1)
     assert 0.9 < low < high < 1
     assert rank_correlation(CELLS, -CELLS)[1:] == pytest.approx((-high, -low))
-    for x in ([1, 2, 3, 4], [1] * 6):
-        with pytest.raises(gl.UsageError, match=f"{len(x)} pairs"):
-            rank_correlation(x, range(len(x)))
+    with pytest.raises(gl.UsageError, match="4 pairs"):
+        rank_correlation([1, 2, 3, 4], range(4))
 
 
 def test_cells_are_counted_whole_and_by_the_geometric_mean_of_their_seeds():

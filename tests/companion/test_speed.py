@@ -70,10 +70,8 @@ def test_claims_are_ratios_of_medians_here_before_recorded():
         [
             rows("text", {"float32": [10.0, 30.0, 20.0, 20.0, 20.0, 20.0]}, **HERE),
             rows("text", {"float32": 999.0}, **{**HERE, "recorded": True}),
-            rows(
-                "text", {"float32": [1.0, 3.0, 2.0, 2.0, 2.0, 2.0], "bfloat16": [1.0, 1.0, 1.0, 1.0, 1.0, 3.0]}, **GPU
-            ),
-            rows("text", {"float32, compiled": [0.1]}, **GPU),
+            rows("text", {"float32": [1.0, 3.0, 2.0, 2.0, 2.0, 2.0], "float32, compiled": [0.1]}, **GPU),
+            rows("text", {"bfloat16": [1.0, 1.0, 1.0, 1.0, 1.0, 3.0]}, **GPU),
             rows("inference", {"1 core": 50.0, "2 cores": 80.0}, unit="images/s", **HERE),
             rows("inference", {"1 device": 800.0, "2 devices": 1600.0}, unit="images/s", **GPU),
             rows("trees", {"": math.nan}, unit="", note="XGBoost is not installed", **GPU),
