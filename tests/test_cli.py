@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import gpulab as gl
 import gpulab.cli
+from gpulab.settings import cpu_flags
 from gpulab.store import runs as stores
 
 SMOKE = ["train", "autoencoder", "--profile", "smoke", "--option", "frames=40"]
@@ -127,6 +129,15 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
     assert (run.covariance, record["configuration"]["model_options"]["code"]) == ("centred", 20)
     assert record["command"].endswith("--option covariance=centred --option code=20")
     assert answer(*experiment, "--option", "=centred").status == 2
+
+
+@pytest.mark.slow("starts a process that loads torch")
+@pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
+def test_train_with_an_older_instruction_set(tmp_path):
+    command = [sys.executable, "-m", "gpulab", *SMOKE, "--setting", "cpu:isa=avx2"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    record = stores.read_run(Path(gl.runs(tmp_path / "runs").path[0]))[0]
+    assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 
 # --- a step ------------------------------------------------------------------------------------------------
@@ -300,3 +311,9 @@ def test_file_that_cannot_be_written_is_named_before_the_work(answer, tmp_path):
 def test_store_whose_name_is_not_utf8_is_refused(answer):
     got = answer(*SMOKE, "--store", "runs\udcff")
     assert (got.status, "this name is not UTF-8" in got.errors) == (2, True)
+
+
+def test_interrupted_command_ends_with_status_130_and_says_how_to_go_on(answer, tmp_path):
+    (tmp_path / "own.py").write_text("def train(seed):\n    raise KeyboardInterrupt\n")
+    got = answer("train", "own.py:train")
+    assert (got.status, "interrupted; run the same command again" in got.errors) == (130, True)

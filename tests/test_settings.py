@@ -292,3 +292,14 @@ def test_setting_takes_no_more_threads_than_a_quota_grants(python, setting, gran
     code = f"import gpulab as gl, torch\nwith gl.setting('{setting}'): print(torch.get_num_threads())"
     told = python(code, LOKY_MAX_CPU_COUNT="1", OMP_NUM_THREADS="3").stdout  # joblib's stand-in for a quota
     assert int(told) == granted
+
+
+def test_setting_prepares_the_environment_of_a_process_without_torch(python):
+    code = """
+    import os
+    from gpulab.settings import Setting
+
+    Setting.parse("cpu:isa=avx2,threads=3").prepare()
+    print(os.environ["OMP_NUM_THREADS"], os.environ["ATEN_CPU_CAPABILITY"])
+    """
+    assert python(code).stdout.split() == ["3", "avx2"]

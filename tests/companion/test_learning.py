@@ -45,12 +45,6 @@ def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
             assert measure(*film) == pytest.approx(row[loss], rel=1e-6)
 
 
-def test_atlas_has_shipped_and_contributed_runs():
-    atlas = companion.atlas()
-    assert set(atlas.id) == {*gl.recorded_runs().id, *gl.runs(recorded.recorded_folder("atlas")).id}
-    assert atlas.recorded.all()
-
-
 # --- findings --------------------------------------------------------------------------------------------
 
 
