@@ -2,33 +2,26 @@
 
     python benchmarks/calibrate.py
 
-It fills the tables of `verdict_calibration.md`, which says how they are read, and draws `verdict_power.png`
-beside this file. Losses are standardised to a standard deviation of 1 between seeds; a pair's
-difference is a shift plus noise, and the noise is the difference of two fresh losses, scaled: under no effect both
-settings are exchangeable.
+It fills the first two tables of `verdict_calibration.md`, which says how they are read. Losses are standardised to a
+standard deviation of 1 between seeds; a pair's difference is a shift plus noise, and the noise is the difference of two
+fresh losses, scaled: under no effect both settings are exchangeable.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy
-import statsmodels
 import typer
-from matplotlib.figure import Figure
-from measuring import markdown, run, show
+from measuring import made_by, markdown, run, show
 from scipy import stats
 from tqdm import tqdm
 
-import gpulab as gl
 from gpulab.stats import tests as inference
-from gpulab.store import runs as stores
 
 PAGE = Path(__file__).with_name("verdict_calibration.md")
 SEEDS = (5, 10, 30)
@@ -189,111 +182,6 @@ def skewed() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def rare_switch() -> pd.DataFrame:
-    """The effect is that few seeds jump from the low hump to the high one; the mean moves by the margin."""
-    rows = []
-    for n in (*SEEDS, 100):
-        generator = np.random.default_rng(3)
-        plateau = generator.random((REPEATS, n)) < HUMP
-        sd = np.sqrt(HUMP * (1 - HUMP) + 0.05**2)
-        losses = (plateau + 0.05 * generator.standard_normal((REPEATS, n))) / sd
-        jumped = ~plateau & (generator.random((REPEATS, n)) < SHARE * sd / (1 - HUMP))
-        still = 1e-5 * generator.standard_normal((REPEATS, n))
-        moved, limit = jumped / sd + still, SHARE * sd_limit(losses)
-        # A guard: what may have gone unseen, the jumps' possible rate times the distance of the losses.
-        guarded = limit - (1 - 0.05 ** (1 / n)) * np.ptp(losses, axis=1)
-        rows.append(
-            {
-                "seeds": n,
-                "seeds that jump": SHARE * sd,
-                "no jump seen": (~jumped.any(axis=1)).mean(),
-                "different": rate(different_p(moved)) if n <= 30 else np.nan,
-                "false equivalent, absolute margin": rate(equivalent_p(moved, SHARE)),
-                "false equivalent, 0.25sd": rate(equivalent_p(moved, limit)),
-                "right equivalent, 0.25sd": rate(equivalent_p(still, limit)),
-                "false, with a guard": rate(equivalent_p(moved, guarded)),
-                "right, with a guard": rate(equivalent_p(still, guarded)),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-# --- intervals, power ---------------------------------------------------------------------
-
-
-def coverage(repeats: int = 1000) -> pd.DataFrame:
-    """How often the 95 % interval holds the true mean difference."""
-    rows = []
-    differences: dict[str, Draw] = {
-        f"{name}, symmetric": lambda generator, shape, draw=LOSSES[name]: (
-            draw(generator, shape) - draw(generator, shape)
-        )
-        for name in ("normal", "Student t, 3 d.f.", "two humps, 35 %")
-    }
-    differences["lognormal, skewed"] = lognormal
-    for (name, draw), n in tqdm([*product(differences.items(), (6, *SEEDS[1:]))], desc="coverage"):
-        moved = draw(np.random.default_rng(4), (repeats, n))
-        row = {"differences": name, "seeds": n}
-        for what, interval in (("sign flips", inference.sign_flip_interval), ("as used", inference.mean_interval)):
-            row[f"coverage, {what}"] = np.mean([low <= 0 <= high for low, high in map(interval, moved)])
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def power_curves(noise: float = 0.25) -> pd.DataFrame:
-    rows = []
-    for n in tqdm(SEEDS, desc="power"):
-        generator, shape = np.random.default_rng(5), (4000, n)
-        limit = SHARE * sd_limit(LOSSES["normal"](generator, shape))
-        wobble = noise * LOSSES["normal"](generator, shape)
-        for shift in np.linspace(0, 0.75, 16):
-            decided = {"different": different_p(shift + wobble), "equivalent": equivalent_p(shift + wobble, limit)}
-            rows.append({"seeds": n, "shift": shift, **{name: rate(p) for name, p in decided.items()}})
-    return pd.DataFrame(rows)
-
-
-def draw_power(curves: pd.DataFrame, published: float) -> Figure:
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, what in zip(panels, ("different", "equivalent"), strict=True):
-        for (n, some), style in zip(curves.groupby("seeds"), (":", "--", "-"), strict=True):
-            axes.plot(some["shift"], some[what], ls=style, color="#0072B2", label=f"{n} seeds")
-        axes.axvline(SHARE, color="#999999", lw=0.8)
-        axes.set_xlabel("true difference (sd between seeds)")
-        axes.set_title(f"probability of “{what}”", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].scatter([0], [published], marker="x", color="#D55E00", zorder=3)
-    words = "one seed each, the last\n50 batches as replicates,\nno effect"
-    line = {"arrowstyle": "-", "color": "#D55E00", "lw": 0.8}
-    panels[0].annotate(words, (0.01, published), (0.36, 0.45), fontsize=8, arrowprops=line)
-    panels[1].annotate(" margin", (SHARE, 0.96), fontsize=8)
-    panels[1].legend(frameon=False, fontsize=8)
-    return figure
-
-
-# --- the published kind of analysis ----------------------------------------------------------------------
-
-
-def published_analysis() -> pd.DataFrame:
-    """False alarms of one run each, its last 50 batches taken for replicates, between runs of the same setting."""
-    rows = []
-    runs = gl.recorded_runs()
-    runs = runs[(runs.rerun == 0) & (runs.status == "finished") & runs.setting.isin(["cpu", "cuda:tf32=off"])]
-    for key, some in runs.groupby(["experiment", "profile", "setting"]):
-        losses = [part.loss.to_numpy()[-50:] for _, part in stores.history(some).groupby("seed")]
-        alarms = [stats.ttest_ind(a, b).pvalue <= ALPHA for a, b in combinations(losses, 2)]
-        rows.append([f"recorded: {', '.join(key)}", len(alarms), np.mean(alarms)])
-    for spread, words in ((0.0, "no spread between seeds"), (1.0, "two humps")):
-        generator = np.random.default_rng(6)
-        noise = generator.standard_normal((2, 2000, 50))
-        for step in range(1, 50):
-            noise[..., step] = 0.8 * noise[..., step - 1] + 0.6 * noise[..., step]
-        first, second = spread * two_humps(generator, (2, 2000, 1)) + 0.2 * noise
-        alarms = stats.ttest_ind(first, second, axis=1).pvalue
-        rows.append([f"synthetic: autocorrelation 0.8, {words}", 2000, rate(alarms)])
-    return pd.DataFrame(rows, columns=["runs", "pairs", "false alarms"])
-
-
 # --- the commands ----------------------------------------------------------------------------------------
 
 
@@ -309,34 +197,25 @@ def percent(frame: pd.DataFrame) -> str:
 
 
 def verdicts() -> None:
-    """Error rates, power, and the published analysis beside it; minutes."""
+    """Error rates; minutes."""
     check_that_these_are_the_shipped_tests()
-    errors, lopsided, published = error_rates(), skewed(), published_analysis()
-    curves = power_curves()
-    draw_power(curves, published["false alarms"].iloc[-1]).savefig(PAGE.with_name("verdict_power.png"), dpi=100)
+    errors, lopsided = error_rates(), skewed()
     rates = errors.columns[3:6]
     worst = ", ".join(f"{name} {errors[name].max():.1%}" for name in rates)
     no_jumps = lopsided[lopsided["no jump seen"].isna()]
     before, after = (no_jumps[f"false different{test}"].max() for test in (", sign flips", ""))
     excess = (lopsided["false different"] - lopsided["no jump seen"]).max()
     made = (
-        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). Python "
-        f"{platform.python_version()}, NumPy {np.__version__}, SciPy {scipy.__version__}, statsmodels "
-        f"{statsmodels.__version__}.\n\n"
+        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). {made_by()}\n\n"
         f"Highest: {worst}. Rows above 6 %: {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
     )
     without = (
         f"Without jumps the false `different` are at most {after:.1%} (by sign flips alone {before:.1%}). With them "
         f"the error is at least about `no jump seen`, and at most {100 * excess:.1f} points more."
     )
-    quarters = curves[np.isclose(curves["shift"] % 0.25, 0)]
     parts = {
         "errors": f"{made}\n\n{percent(errors)}",
         "skewed": f"{without}\n\n{percent(lopsided)}",
-        "switch": percent(rare_switch()),
-        "coverage": percent(coverage()),
-        "power": percent(quarters.assign(shift=quarters["shift"].map("{:g} sd".format))),
-        "published": percent(published),
     }
     show("How often a verdict is wrong", PAGE, **parts)
 

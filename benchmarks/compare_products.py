@@ -3,10 +3,10 @@
 A case is one matrix product or convolution on inputs that any machine can make again from their seed. What a GPU
 computed is kept in `data/measured/products-*`, so that every machine can compare.
 
-python benchmarks/compare_products.py --record data/measured/products-my-gpu.json    # on a machine with an NVIDIA GPU
-python benchmarks/compare_products.py --find    # anywhere, for minutes: the arithmetic that fits what is recorded
 python benchmarks/compare_products.py --write    # anywhere: compare with what is recorded, write the tables
 
+Its form at commit 6aece191 also records a GPU's products (`--record`), and searches for minutes for the arithmetic that
+fits what is recorded (`--find`, kept in `data/measured/products-found.json`).
 `--write` writes `benchmarks/products.md`, and what notebook 02 shows into `data/measured/products-comparison.json`.
 
 References:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,22 +28,18 @@ import pandas as pd
 import torch
 import typer
 from measuring import keep, markdown, run, show
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from gpulab import files
-from gpulab.errors import GpulabError
-from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
-from gpulab.numerics.formats import FORMATS, MODES, round_to
+from gpulab.numerics.emulation import PRECISIONS, Arithmetic, emulate
+from gpulab.numerics.formats import round_to
 from gpulab.report import Progress
-from gpulab.settings import setting
 from gpulab.store.recorded import read_json, recorded_folder
 
 RECORDED = recorded_folder("measured") / "products-nvidia-h200.json"
 SAMPLE = 1024  # elements of each result that are compared
-MOST_SLICES = 64  # so many sums are tried
 # (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
 # convolution: two of PredNet's, one of its published size, and three of a residual network's.
 MATRICES = ((64, 64, 64), (48, 112, 80), (128, 1024, 64), (32, 8192, 32))
@@ -157,45 +152,6 @@ def cases() -> list[Case]:
     ] + [Case(operation, shape, inputs, *layout) for layout, operation, shape, inputs in convolutions]
 
 
-# --- a real GPU ------------------------------------------------------------------------------------------
-
-
-def on_this_gpu(case: Case) -> Tensor:
-    """What this machine's NVIDIA GPU computes, float32 numbers."""
-    first, second = (x.cuda() for x in case.operands)
-    if case.channels_last:
-        first, second = (x.to(memory_format=torch.channels_last) for x in (first, second))
-    if case.format.startswith("float8"):  # as libraries call it, with power-of-two scales and the tensor core's sums
-        target = FORMATS[case.format]
-        scales = [torch.exp2(torch.log2(target.largest / x.abs().amax()).floor()) for x in (first, second)]
-        first, second = ((x * scale).to(target.dtype) for x, scale in zip((first, second), scales, strict=True))
-        second = second.t().contiguous().t()  # it takes a second factor that lies column by column
-        options: Any = {"out_dtype": torch.float32, "use_fast_accum": True}
-        return torch._scaled_mm(first, second, scale_a=1 / scales[0], scale_b=1 / scales[1], **options)
-    if case.format in ("bfloat16", "float16"):
-        first, second = (x.to(FORMATS[case.format].dtype) for x in (first, second))
-        if case.result == "float32":
-            return torch.mm(first, second, out_dtype=torch.float32)
-    with setting(f"cuda:tf32={'on' if case.format == 'tf32' else 'off'}"):
-        return case.compute(first, second).float()
-
-
-def record_products(file: Path) -> None:
-    """Compute every case on this machine's NVIDIA GPU; keep samples of the results, kernels' names, the passport."""
-    if not torch.cuda.is_available():
-        raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
-    samples, kernels = {}, {}
-    no_products = re.compile("elementwise|Memcpy|Memset|reduce|convertTensor|ToNhwc|ToNchw|init_device")
-    for case in Progress(cases(), unit="product"):
-        on_this_gpu(case)  # warms up
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            samples[str(case)] = case.sample(on_this_gpu(case)).cpu().contiguous()
-        events = [event for event in profile.events() if event.device_time and not no_products.search(event.name)]
-        kernels[str(case)] = max(events, key=lambda event: event.device_time).name[:160] if events else ""
-    files.write(file.with_suffix(".safetensors"), save(samples))
-    keep(file, "cuda", kernels={"case": [*kernels], "kernel": [*kernels.values()]})
-
-
 def recorded_samples() -> dict[Case, Tensor]:
     """What the GPU computed: a sample of every case, as float64."""
     samples = load_file(RECORDED.with_suffix(".safetensors"))
@@ -205,44 +161,11 @@ def recorded_samples() -> dict[Case, Tensor]:
 # --- the comparison --------------------------------------------------------------------------------------
 
 
-def closest_arithmetic(case: Case, result: Tensor) -> Arithmetic:
-    """The rounding, then the tile and the number of slices, with which the emulation comes closest to a result."""
-    candidates = [replace(PRECISIONS[case.format], result=case.result)]
-    if case.format == "tf32":
-        tf32 = replace(PRECISIONS["tf32"], tile=CHIPS["hopper"].tile)
-        candidates = [replace(tf32, roundings=(mode,) * 3) for mode in MODES] + [PRECISIONS["float32"]]
-    best = min(candidates, key=lambda how: finite_norm(case.emulated(how) - result))
-    if best.format == "float32":
-        return best
-    tiles = [32, None] if case.operation in (FORWARD, TO_INPUT) else [None]
-    slices = range(1, 1 + (MOST_SLICES if case.operation == MATRIX else 1))
-    most = -1.0
-    for tile, n in itertools.product(tiles, slices):
-        how = replace(best, order="tensor-core", tile=tile, slices=n)
-        equal = share_equal(case.emulated(how), result)
-        if equal > most:
-            best, most = how, equal
-        if equal == 1:
-            break
-    return best
-
-
-def find_kernels() -> None:
-    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `products-found.json`.
-
-    A library chooses its kernel by the shape, not by the numbers: normal ones are searched with, and stand for all.
-    """
-    kept, found = ("format", "order", "slices", "tile"), []
-    for case, result in Progress(recorded_samples().items(), unit="kernel"):
-        if case.inputs == INPUTS[0]:
-            how = closest_arithmetic(case, result)
-            rounding = how.roundings[0]  # of products, convolutions and gradients alike
-            found.append({"case": str(case), "rounding": rounding, **{name: getattr(how, name) for name in kept}})
-    keep(RECORDED.with_name("products-found.json"), "cpu", found=found)
-
-
 def found_arithmetic() -> dict[Case, Arithmetic]:
-    """The arithmetic of every case, as `find_kernels` has found it."""
+    """The arithmetic of every case: of the rounding, tile and slices that were found to come closest to its result.
+
+    A library chooses its kernel by the shape, not by the numbers: those found for normal ones stand for all.
+    """
     found = {fit.pop("case"): fit for fit in read_json(RECORDED.with_name("products-found.json"))["found"]}
     arithmetic = {}
     for case in cases():
@@ -327,17 +250,9 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(
-    record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this file")] = None,
-    find: Annotated[bool, typer.Option("--find", help="search for the recorded kernels' arithmetic")] = False,
     write: Annotated[bool, typer.Option("--write", help="write the tables")] = False,
 ) -> None:
-    """Record, or compare what is recorded."""
-    if record is not None:
-        record_products(record)
-        return
-    if find:
-        find_kernels()
-        return
+    """Compare what is recorded."""
     frame = compare_products(recorded_samples(), found_arithmetic())
 
     def shown(table: pd.DataFrame) -> str:

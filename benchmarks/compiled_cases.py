@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import public_cases
 import torch
 import torch.nn.functional as F
-import typer
-from measuring import show
-from public_cases import Case, batch, document, drawn, run, second
+from public_cases import ROUNDING, Case, batch, drawn, second
 from torch import Tensor, nn
 
 import gpulab as gl
 
-MISMATCH, ROUNDING, RANDOM = "mismatch", "rounding", "different random numbers"
+MISMATCH = "mismatch"
 CASES: list[Case] = []
 
 
@@ -35,27 +33,14 @@ def case(
     thread: str, backend: str, kind: str, operation: str = "", options: str = "", cpu_alone: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
     """Add the function to `CASES`, compiled by a backend and not; its docstring is the cause."""
-    pairs = tuple(
-        (
-            ":".join(filter(None, (device, options))),
-            f"{device}:{','.join(filter(None, (options, 'compile=' + backend)))}",
-        )
-        for device in ("cuda", "cpu")
-    )
-    return _added(thread, (None, pairs[1]) if cpu_alone else pairs, kind, operation)
+    compiled = f"{options},compile={backend}".lstrip(",")
+    cuda, cpu = ((f"{device}:{options}".rstrip(":"), f"{device}:{compiled}") for device in ("cuda", "cpu"))
+    return public_cases.case(thread, (None if cpu_alone else cuda, cpu), kind, operation, CASES)
 
 
 def uncompiled(thread: str, kind: str, operation: str = "") -> Callable[[Callable[..., Any]], Any]:
     """Add the function to `CASES`: on a GPU, or with one thread as the other device."""
-    return _added(thread, (("cpu", "cuda:tf32=off"), ("cpu:threads=2", "cpu:threads=1")), kind, operation)
-
-
-def _added(thread: str, pairs: Any, kind: str, operation: str) -> Callable[[Callable[..., Any]], Any]:
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        CASES.append(Case(function.__name__, thread, function.__doc__ or "", pairs, kind, operation, function))
-        return function
-
-    return add
+    return public_cases.case(thread, public_cases.DEVICES, kind, operation, CASES)
 
 
 # --- planted miscompilations -------------------------------------------------------------------------------
@@ -319,7 +304,7 @@ def norm_of_equal_numbers() -> gl.Step:
     return gl.Step(model, (torch.full((4, 6, 12), 1.1), torch.zeros(1)), lambda output, _: (output + 1).square().mean())
 
 
-@case("pytorch/pytorch#100075", "inductor", RANDOM, "Sequential")
+@case("pytorch/pytorch#100075", "inductor", public_cases.RANDOM, "Sequential")
 def dropout_of_inductor() -> gl.Step:
     """Inductor draws its random numbers by a generator of its own."""
     return network(nn.Dropout(0.3), Mlp(16))
@@ -397,14 +382,5 @@ def another_epsilon_after_an_upgrade(setting: gl.Setting) -> Tensor:
     return F.layer_norm(x, (16,), eps=1e-3 if second(setting) else 1e-5).square().mean()
 
 
-def main(
-    only: Annotated[str, typer.Option(help="names of cases, or parts of names, separated by commas")] = "",
-    record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
-) -> None:
-    """Audit the cases and say how many first lines are as expected."""
-    found = run([one for one in CASES if any(part in one.name for part in only.split(","))])
-    show("Compiled or not", record, measured=document(found))
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    public_cases.command("Compiled or not", CASES)

@@ -9,31 +9,16 @@ is and once with copies that wait: do its numbers differ? The GPU is kept busy b
 
 from __future__ import annotations
 
-import shlex
-import sys
-import warnings
-from collections.abc import Callable
-from datetime import date
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import keep, machine, show, table
+from measuring import Program, guarded, keep, show_guarded
 from torch import Tensor
-
-import gpulab as gl
 
 SIZE = 1 << 20  # numbers in a tensor
 BUSY = 50_000_000  # cycles of the GPU: some 30 ms
-
-
-class Case(NamedTuple):
-    """A program, which is told whether its copies go on without waiting, and what the guard should say of it."""
-
-    program: Callable[[bool], Tensor]
-    thread: str
-    cause: str
 
 
 def pinned() -> Tensor:
@@ -204,15 +189,15 @@ def one_after_the_other(going_on: bool) -> Tensor:
 
 
 CASES = [
-    Case(inputs_refilled, "vllm#54269", "leaving"),
-    Case(mask_refilled, "vllm#31841", "leaving"),
-    Case(prefetched_into_one_buffer, "libffcv/ffcv#37", "leaving"),
-    Case(summed_on_arrival, "invoke-ai/InvokeAI#6624", "arriving"),
-    Case(as_numpy_on_arrival, "pytorch#86264", "arriving"),
-    Case(metrics_on_arrival, "Lightning-AI/pytorch-lightning#11288", "arriving"),
-    Case(view_made_before, "vllm#36013", "arriving"),
+    Program(inputs_refilled, "vllm#54269", "leaving"),
+    Program(mask_refilled, "vllm#31841", "leaving"),
+    Program(prefetched_into_one_buffer, "libffcv/ffcv#37", "leaving"),
+    Program(summed_on_arrival, "invoke-ai/InvokeAI#6624", "arriving"),
+    Program(as_numpy_on_arrival, "pytorch#86264", "arriving"),
+    Program(metrics_on_arrival, "Lightning-AI/pytorch-lightning#11288", "arriving"),
+    Program(view_made_before, "vllm#36013", "arriving"),
     *(
-        Case(program, "", "")
+        Program(program, "", "")
         for program in (
             *(loader_of_pinned_batches, event_before_refilling, two_buffers, asked_until_done, loss_as_a_number),
             *(another_buffer_each_time, pageable_refilled, device_synchronized, results_of_a_stream),
@@ -222,20 +207,15 @@ CASES = [
 ]
 
 
-def tried(case: Case) -> list[str]:
+def tried(case: Program) -> dict[str, Any]:
     """A row of the table."""
     held = [torch.full((SIZE,), torch.nan, pin_memory=True) for _ in range(4)]  # memory that torch will hand out again
     del held
     torch.cuda.synchronize()
     differs = not torch.equal(case.program(True), case.program(False))
-    with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
-        case.program(True)
-    causes = {finding.cause for finding in report.findings}
-    placed = any(finding.line.text.endswith("# here") for finding in report.findings)
-    right = case.cause in causes if case.cause else not causes
-    marks = {True: "yes", False: "**no**"}
-    row = [case.program.__name__, case.thread, "yes" if differs else "no", case.cause or "nothing"]
-    return [*row, ", ".join(sorted(causes)) or "nothing", marks[right], marks[placed] if case.cause else ""]
+    row = guarded(case, True)
+    first = {name: row.pop(name) for name in ("program", "thread")}
+    return {**first, "other numbers than with waiting": "yes" if differs else "no", **row}
 
 
 def main(
@@ -244,17 +224,9 @@ def main(
 ) -> None:
     """Try all the programs."""
     rows = [tried(case) for case in CASES]
-    wrong, right = ([row for row in rows if bool(row[1]) is fault] for fault in (True, False))
-    text = (
-        f"Of {len(wrong)} faults {sum(row[5] == 'yes' for row in wrong)} are caught and "
-        f"{sum(row[6] == 'yes' for row in wrong)} placed; of {len(right)} right programs "
-        f"{sum(row[5] != 'yes' for row in right)} give a false alarm. Made by "
-        f"`{shlex.join(['python', *sys.argv])}` on {date.today()}: {machine(threads=False)}."
-    )
-    words = table("program|thread|other numbers than with waiting|expected|said|as expected|placed", rows)
-    show("Copies under way", write, measured=f"{text}\n\n{words}")
+    show_guarded("Copies under way", write, rows)
     columns = ("program", "thread", "other_numbers", "expected", "said")
-    keep(record, "cuda", programs=[dict(zip(columns, row, strict=False)) for row in rows])
+    keep(record, "cuda", programs=[dict(zip(columns, row.values(), strict=False)) for row in rows])
 
 
 if __name__ == "__main__":

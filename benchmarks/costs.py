@@ -8,7 +8,6 @@ python benchmarks/costs.py emulation --write benchmarks/emulation_cost.md
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 import torchvision
 import typer
-from measuring import Step, command_line, machine, quartiles, race, run, show, table
+from measuring import Step, command_line, machine, made_by, quartiles, race, run, show, table
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,15 +87,8 @@ def budgets(
         peak = max(memory for _, _, memory in found)
         found.append((f"`python -m companion`, {one}: all of these and the report", whole, peak))
         rows += [[what, duration(took), f"{memory / 2**20:,.0f} MiB"] for what, took, memory in found]
-    here = gl.passport()
-    cpu, software = here["cpu"], here["software"]
-    gpus = "".join(f", {gpu['name']}" for gpu in here["gpus"]) or ", no GPU"
-    where = (
-        f"Measured by `benchmarks/costs.py budgets --device {device}` on {time.strftime('%Y-%m-%d', time.gmtime())}: "
-        f"{cpu['model']}, {cpu['physical_cores']} cores{gpus}, Python {software['python']}, torch {software['torch']}."
-    )
     page = None if only else ROOT / "docs" / "costs.md"
-    show("Costs", page, budgets=f"{table('what|time|peak memory', rows)}\n\n{where}")
+    show("Costs", page, budgets=f"{table('what|time|peak memory', rows)}\n\n{made_by()}")
 
 
 # --- guard and emulation ---------------------------------------------------------------------------------
@@ -178,7 +170,7 @@ def guard(
         rows.append(row)
         print(*rows[-1], flush=True)
     steps = table('one step of SGD|input|without, ms|times as long|with reads="any"', rows)
-    text = f"`{shlex.join(['python', *sys.argv])}` on {machine()}.\n\n{steps}"
+    text = f"{made_by()}\n\n{steps}"
     show("What the guard costs", write, measured=text)
 
 
@@ -228,10 +220,7 @@ def emulated(step: Step, how: dict[str, Any]) -> Step:
 
 
 @app.command()
-def emulation(
-    repeats: int = 9,
-    write: Write = None,
-) -> None:
+def emulation(repeats: int = 9, write: Write = None) -> None:
     """A training step under emulation over a plain one, which take turns: the median of paired ratios."""
     rows, cpu = [], gl.Setting.parse("cpu")
 

@@ -1,4 +1,4 @@
-"""What is trained in a cell of dose and response: see `benchmarks/record.py dose`."""
+"""What is trained in a cell of dose and response, of which there are twelve: lengths of window and speeds of motion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from gpulab.training.loop import Training
 from gpulab.training.run import engine_of, outcome, set_up, windows
 from gpulab.training.spec import RunSpec
 
-# What of gpulab a run depends on.
 EVERY = 10  # windows along a training, the bias is looked at
 
 

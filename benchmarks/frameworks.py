@@ -7,11 +7,8 @@ How far a first step differs from torch's, and frames per second. Trainings take
 rounds, each of which is the median window of a training without its first two, in which JAX and TensorFlow compile.
 
 The trainings are `benchmarks/in_jax.py:prednet` and `:autoencoder`, and the same in `in_keras.py`, for `gpulab train`
-and `gpulab experiment`; torch's are gpulab's own, `prednet` and `autoencoder`. With runs of both in one store,
-
-    python benchmarks/frameworks.py --store runs
-
-says whether a library ends elsewhere. Needs the extras jax and keras; --libraries jax leaves the other out.
+and `gpulab experiment`; torch's are gpulab's own, `prednet` and `autoencoder`. README.md beside this file says how a
+verdict tells whether a library ends elsewhere. Needs the extras jax and keras; --libraries jax leaves the other out.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,19 +25,19 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from measuring import markdown, run, show
+from measuring import made_by, markdown, run, show
 
 import gpulab as gl
 from companion.first_windows import FirstWindow
 from companion.workloads import REPEATS, Row
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
-from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training.run import train
 from gpulab.training.spec import protocol
 
 NETWORKS = ("autoencoder", "prednet")
 LIBRARIES = ("jax", "keras")
+DISTRIBUTIONS = ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")  # what the libraries are installed as
 TORCH = "torch"
 
 
@@ -69,38 +64,6 @@ def one_step(
         row |= {"loss_roundings": losses / eps, "gradient_difference": gradient, "gradient_roundings": gradient / eps}
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def library_runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Runs from `gpulab.runs` of torch's own networks and of those in other libraries, with a column `library`.
-
-    `experiment` is then the network and `profile` the size, whatever the library.
-
-    Raises:
-        UsageError: For runs of something else, and for torch's on other data or of another length than the profile's.
-    """
-    named = frame.experiment.str.extract(r"^(?:in_(?P<library>\w+)\.py:)?(?P<network>prednet|autoencoder)$")
-    if len(others := frame.experiment[named.network.isna()]):
-        raise UsageError(f"runs of {others.iloc[0]}: expected prednet or autoencoder, in torch or another library")
-    of_torch = named.library.isna()
-    for one in frame[of_torch].itertuples():
-        usual = protocol(one.experiment, one.profile)
-        if (one.data, one.frames) != (usual.data, usual.frames):
-            raise UsageError(
-                f"a run on {one.frames} frames of {one.data}: expected the profile's, {usual.frames} of {usual.data}"
-            )
-    sizes = frame.profile if of_torch.all() else frame.profile.where(of_torch, frame["size"])
-    more = {"library": named.library.fillna(TORCH), "experiment": named.network, "profile": sizes}
-    return frame.assign(**more, protocol=frame.truncation).drop(columns=["options", "frames"], errors="ignore")
-
-
-def library_verdicts(frame: pd.DataFrame, margin: str | float | None = None) -> dict[tuple[str, str, str], Verdict]:
-    """What other libraries do to the final loss, against torch on the same seeds.
-
-    A verdict for each network, size and setting, of runs as for `library_runs`; the margin is `gpulab.verdict`'s.
-    """
-    groups = library_runs(frame).groupby(["experiment", "profile", "setting"])
-    return {key: verdict(some, factor="library", reference=TORCH, margin=margin) for key, some in groups}
 
 
 def library_speeds(
@@ -158,25 +121,16 @@ def main(
     rounds: int = 5,
     windows: int = 12,
     write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
-    store: Annotated[Path | None, typer.Option(help="folder of runs: compare those, and measure nothing")] = None,
 ) -> None:
-    """How far a first step differs from torch's, and frames per second; or whether recorded runs end elsewhere."""
-    if store:
-        for group, found in library_verdicts(gl.runs(store)).items():
-            print(", ".join(group), found, sep="\n")
-        return
-    here = gl.passport()
-    versions = [
-        f"{name} {here['software'][name]}"
-        for name in ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")
-        if name in here["software"]
-    ]
+    """How far a first step differs from torch's, and frames per second."""
+    software = gl.passport()["software"]
+    versions = [f"{name} {software[name]}" for name in DISTRIBUTIONS if name in software]
     steps = pd.concat([one_step(net, setting, size=size, libraries=compared) for net in NETWORKS])
     both = [TORCH, *compared]
     speeds = pd.concat([library_speeds(net, setting, size, both, rounds, windows) for net in NETWORKS])
     groups = speeds.groupby(["network", "library"], sort=False)
     found = groups.frames_per_second.agg(["median", "min", "max"]).round().assign(first_two=groups.first_two.first())
-    made = f"`{shlex.join(['python', *sys.argv])}` on {', '.join([here.summary(), *versions])}."
+    made = f"{made_by()} {', '.join(versions)}."
     words = {"median": "frames/s, median", "first_two": "first two windows, s"}
     tables = [markdown(steps.round(9)), markdown(found.reset_index().rename(columns=words).round(1))]
     show("The library as a factor", write, measured="\n\n".join([made, *tables]))

@@ -284,6 +284,16 @@ def custom() -> Iterator[Fault]:
 # --- the user's code --------------------------------------------------------------------------------------
 
 
+GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {  # of the square, wrong under B
+    "nine per cent": lambda g, x, size, wrong: g * x * (2.18 if wrong else 2.0),
+    "other tensor": lambda g, x, size, wrong: 2 * g * (size if wrong else x),
+    "forgotten factor": lambda g, x, size, wrong: g * x if wrong else 2 * (g * x),
+    "NumPy": lambda g, x, size, wrong: torch.from_numpy(2 * g.numpy() * x.detach().numpy() * (1.05 if wrong else 1.0)),
+    "transposed": lambda g, x, size, wrong: (2 * g * x).flip(0) if wrong else 2 * g * x,
+    "zero": lambda g, x, size, wrong: 2 * g * x * (0 if wrong else 1),
+}
+
+
 class WrongGradient(torch.autograd.Function):
     """The square, whose gradient is off under B in one of several ways."""
 
@@ -295,20 +305,7 @@ class WrongGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        x, size = ctx.saved_tensors
-        wrong = under_b()
-        if ctx.how == "nine per cent":
-            return g * x * (2.18 if wrong else 2.0), None
-        if ctx.how == "other tensor":
-            return 2 * g * (size if wrong else x), None
-        if ctx.how == "forgotten factor":
-            return (g * x if wrong else 2 * (g * x)), None
-        if ctx.how == "NumPy":
-            return torch.from_numpy(2 * g.numpy() * x.detach().numpy() * (1.05 if wrong else 1.0)), None
-        if ctx.how == "transposed":
-            y = 2 * g * x
-            return (y.flip(0) if wrong else y), None
-        return 2 * g * x * (0 if wrong and ctx.how == "zero" else 1), None
+        return GRADIENTS[ctx.how](g, *ctx.saved_tensors, under_b()), None
 
 
 def if_b(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -409,13 +406,12 @@ def forward_faults() -> Iterator[Fault]:
 
 def backward_faults() -> Iterator[Fault]:
     group = "backward code"
-    hows = ("nine per cent", "other tensor", "forgotten factor", "NumPy", "transposed", "zero")
     place = ("WrongGradient", "mul", "abs", "flip", "plant_faults.py")
 
     def wrong(network: str, how: str) -> Case:
         return Case(network, call=lambda model, x: WrongGradient.apply(model(x), how))
 
-    yield from over(group, {how: how for how in hows}, ("layers", "convolutions", "recurrence"), wrong, place)
+    yield from over(group, {how: how for how in GRADIENTS}, ("layers", "convolutions", "recurrence"), wrong, place)
     lost = {
         "a bias without gradient": if_b(lambda m: m[0].bias.requires_grad_(False)),
         "a weight without gradient": if_b(lambda m: m[0].weight.requires_grad_(False)),

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
-import sys
 import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +24,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import machine, markdown, show, table
+from measuring import made_by, markdown, show, table
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -71,11 +68,13 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(thread: str, pairs: Any, kind: str, operation: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the function to `CASES`; its docstring is the cause that was confirmed."""
+def case(
+    thread: str, pairs: Any, kind: str, operation: str = "", cases: list[Case] = CASES
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the function to the cases; its docstring is the cause that was confirmed."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        CASES.append(Case(function.__name__, thread, function.__doc__ or "", pairs, kind, operation, function))
+        cases.append(Case(function.__name__, thread, function.__doc__ or "", pairs, kind, operation, function))
         return function
 
     return add
@@ -665,7 +664,7 @@ def document(found: pd.DataFrame) -> str:
     made = (
         f"Of {len(done)} audits {done.right.sum()} begin with the line expected; {(missed.said == 'mismatch').sum()} "
         f"say *mismatch* where something else is right. {len(found) - len(done)} cases have no settings that this "
-        f"machine can run. Made by `{shlex.join(['python', *sys.argv])}` on {date.today()}: {machine(threads=False)}."
+        f"machine can run. {made_by()}"
     )
     rows = []
     for row in found.itertuples():
@@ -680,14 +679,19 @@ def document(found: pd.DataFrame) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def main(
-    only: Annotated[str, typer.Option(help="names of cases, or parts of names, separated by commas")] = "",
-    record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
-) -> None:
-    """Audit the cases and say how many first lines are as expected."""
-    found = run([one for one in CASES if any(part in one.name for part in only.split(","))])
-    show("Public questions", record, measured=document(found))
+def command(title: str, cases: list[Case]) -> None:
+    """The command line of a script with cases."""
+
+    def main(
+        only: Annotated[str, typer.Option(help="names of cases, or parts of names, separated by commas")] = "",
+        record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
+    ) -> None:
+        """Audit the cases and say how many first lines are as expected."""
+        found = run([one for one in cases if any(part in one.name for part in only.split(","))])
+        show(title, record, measured=document(found))
+
+    typer.run(main)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command("Public questions", CASES)

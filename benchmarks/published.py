@@ -18,13 +18,12 @@ import argparse
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import stock_chainer
 from measuring import run
 from threadpoolctl import threadpool_limits
@@ -36,12 +35,10 @@ from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
 from gpulab.store.identities import whole_numbers
 from gpulab.training.experiment import Experiment
-from gpulab.training.spec import protocol
 
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
 Arrays = dict[str, npt.NDArray[Any]]
-FOLDER = "GPULAB_CHAINER_PREDNET"  # the environment variable that names the authors' folder
 
 
 class Published:
@@ -220,98 +217,6 @@ def published(
     last = rows[-max(1, len(rows) // 5) :]
     means = {name: float(np.mean([row[name] for row in last])) for name in rows[0]}
     return {**means, "beats_repeating": means["loss"] < means["repeat_loss"]}
-
-
-# --- the first windows -----------------------------------------------------------------------------------
-
-
-class Cell(NamedTuple):
-    """A device and a way of handing over frames."""
-
-    kind: str
-    loader: str
-    round_trip: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.loader}" + ("" if self.round_trip else ", no round trip")
-
-
-USUAL = ((Cell("cpu", "copied"), Cell("cpu", "reused")),)
-
-
-def published_windows(
-    net: str | Path | None = None,
-    pairs: Iterable[tuple[Cell, Cell]] = USUAL,
-    count: int = 1,
-    seed: int = 0,
-    profile: str = "smoke",
-    speed: float = 1.0,
-) -> pd.DataFrame:
-    """The first windows of the authors' own network in Chainer, each cell trained by itself, cell against cell.
-
-    `net`, the authors' `net.py` or its folder, is else `$GPULAB_CHAINER_PREDNET`; of each pair the second is compared
-    with the first. The weights of the second and later windows have come apart already.
-
-    Returns:
-        A row for each pair and window: `same_losses` counts the forward losses with the same bits, of `losses`;
-        `loss_difference` is the largest relative one; `gradient_difference` the relative distance of the whole
-        gradient, `cosine` its direction, and `worst_array` the relative distance of the worst single array.
-
-    Raises:
-        GpulabError: Without Chainer, or CuPy where a GPU is asked for; the message says how to install it.
-    """
-    net = net or os.environ.get(FOLDER)
-    if not net:
-        raise UsageError(
-            f"the authors' net.py: give its folder, or set ${FOLDER} to PredNet in a clone of {stock_chainer.AUTHORS}"
-        )
-    usual = protocol("prednet", profile)
-    frames = load("walk", usual.frames, usual.size, speed=speed)
-    found = {
-        cell: first_windows(net, cell, frames, count, seed, tuple(usual.model["channels"]))
-        for cell in {*itertools.chain(*pairs)}
-    }
-    rows = []
-    for pair in pairs:
-        for number, (before, after) in enumerate(zip(*(found[cell] for cell in pair), strict=True)):
-            rows.append({"of": str(pair[1]), "against": str(pair[0]), "window": number, **compared(before, after)})
-    return pd.DataFrame(rows)
-
-
-def first_windows(
-    net: str | Path, cell: Cell, frames: Sequence, count: int, seed: int, channels: tuple[int, ...]
-) -> list[tuple[list[float], Arrays]]:
-    """The losses and the gradients of each window."""
-    callers = np.random.get_state()
-    trained = Published(net, cell.kind, seed, frames.size, channels, cell.loader, cell.round_trip)
-    np.random.set_state(callers)
-    found = []
-    for window, restart in itertools.islice(windows(frames), count):
-        if restart:
-            trained.restart(window[0])
-        gradients: Arrays = {}
-        losses = trained.window(window[1:] if restart else window, lambda: gradients.update(trained.gradients()))  # noqa: B023
-        found.append((losses, gradients))
-    return found
-
-
-def compared(before: tuple[list[float], Arrays], after: tuple[list[float], Arrays]) -> dict[str, float]:
-    losses, others = np.array(before[0]), np.array(after[0])
-    right, wrong = (
-        [array.ravel().astype(np.float64) for _, array in sorted(gradients.items())]
-        for gradients in (before[1], after[1])
-    )
-    of_each = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(right, wrong, strict=True) if a.any()]
-    whole, other = np.concatenate(right), np.concatenate(wrong)
-    lengths = np.linalg.norm(whole), np.linalg.norm(other)
-    return {
-        "same_losses": int((losses == others).sum()),
-        "losses": len(losses),
-        "loss_difference": float(np.abs(others / losses - 1).max()),
-        "gradient_difference": float(np.linalg.norm(other - whole) / lengths[0]),
-        "cosine": float(whole @ other / lengths[0] / lengths[1]),
-        "worst_array": float(max(of_each)),
-    }
 
 
 # --- the command -----------------------------------------------------------------------------------------

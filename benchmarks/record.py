@@ -9,10 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shlex
-import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -20,24 +16,19 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
-from measuring import command_line, keep, run
+from measuring import command_line, keep, run, this_command
 
-import companion
 import gpulab as gl
-from companion.learning import FILM, LOSSES_OF_A_FILM, RENDERED
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device.rooflines import roofline
 from gpulab.errors import UsageError, in_one_line
 from gpulab.passports import machine
-from gpulab.report import Progress
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.store import recorded
-from gpulab.store.runs import pack
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
 File = Annotated[Path, typer.Argument(help="JSON file, such as data/measured/KIND-my-gpu.json")]
-Workers = Annotated[int, typer.Option(help="runs at the same time")]
 
 
 @app.command("roofline")
@@ -46,74 +37,6 @@ def record_roofline(settings: Settings, file: File) -> None:
     frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
     print(frame[["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]].to_string())
     keep(file, settings[0].partition(":")[0], rows=frame.to_dict("records"))
-
-
-@app.command("films")
-def record_films(file: File) -> None:
-    """The losses that need no network, of each film of recorded runs.
-
-    Rendered and measured here, they are the same: this only saves the minutes that the films of 50,000 frames take.
-    """
-    runs = [gl.recorded_runs(), gl.recorded_runs("longer"), companion.title_runs(), gl.recorded_runs("films")]
-    runs += [companion.published_runs(), companion.atlas()]
-    rendered = [frame[frame.data.isin(RENDERED)] for frame in runs]
-    films = pd.concat(rendered)[[*FILM]].drop_duplicates().sort_values([*FILM])
-    rows = [
-        dict(zip(FILM, film, strict=True)) | {name: loss(*film) for name, loss in LOSSES_OF_A_FILM.items()}
-        for film in Progress([*films.itertuples(index=False, name=None)], unit="film")
-    ]
-    keep(file, "cpu", rows=rows)
-
-
-@app.command("published")
-def record_published(
-    net: Annotated[Path, typer.Argument(help="the authors' net.py, or its folder")], file: File, profile: str = "paper"
-) -> None:
-    """The first windows of the published network: a CPU's and a GPU's, frames handed over in each way.
-
-    What is compared was registered in data/README.md; the runs themselves are made by `published.py`.
-    """
-    from published import Cell, published_windows
-
-    copied, reused = Cell("cpu", "copied"), Cell("cpu", "reused")
-    on_gpu = {loader: Cell("cuda", loader) for loader in ("reused", "copied", "shared")}
-    pairs = [
-        (on_gpu["reused"], on_gpu["copied"]),  # as published on a GPU, against copies there
-        (copied, on_gpu["reused"]),  # alike on both
-        (reused, on_gpu["shared"]),
-        (copied, reused),  # the line, on a CPU and on a GPU
-        (on_gpu["reused"], on_gpu["shared"]),
-        (on_gpu["reused"], Cell("cuda", "reused", round_trip=False)),
-    ]
-    table = published_windows(net, pairs, count=3, seed=100, profile=profile, speed=2.0)
-    print(table.to_string())
-    keep(file, "cuda", rows=table.to_dict("list"))
-
-
-# --- dose and response -----------------------------------------------------------------------------------
-
-TRAINING = f"{os.path.relpath(Path(__file__).with_name('dose_training.py'))}:bias_and_loss"
-CELLS = [{"window": window, "speed": speed} for window, speed in itertools.product((2, 5, 10, 20), (1.0, 2.0, 4.0))]
-
-
-@app.command("dose")
-def record_dose(
-    setting: str,
-    output: Annotated[Path, typer.Option(help="such as data/studies/dose-my-gpu.parquet")],
-    store: Path = Path("runs/dose"),
-    size: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
-    seeds: int = 8,
-    workers: Workers = 1,
-) -> None:
-    """Whether the bias of a gradient predicts the loss, over lengths of window and speeds of motion.
-
-    A cell is a length and a speed. In each of the twelve a seed is trained twice: on copied frames, and on shared
-    memory. What is in the store is not made again, so it can be stopped and called again.
-    """
-    for seed in range(seeds):
-        common = {"store": store, "workers": workers, "options": {"size": size}, "variants": CELLS}
-        gl.Experiment(TRAINING, [setting], [seed], **common).run()
-        pack(store, output)
 
 
 # --- notebook 07 -----------------------------------------------------------------------------------------
@@ -197,16 +120,9 @@ def record_saddles(
     for net, profile, options in CURVATURE:
         wanted = not only or f"{net}:{profile}" in only.split(",")
         for seed, setting in itertools.product(range(seeds) if wanted else (), ALONG[kind]):
-            started = time.perf_counter()
             own = {"setting": setting, "seeds": [seed], "profile": profile, "store": output / "curvature"}
             frame = gl.saddles.curvature_along(net, **own, **options, command=this_command(), progress=False)
-            took = time.perf_counter() - started
-            last = frame.iloc[-1]
-            print(
-                f"{net} {profile} {setting} seed {seed}: {took:.1f} s, {last.status}, loss {last.loss:.4g}, "
-                f"index {last.index_fraction:.2e}, λ from {last.smallest:.3g} to {last.largest:.3g}",
-                flush=True,
-            )
+            print(frame.tail(1).to_string(), flush=True)
 
 
 def record_escapes(folder: Path, name: str, kind: str) -> None:
@@ -221,14 +137,9 @@ def record_escapes(folder: Path, name: str, kind: str) -> None:
     for title, (settings, options) in jobs.items():
         if (file := folder / f"{title}.parquet").is_file():
             continue
-        started = time.perf_counter()
         table = gl.saddles.escape_table(known_saddle(), settings, seeds=3, **options).table
         recorded.write_table(file, table, {"passport": dict(gl.passport()), "command": this_command()})
-        print(f"{title}: {len(table)} escapes in {time.perf_counter() - started:.0f} s", flush=True)
-
-
-def this_command() -> str:
-    return shlex.join(["python", *sys.argv])
+        print(f"{title}: {len(table)} escapes", flush=True)
 
 
 def known_saddle() -> gl.saddles.LinearAutoencoderSaddle:

@@ -17,7 +17,6 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
 from gpulab.training.spec import LAST_FIFTH, RunSpec
 
-# What of gpulab a training in another library depends on.
 PRECISIONS = (None, "float32", "float64")
 
 

@@ -10,31 +10,15 @@ line that made the tensor, or saved it, which ends in `# here`.
 from __future__ import annotations
 
 import collections
-import shlex
-import sys
-import time
-import warnings
-from collections.abc import Callable
-from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from measuring import machine, show, table
+from measuring import Program, guarded, show_guarded
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import gpulab as gl
-
-
-class Case(NamedTuple):
-    """A program, and what the guard should say of it."""
-
-    program: Callable[[], Any]
-    thread: str  # where the fault was told of, or what a right program resembles
-    cause: str  # expected: of a finding; empty where nothing is wrong
 
 
 class Camera:
@@ -268,20 +252,20 @@ def normalised_in_place() -> None:
 
 STALE, TOGETHER, BACKWARD = "stale", "together", "numpy"
 CASES = [
-    Case(replay_memory, "Kaixhin/Atari#11", STALE),
-    Case(before_and_after, "dm_control#34", STALE),
-    Case(rollout_stacked, "openai/baselines#418", TOGETHER),
-    Case(agents_of_one_array, "MultiAgentLearning/playground#234", TOGETHER),
-    Case(next_observation, "SuperSuit#116", STALE),
-    Case(states_kept_by_an_agent, "tensorforce#115", TOGETHER),
-    Case(learner_behind, "Motphys/UniLab#799", STALE),
-    Case(loader_with_one_buffer, "DALI#5617", STALE),
-    Case(memory_bank, "ffcv#37", STALE),
-    Case(published_loop, "eijwat/prednet_in_chainer_py3", BACKWARD),
-    Case(slot_reused, "ggml#1501", BACKWARD),
-    Case(written_after_from_numpy, "pytorch#6597", BACKWARD),
+    Program(replay_memory, "Kaixhin/Atari#11", STALE),
+    Program(before_and_after, "dm_control#34", STALE),
+    Program(rollout_stacked, "openai/baselines#418", TOGETHER),
+    Program(agents_of_one_array, "MultiAgentLearning/playground#234", TOGETHER),
+    Program(next_observation, "SuperSuit#116", STALE),
+    Program(states_kept_by_an_agent, "tensorforce#115", TOGETHER),
+    Program(learner_behind, "Motphys/UniLab#799", STALE),
+    Program(loader_with_one_buffer, "DALI#5617", STALE),
+    Program(memory_bank, "ffcv#37", STALE),
+    Program(published_loop, "eijwat/prednet_in_chainer_py3", BACKWARD),
+    Program(slot_reused, "ggml#1501", BACKWARD),
+    Program(written_after_from_numpy, "pytorch#6597", BACKWARD),
     *(
-        Case(program, "", "")
+        Program(program, "", "")
         for program in (
             *(replay_of_copies, replay_in_one_tensor, difference_at_once, rollout_by_numpy, rows_of_one_array),
             *(step_by_step, staging_buffer, double_buffer, data_loader, written_by_torch, same_tensor_twice),
@@ -291,45 +275,15 @@ CASES = [
 ]
 
 
-def tried(case: Case) -> dict[str, Any]:
-    """What the guard says of a program, and how long that takes."""
+def tried(case: Program) -> dict[str, Any]:
+    """What the guard says of a program that has run without it."""
     case.program()
-    begin = time.perf_counter()
-    case.program()
-    plain = time.perf_counter() - begin
-    begin = time.perf_counter()
-    with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
-        case.program()
-    guarded = time.perf_counter() - begin
-    causes = {finding.cause for finding in report.findings}
-    return {
-        "program": case.program.__name__,
-        "thread": case.thread,
-        "expected": case.cause or "nothing",
-        "said": ", ".join(sorted(causes)) or "nothing",
-        "caught": case.cause in causes if case.cause else not causes,
-        "placed": any(finding.line.text.endswith("# here") for finding in report.findings) if case.cause else None,
-        "times": guarded / plain,
-    }
+    return guarded(case)
 
 
 def main(record: Annotated[Path | None, typer.Option(help="write the table onto this page")] = None) -> None:
     """Try all the programs."""
-    rows = [tried(case) for case in CASES]
-    wrong, right = ([row for row in rows if (row["placed"] is not None) is fault] for fault in (True, False))
-    counts = (
-        f"Of {len(wrong)} faults {sum(row['caught'] for row in wrong)} are caught and "
-        f"{sum(row['placed'] for row in wrong)} placed; of {len(right)} right programs "
-        f"{sum(not row['caught'] for row in right)} give a false alarm. "
-        f"Made by `{shlex.join(['python', *sys.argv])}` on {date.today()}: {machine(threads=False)}."
-    )
-    marks = {True: "yes", False: "**no**", None: ""}
-    cells = [
-        [row["program"], row["thread"], row["expected"], row["said"], marks[row["caught"]], marks[row["placed"]]]
-        for row in rows
-    ]
-    text = f"{counts}\n\n{table('program|thread|expected|said|as expected|placed', cells)}"
-    show("Shared memory, retold", record, measured=text)
+    show_guarded("Shared memory, retold", record, [tried(case) for case in CASES])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""How fast training is: both networks beside other ways of training them, and several on one GPU.
+"""How fast training is: both networks beside other ways of training them, step by step and end to end.
 
 python benchmarks/training_speed.py race prednet cpu:threads=2 --leido pytorch-prednet --authors prednet_in_pytorch
 python benchmarks/training_speed.py race autoencoder cuda:tf32=off --record data/measured/autoencoder-my-gpu.json
 python benchmarks/training_speed.py race prednet --write benchmarks/prednet.md    # from all that is recorded
-python benchmarks/training_speed.py networks cuda:tf32=on --size quick
 python benchmarks/training_speed.py end-to-end cuda:tf32=on --record data/measured/end_to_end-my-gpu.json
 python benchmarks/training_speed.py end-to-end --write benchmarks/prednet.md    # from all that is recorded
 """
@@ -23,7 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from measuring import Step, command_line, keep, machine, race, run, seconds, show, table
+from measuring import Step, command_line, keep, race, run, seconds, show, table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -322,36 +321,6 @@ def measure_end_to_end(
         keep(record, setting.kind, rows=rows)  # so far, if it is cut off
     if write:
         show("Training: prednet", write, end_to_end=end_to_end_table(recorded.read_measured("end_to_end")))
-
-
-# --- several networks on one GPU -------------------------------------------------------------------------
-
-
-@app.command()
-def networks(
-    settings: Settings,
-    net: Annotated[str, typer.Option(help="prednet or autoencoder")] = "prednet",
-    size: Annotated[str, typer.Option(help="a profile, such as quick or paper")] = "quick",
-    counts: Annotated[list[int], typer.Option(help="of networks; several times")] = (1, 8, 16),
-    write: Write = None,
-) -> None:
-    """Frames per second in sum of one, eight and sixteen networks that train at once on one GPU.
-
-    Each is a run of an experiment, from its first window to its last; data, captures and checkpoints are in the time.
-    """
-    rows = []
-    for setting in settings:
-        gl.train(net, setting=setting, profile="smoke", progress=False)  # so that CUDA has begun
-        for count in counts:
-            with tempfile.TemporaryDirectory() as store:
-                begin = time.perf_counter()
-                experiment = gl.Experiment(net, [setting], count, profile=size, workers=count, store=store)
-                runs = experiment.run(progress=False)
-                taken = time.perf_counter() - begin
-            rows.append([net, size, setting, count, f"{runs.frames.sum() / taken:,.0f}"])
-            print(*rows[-1], flush=True)
-    text = f"{table('net|profile|setting|networks|frames/s in sum', rows)}\n\n{machine(threads=False)}"
-    show("Several networks on one GPU", write, measured=text)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
 """The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and so do the README and docs/."""
 
 import ast
-import contextlib
-import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import sysconfig
 import tomllib
-import venv
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from typer.main import get_command
+
+from companion.__main__ import app as notebooks
+from gpulab import files
+from gpulab.cli import app
+from gpulab.settings import OPTIONS
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -37,15 +34,6 @@ CONDA_NAMES = {
     "xxhash": "python-xxhash",
 }
 
-# Modules whose distribution has another name.
-DISTRIBUTIONS = {
-    "xdist": "pytest-xdist",
-    "PIL": "pillow",
-    "cpuinfo": "py-cpuinfo",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
-}
-
 
 def script(name):
     """A script of docs/, as a module."""
@@ -53,63 +41,6 @@ def script(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def imported(source, filename):
-    """The top-level names that a piece of Python imports, wherever in it."""
-    names = set()
-    for node in ast.walk(ast.parse(source, filename)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
-
-
-def third_party(folder):
-    """{distribution: a file that imports it} for the Python files of a folder."""
-    found = {}
-    files = sorted((ROOT / folder).rglob("*.py"))
-    assert files, folder
-    own = {"gpulab", "companion", *(name for file in files for name in (file.stem, file.parent.name))}
-    for file in files:
-        for name in imported(file.read_text(encoding="utf-8"), str(file)) - own - sys.stdlib_module_names:
-            found[canonicalize_name(DISTRIBUTIONS.get(name, name))] = str(file.relative_to(ROOT))
-    return found
-
-
-def names(requirements):
-    return {canonicalize_name(requirement.name) for requirement in requirements}
-
-
-@pytest.mark.parametrize("folder", ["gpulab", "notebooks", "tests", "benchmarks", "docs"])
-def test_python_files_import_only_what_pyproject_lists(folder):
-    extras = {
-        name: texts for name, texts in PROJECT["optional-dependencies"].items() if folder != "gpulab" or name != "dev"
-    }
-    listed = [Requirement(text) for texts in extras.values() for text in texts]
-    assert third_party(folder).keys() - names(RUNTIME) - names(listed) == set()
-
-
-def installed(requirements):
-    """The distributions installed here that these requirements bring, with all that those bring in their turn."""
-    waiting, seen, names_of_all = [*requirements], set(), set()
-    while waiting:
-        requirement = waiting.pop()
-        name = canonicalize_name(requirement.name)
-        if (name, frozenset(requirement.extras)) in seen:
-            continue
-        seen.add((name, frozenset(requirement.extras)))
-        try:
-            below = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue  # a tool that is not installed here
-        names_of_all.add(name)
-        for text in map(Requirement, below):
-            extras = ("", *requirement.extras)
-            if text.marker is None or any(text.marker.evaluate({"extra": extra}) for extra in extras):
-                waiting.append(text)
-    return names_of_all
 
 
 @pytest.mark.parametrize(("file", "torch"), [("environment.yml", "pytorch"), ("binder/environment.yml", "pytorch-cpu")])
@@ -125,26 +56,18 @@ def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
 
 
 def test_pages_name_only_commands_that_exist():
-    from typer.main import get_command
-
-    from companion.__main__ import app as notebooks
-    from gpulab.cli import app
-
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_PAGES, re.M)) <= targets
-    commands = get_command(app).commands
-    used = re.findall(r"(?:^\$ |(?<!^\| )`|\\)gpulab ([a-z]+)([^`\n]*)", ALL_PAGES, re.M)
-    assert {name for name, _ in used} == commands.keys()
-    for name, arguments in used:
-        options = {option for parameter in commands[name].params for option in parameter.opts}
-        assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, f"gpulab {name}{arguments}"
     beside = get_command(notebooks)
-    used = re.findall(r"python -m companion((?: [a-z]+)?)([^`\n]*)", ALL_PAGES)
-    assert {name.strip() for name, _ in used} == {"", *beside.commands}
-    for name, arguments in used:
-        command = beside.commands[name.strip()] if name else beside
-        options = {option for parameter in command.params for option in parameter.opts}
-        assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, f"companion{name}{arguments}"
+    for commands, used in (
+        (get_command(app).commands, r"(?:^\$ |(?<!^\| )`|\\)gpulab( [a-z]+)([^`\n]*)"),
+        ({"": beside, **beside.commands}, r"python -m companion((?: [a-z]+)?)([^`\n]*)"),
+    ):
+        found = [(name.strip(), arguments) for name, arguments in re.findall(used, ALL_PAGES, re.M)]
+        assert {name for name, _ in found} == commands.keys()
+        for name, arguments in found:
+            options = {option for parameter in commands[name].params for option in parameter.opts}
+            assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, name + arguments
 
 
 def test_the_tables_of_commands_are_those_of_the_commands():
@@ -260,8 +183,6 @@ def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
 
 
 def test_every_option_of_a_setting_is_listed():
-    from gpulab.settings import OPTIONS
-
     table = dict(re.findall(r"^\| `(\w+)=[^|]*\| ([a-z, ]+) \|", DOCS["settings.md"], re.M))
     assert {name: tuple(devices.split(", ")) for name, devices in table.items()} == {
         name: option.devices for name, option in OPTIONS.items()
@@ -281,80 +202,7 @@ def test_recorded_data_goes_into_the_wheel():
     assert {source.split("/")[1] for source in included if source.startswith("data/")} == read
 
 
-OUTSIDE = """
-import importlib.util
-from pathlib import Path
-import numpy as np
-import pandas as pd
-import torch
-import gpulab as gl
-
-for absent in {absent!r}:
-    assert importlib.util.find_spec(absent) is None, absent
-assert Path(gl.__file__).is_relative_to({environment!r}), gl.__file__
-print(gl.__version__, len(gl.recorded_runs()))
-buffer = np.ones(3, np.float32)
-weight = torch.ones(3, requires_grad=True)
-try:
-    with gl.guard():
-        loss = (torch.from_numpy(buffer) * weight).sum()
-        buffer[:] = 2
-        loss.backward()
-except gl.OverwrittenError:
-    print("guarded")
-net, batch = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)), torch.ones(5, 4)
-step = gl.Step(net, (batch, torch.ones(5, 1)), torch.nn.functional.mse_loss)
-gl.audit(step, "cpu", "cpu:emulate=bfloat16", progress=False)
-rows = [(setting, seed, seed + (setting == "cuda")) for setting in ("cpu", "cuda") for seed in range(8)]
-gl.verdict(pd.DataFrame(rows, columns=["setting", "seed", "final_loss"]))
-gl.hessian(net, lambda: net(batch).square().mean()) @ torch.ones(19)
-for drawn in (lambda: gl.plots.losses, lambda: gl.load("digits")):
-    try:
-        drawn()
-    except gl.GpulabError as error:
-        print(error)
-"""
-
-
-@pytest.mark.slow("builds a wheel, and links all of torch into an environment of its own")
-def test_a_wheel_needs_neither_a_clone_nor_jupyter_nor_matplotlib(tmp_path):
-    """Built as a release would be, in an environment that has what `pip install gpulab` brings, and nothing else."""
-    import gpulab as gl
-
-    source, environment, elsewhere = (tmp_path / name for name in ("source", "environment", "elsewhere"))
-    for name in ("gpulab", "benchmarks", "data", "pyproject.toml", "README.md", "LICENSE"):
-        copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        (source / name).parent.mkdir(exist_ok=True)
-        copied(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    builder = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []  # else pip fetches it
-    subprocess.run([*pip, "wheel", "--no-deps", *builder, "--wheel-dir", str(tmp_path), str(source)], check=True)
-    (wheel,) = tmp_path.glob(f"gpulab-{gl.__version__}-*.whl")
-    assert wheel.stat().st_size < 10_000_000
-    venv.create(environment)
-    library = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
-    subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--target", str(library), str(wheel)], check=True)
-    for name in installed(RUNTIME):
-        distribution = importlib.metadata.distribution(name)
-        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
-            with contextlib.suppress(FileExistsError):  # a folder that several distributions share
-                (library / top).symlink_to(distribution.locate_file(top))
-    elsewhere.mkdir()
-    absent = ["IPython", "ipywidgets", "jupyterlab", "matplotlib", "seaborn", "PIL", "torchvision", "sklearn", "av"]
-    python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    code = OUTSIDE.format(absent=absent, environment=str(environment))
-    done = subprocess.run([python, "-c", code], cwd=elsewhere, env=clean, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    install = "is not installed: pip install 'gpulab[notebooks]'"
-    numbers, *rest = done.stdout.splitlines()
-    assert numbers == f"{gl.__version__} {len(gl.recorded_runs())}"
-    assert rest == ["guarded", f"seaborn {install}", f"PIL {install}"]
-
-
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
-    from gpulab import files
-
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.M))
     read = set(re.findall(r"\b(?:data|benchmarks)/[\w./-]+", commands))

@@ -4,8 +4,9 @@ The loop that the paper's authors published (`main.py` of github.com/eijwat/pred
 buffer per frame and wraps it for the device. Where wrapping does not copy, the gradient of every step is taken against
 the window's last frame. Their experiment was run in its own code, one thing changed at a time: what is compared, on
 which seeds and films, and by which tests, was planned in `data/README.md` before the runs. For dose and response,
-`benchmarks/record.py dose` trained in cells, a length of window and a speed of motion each, every seed once on copied
-and once on overwritten frames. A cell is what is counted: its seeds see one film, and are shared by all cells.
+`benchmarks/record.py dose` (commit 6aece191) trained in cells, a length of window and a speed of motion each, every
+seed once on copied and once on overwritten frames. A cell is what is counted: its seeds see one film, and are shared
+by all cells.
 """
 
 from __future__ import annotations

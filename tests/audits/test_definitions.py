@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_steps import compared, drawn
+from plant_faults import drawn
+from small_steps import compared
 
 from gpulab.audits.rounding import Accuracy
 

@@ -1,9 +1,12 @@
 """NaN and infinity are told first, with the operation that made them; and what the first line says of the rest."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import A, B, FaultyKernels, audited, drawn, seeded, under_b
+from plant_faults import Kernels, drawn, under_b
+from small_steps import A, B, audited, seeded
 from torch import nn
 
 import gpulab as gl
@@ -41,19 +44,18 @@ def test_audit_tells_nan_of_a_masked_sentence_before_tf32(b):
     assert "mismatch" not in {finding.kind for finding in report.findings}
 
 
-def test_audit_tells_nan_of_gradients_behind_a_finite_loss():
+class Picked(nn.Linear):
     """The loss does not see the sentence; its gradient is NaN times nothing, in float64 as well."""
 
-    class Picked(nn.Linear):
-        def forward(self, words, hidden):
-            weights = words.sum(-1).masked_fill(hidden, -torch.inf).softmax(-1)
-            return (weights[:, None] @ super().forward(words))[:2]
+    def forward(self, words, hidden):
+        weights = words.sum(-1).masked_fill(hidden, -torch.inf).softmax(-1)
+        return (weights[:, None] @ super().forward(words))[:2]
 
-    step = gl.Step(seeded(lambda: Picked(16, 16)), masked_step(2).batch)
-    first = audited(step).findings[0]
+
+def test_audit_tells_nan_of_gradients_behind_a_finite_loss():
+    first = audited(gl.Step(seeded(lambda: Picked(16, 16)), masked_step(2).batch)).findings[0]
     assert (first.kind, first.operation) == ("not finite", "_softmax")
-    assert "it reaches gradient of" in first.detail
-    assert first.detail.endswith("; so it is in float64")
+    assert re.search("it reaches gradient of .*; so it is in float64$", first.detail)
 
 
 def test_audit_takes_masks_of_infinity_that_softmax_removes():
@@ -65,12 +67,14 @@ def test_audit_takes_masks_of_infinity_that_softmax_removes():
 def test_audit_tells_an_infinite_ctc_loss_by_its_forward_operation():
     """Six steps of time hold no nine letters."""
 
-    def loss(scores, letters):
+    def step(setting):
+        scores = drawn(6, 2, 5).to(setting.dtype).requires_grad_()
         lengths = torch.tensor([6, 6]), torch.tensor([9, 9])
-        return F.ctc_loss(scores.log_softmax(-1), letters, *lengths, reduction="sum")
+        loss = F.ctc_loss(scores.log_softmax(-1), torch.ones(2, 9, dtype=torch.long), *lengths, reduction="sum")
+        loss.backward()
+        return loss
 
-    letters = torch.randint(1, 5, (2, 9), generator=torch.Generator().manual_seed(0))
-    first = audited(gl.Step(seeded(lambda: nn.Linear(8, 5)), (drawn(6, 2, 8), letters), loss)).findings[0]
+    first = audited(step).findings[0]
     assert (first.kind, first.operation, first.phase) == ("not finite", "_ctc_loss", "forward")
     assert "makes infinity of numbers; it reaches the loss" in first.detail
 
@@ -79,11 +83,6 @@ def test_audit_tells_nan_in_the_data():
     first = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), torch.full((3, 4), torch.nan))).findings[0]
     assert (first.kind, first.operation) == ("not finite", "addmm")
     assert "is given NaN, which no operation of the step made: it is in the data or the weights" in first.detail
-
-
-def test_audit_tells_the_mean_of_an_empty_batch():
-    first = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), torch.empty(0, 4))).findings[0]
-    assert (first.kind, first.operation) == ("not finite", "mean")
 
 
 def test_audit_says_where_float64_stays_finite():
@@ -114,11 +113,6 @@ def test_audit_says_identical_where_all_bits_are_the_same():
     assert "identical to the last bit" in str(report).partition("\n")[0]
 
 
-def test_audit_says_which_loss_it_took_of_a_step_without_one():
-    report = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), drawn(3, 4)))
-    assert "The loss was the mean square of the output." in str(report).partition("\n")[0]
-
-
 def test_audit_says_last_what_both_settings_share():
     def step():
         x = drawn(8, 3).to(torch.bfloat16).requires_grad_()
@@ -138,50 +132,21 @@ def test_audit_says_that_no_gradient_was_compared():
 # --- what does not reach the loss -------------------------------------------------------------------------
 
 
-def mirrored(operation, *args, **kwargs):
+def mirrored(*call):
     """The vectors with other signs, which fit the definition as well."""
-    u, values, vh = operation(*args, **kwargs)
+    u, values, vh = call[-1]
     return -u, values, -vh
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_audit_takes_singular_values_whose_vectors_differ_in_sign(alone):
+@pytest.mark.parametrize(("alone", "kind"), [(True, "rounding"), (False, "another valid answer")])
+def test_audit_takes_singular_values_whose_vectors_differ_in_sign(alone, kind):
     def step(setting):
-        x = drawn(8, 5).to(setting.dtype).requires_grad_()
-        u, values, vh = torch.linalg.svd(x, full_matrices=False)
+        u, values, vh = torch.linalg.svd(drawn(8, 5).to(setting.dtype).requires_grad_(), full_matrices=False)
         loss = values.square().mean() if alone else (u[:5] * vh).sum() + u.sum()
         loss.backward()
         return loss
 
-    with FaultyKernels(_linalg_svd=mirrored):
+    with Kernels("_linalg_svd", mirrored, always=False):
         report = audited(step)
-    assert report.kind == ("rounding" if alone else "another valid answer")
-    assert "another valid answer" in {finding.kind for finding in report.findings}
-
-
-def test_audit_names_vectors_whose_signs_make_nan_under_one_setting():
-    sign = torch.linalg.svd(drawn(8, 5), full_matrices=False)[0][0, 0].sign().item()
-
-    def step(setting):
-        u = torch.linalg.svd(drawn(8, 5).to(setting.dtype), full_matrices=False)[0]
-        return (sign * u[0, 0]).sqrt()
-
-    with FaultyKernels(_linalg_svd=mirrored):
-        report = audited(step)
-    assert report.kind == "another valid answer"
-
-
-def rougher(operation, x, *args):
-    """A kernel whose means are off by half a unit in the last place of 10,000: the result of a row is shifted."""
-    result, mean, reciprocal = operation(x, *args)
-    shifts = torch.where(torch.arange(len(x)) % 2 == 0, 6e-4, -6e-4)
-    return result + shifts[:, None], mean, reciprocal
-
-
-@pytest.mark.parametrize(("offset", "kind"), [(0.0, "mismatch"), (1e4, "rounding")])
-def test_audit_takes_layer_norm_of_large_numbers(offset, kind):
-    """What is a fault of numbers near zero is lost in float32 beside a mean of ten thousand deviations."""
-    net = seeded(lambda: nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 4)))
-    with FaultyKernels(native_layer_norm=rougher):
-        report = audited(gl.Step(net, drawn(16, 512) + offset))
     assert report.kind == kind
+    assert "another valid answer" in {finding.kind for finding in report.findings}

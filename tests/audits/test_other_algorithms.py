@@ -4,13 +4,13 @@ The algorithms are written down here in float32: a CPU has few of them.
 """
 
 import itertools
-import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import compared, drawn, ratio
+from plant_faults import drawn
+from small_steps import compared, ratio
 
 aten = torch.ops.aten
 
@@ -56,16 +56,14 @@ def in_blocks(x, size=512):
 
 ORDERS = {
     "in turn": lambda x: in_turn(x)[-1],
-    "backwards": lambda x: in_turn(x.flip(0))[-1],
     "at random": lambda x: in_turn(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(3))])[-1],
-    "largest first": lambda x: in_turn(x.sort(descending=True).values)[-1],
     "in blocks": lambda x: in_blocks(x)[-1],
 }
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_sum_or_mean_in_any_order_is_right(numbers, order):
+def test_sums_and_means_in_any_order_are_right(numbers, order):
     """But for 50,000 numbers that are next to equal and that no library adds up in turn: they would round alike."""
     x = NUMBERS[numbers](5000 if numbers in ("far from zero", "all equal") else 50_000)
     total = ORDERS[order](x)
@@ -73,38 +71,32 @@ def test_a_sum_or_mean_in_any_order_is_right(numbers, order):
     assert measured(aten.mean.default, (x,), total / len(x)) < 1
 
 
-@pytest.mark.parametrize(
-    ("numbers", "scan"), [(n, in_blocks) for n in NUMBERS] + [(n, in_turn) for n in NUMBERS if n != "all equal"]
-)
-def test_running_sums_in_float32_are_right(numbers, scan):
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_running_sums_in_blocks_are_right(numbers):
     x = NUMBERS[numbers](50_000)
-    assert measured(aten.cumsum.default, (x, 0), scan(x)) < 1
-    wrong = scan(x)
-    wrong[513:] += 0.02 * float(wrong.norm()) / math.sqrt(len(x))
-    assert measured(aten.cumsum.default, (x, 0), wrong) > 1 or numbers != "of one sign"
+    assert measured(aten.cumsum.default, (x, 0), in_blocks(x)) < 1
+
+
+def test_running_sums_in_turn_are_right_and_wrong_ones_are_not():
+    x = NUMBERS["of one sign"](50_000)
+    right = in_turn(x)
+    wrong = torch.where(torch.arange(len(x)) < 513, right, right + 0.02 * right.square().mean().sqrt())
+    tells(aten.cumsum.default, (x, 0), right, wrong)
 
 
 @pytest.mark.parametrize("numbers", ["normal", "of one sign", "far from zero", "all equal"])
-@pytest.mark.parametrize("places", ["evenly", "one alone", "most in one"])
+@pytest.mark.parametrize("places", [torch.arange(20_000) % 50, (torch.arange(20_000) % 500 - 450).clamp_min(0)])
 def test_sums_by_index_in_any_order_are_right(numbers, places):
-    count = 20_000
-    index = {
-        "evenly": torch.arange(count) % 50,
-        "one alone": torch.full((count,), 7),
-        "most in one": (torch.arange(count) % 500 - 450).clamp_min(0),
-    }[places]
-    x = NUMBERS[numbers](count)
-    sums = torch.zeros(50)
-    np.add.at(sums.numpy(), index.numpy(), x.numpy())
-    nothing = torch.zeros(50)
-    calls = [
-        (aten.index_add.default, (nothing, 0, index, x), sums),
-        (aten.scatter_add.default, (nothing, 0, index, x), sums),
-        (aten.index_put.default, (nothing, [index], x, True), sums),
-        (aten.embedding_dense_backward.default, (x[:, None], index, 50, -1, False), sums[:, None]),
-    ]
-    for operation, args, right in calls:
-        tells(operation, args, right, 1.01 * right)
+    x, nothing, sums = NUMBERS[numbers](len(places)), torch.zeros(50), torch.zeros(50)
+    np.add.at(sums.numpy(), places.numpy(), x.numpy())
+    for operation, args in [
+        (aten.index_add.default, (nothing, 0, places, x)),
+        (aten.scatter_add.default, (nothing, 0, places, x)),
+        (aten.index_put.default, (nothing, [places], x, True)),
+    ]:
+        tells(operation, args, sums, 1.01 * sums)
+    gradient = (x[:, None], places, 50, -1, False)
+    tells(aten.embedding_dense_backward.default, gradient, sums[:, None], 1.01 * sums[:, None])
 
 
 # --- means and variances -----------------------------------------------------------------------------------------
@@ -127,12 +119,6 @@ def test_normalisations_in_one_pass_are_right(offset, count):
     assert measured(aten.native_batch_norm.default, args, (batch, mean[0], reciprocal[0])) < 1
     layer = normalised_in_one_pass(x, (1, 2))
     assert measured(aten.native_layer_norm.default, (x, [6, 8], *none, 1e-5), layer) < 1
-    group, mean, reciprocal = normalised_in_one_pass(x.view(count, 3, 16), (2,))
-    result = group.view(x.shape), mean[..., 0], reciprocal[..., 0]
-    assert measured(aten.native_group_norm.default, (x, *none, count, 6, 8, 3, 1e-5), result) < 1
-
-
-# --- products ------------------------------------------------------------------------------------------------------
 
 
 # --- one right result and wrong ones -------------------------------------------------------------------------------
@@ -164,21 +150,6 @@ def algorithms():
     wrong = (without_mean, of_weight, of_bias), (of_x, 1.01 * of_weight, of_bias)
     yield aten.native_batch_norm_backward.default, args, (of_x, of_weight, of_bias), *wrong
 
-    for inner in (1, 10, 1000):  # complex products of three real ones
-        a, b = (torch.complex(drawn(20, inner, seed=s), drawn(20, inner, seed=s + 1)) for s in (0, 2))
-        b = b.mT.contiguous()
-        first, second = a.real @ b.real, a.imag @ b.imag
-        both = (a.real + a.imag) @ (b.real + b.imag)
-        made = torch.complex(first - second, both - first - second)
-        yield aten.mm.default, (a, b), made, 1.001 * made, made.conj().resolve_conj()
-
-    for transform, x in (
-        (aten._fft_r2c.default, drawn(8, 300)),
-        (aten._fft_c2c.default, torch.complex(*drawn(2, 8, 300))),
-    ):
-        made = transform(x, [1], 0, True)
-        yield transform, (x, [1], 0, True), made, 1.0001 * made
-
     x, y = drawn(6, 5000), drawn(7, 5000, seed=1)
     distances = in_turn((x[:, None] - y).square().permute(2, 0, 1))[-1].sqrt()
     yield aten._cdist_forward.default, (x, y, 2.0, 2), distances, 1.001 * distances
@@ -193,5 +164,5 @@ def algorithms():
 
 
 @pytest.mark.parametrize("call", list(algorithms()), ids=lambda call: str(call[0]))
-def test_another_algorithm_is_right_and_what_is_a_little_off_is_not(call):
+def test_other_algorithms_are_right_and_what_is_a_little_off_is_not(call):
     tells(*call)

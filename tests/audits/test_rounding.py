@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import compared, drawn, ratio
+from plant_faults import drawn
+from small_steps import compared, ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -50,7 +51,7 @@ def watched(function, *tensors, fault=lambda tensor: tensor):
 # --- closed forms -----------------------------------------------------------------------------------------
 
 
-def test_the_error_and_the_bound_of_a_product_are_what_one_computes_by_hand():
+def test_error_and_bound_of_a_product_are_those_computed_by_hand():
     a, b = drawn(5, 30), drawn(30, 7, seed=1)
     made = a @ b
     seen = compared(aten.mm.default, (a, b), made)
@@ -74,12 +75,9 @@ def inner_products():
     turned = drawn(6, 4, 3, seed=3)
     yield aten.convolution.default, (x, turned, None, [1], [0], [1], True, [0], 2), [9]
     yield aten.addmm.default, (drawn(7), drawn(4, 5), drawn(5, 7)), [5]
-    yield aten.baddbmm.default, (drawn(3, 4, 7), drawn(3, 4, 5), drawn(3, 5, 7)), [5]
     yield aten.bmm.default, (drawn(3, 4, 5), drawn(3, 5, 7)), [5]
-    yield aten.mv.default, (drawn(4, 5), drawn(5)), [5]
     yield aten.dot.default, (drawn(50), drawn(50, seed=1)), [50]
     yield aten.addmv.default, (drawn(4), drawn(4, 5), drawn(5)), [5]
-    yield aten.vdot.default, (drawn(50), drawn(50, seed=1)), [50]
     yield aten.addbmm.default, (drawn(4, 7), drawn(3, 4, 5), drawn(3, 5, 7)), [15]
 
 
@@ -89,7 +87,7 @@ def in_double(operation, args, change):
 
 
 @pytest.mark.parametrize(("operation", "args", "inner"), list(inner_products()), ids=lambda value: str(value)[:24])
-def test_every_product_is_bounded_by_the_number_of_its_terms(operation, args, inner):
+def test_products_are_bounded_by_the_number_of_their_terms(operation, args, inner):
     made = operation(*args)
     seen = compared(operation, args, made)
     assert 0 <= ratio(seen) < 1
@@ -112,7 +110,6 @@ RIGHT = {
     "a mean off zero": lambda x: (x + 1000).mean(0),
     "norm": lambda x: torch.linalg.vector_norm(x),
     "cumsum": lambda x: x.cumsum(0),
-    "logsumexp": lambda x: x.logsumexp(0),
     "softmax": lambda x: x.softmax(1),
     "softmax of a masked row": lambda x: x.masked_fill(x > 1, -math.inf).softmax(1),
     "log_softmax": lambda x: (30 * x).log_softmax(1),
@@ -131,7 +128,6 @@ RIGHT = {
     "index_add": lambda x: torch.zeros(3, 12).index_add(0, torch.arange(len(x)) % 3, x),
     "LSTM cell": lambda x: torch.nn.LSTMCell(12, 5)(x)[0],
     "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3),
-    "a layer": lambda x: F.linear(x, x).tanh(),
     "a product that cancels": lambda x: torch.addmm(-(x @ x.T).detach(), x, x.T),
     "conv1d": lambda x: F.conv1d(x[None], drawn(4, len(x) // 2, 3), groups=2, stride=2, dilation=2),
     "conv3d": lambda x: F.conv3d(x.view(1, 1, 4, -1, 12), drawn(2, 1, 3, 3, 3)),
@@ -143,7 +139,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30], ids=str)
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_stays_within_what_rounding_explains(name, scale):
+def test_right_results_stay_within_what_rounding_explains(name, scale):
     if scale != 1 and name in ("norm", "complex numbers", "layer norm"):
         pytest.skip("its squares are too small for float32: the error is one of range")
     torch.manual_seed(0)
@@ -154,8 +150,8 @@ def test_what_is_right_stays_within_what_rounding_explains(name, scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["softmax", "layer norm", "gelu", "a mean off zero", "max pooling", "a layer"])
-def test_other_precisions_have_a_roundoff_of_their_own(name, dtype):
+@pytest.mark.parametrize("name", ["softmax", "layer norm", "gelu", "a mean off zero", "max pooling"])
+def test_right_results_in_other_precisions_stay_within_their_roundoff(name, dtype):
     seen = [e for _, e in watched(RIGHT[name], drawn(24, 12).to(dtype)) if e.error is not None]
     assert seen
     assert [e for e in seen if not ratio(e) <= 1] == []
@@ -167,44 +163,23 @@ def test_other_precisions_have_a_roundoff_of_their_own(name, dtype):
 
 # --- wrong kernels --------------------------------------------------------------------------------------------
 
-# The relative error, of every number at random, that is surely noticed, and in which operations.
-ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-CAUGHT = {
-    "exp": (1e-05, "exp"),
-    "gelu": (1e-05, "gelu gelu_backward"),
-    "softmax": (1e-05, "_softmax _softmax_backward_data"),
-    "layer norm": (0.0001, "native_layer_norm native_layer_norm_backward"),
-    "batch norm": (0.0001, "native_batch_norm native_batch_norm_backward"),
-    "cross entropy": (0.0001, "_log_softmax nll_loss_forward _log_softmax_backward_data"),
-    "norm": (0.0001, "linalg_vector_norm"),
-    "average pooling": (1e-05, "avg_pool2d avg_pool2d_backward"),
-    "max pooling": (1e-05, "max_pool2d_with_indices max_pool2d_with_indices_backward"),
-    "nearest": (1e-05, "upsample_nearest2d upsample_nearest2d_backward"),
-    "bilinear": (0.001, "upsample_bilinear2d upsample_bilinear2d_backward"),
-    "embedding": (1e-05, "embedding"),
-    "embedding of few words": (0.0001, "embedding_dense_backward"),
-    "index_add": (0.0001, "index_add"),
-    "cumsum": (0.0001, "cumsum"),
-    "LSTM cell": (0.001, "addmm"),
-    "attention": (0.0001, f"{ATTENTION} {ATTENTION}_backward"),
-    "conv1d": (0.0001, "convolution convolution_backward"),
-    "conv3d": (0.0001, "convolution convolution_backward"),
-    "transposed convolution": (0.0001, "convolution convolution_backward"),
-    "depthwise convolution": (1e-05, "convolution convolution_backward"),
-}
+# Operations of nothing but zeros, or of numbers that cancel, hide what is wrong of them.
+HIDING = ("a sum that cancels", "a product that cancels", "log near 1", "relu at zero", "LSTM cell", "complex numbers")
+ZEROS = ["zeros", "new_zeros", "zeros_like"]
+COARSER = ["embedding_dense_backward", "linalg_vector_norm", "native_layer_norm_backward", "upsample_bilinear2d"]
 
 
-@pytest.mark.parametrize("name", CAUGHT)
-def test_what_is_wrong_is_noticed(name):
-    size, operations = CAUGHT[name]
-
+@pytest.mark.parametrize(("size", "others"), [(1e-5, [*COARSER, "upsample_bilinear2d_backward"]), (1e-3, [])])
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in HIDING])
+def test_small_relative_errors_are_noticed(name, size, others):
     def fault(tensor):
         return tensor * (1 + size * drawn(*tensor.shape, seed=5).to(tensor.dtype))
 
     torch.manual_seed(0)
-    errors = [e for n, e in watched(RIGHT[name], drawn(24, 12), fault=fault) if n in operations.split()]
-    assert errors
-    assert min(map(ratio, errors)) > 1
+    seen = watched(RIGHT[name], drawn(24, 12), fault=fault)
+    ratios = {n: ratio(e) for n, e in seen if e.error is not None and n not in [*others, *ZEROS]}
+    assert ratios or others
+    assert {n: by for n, by in ratios.items() if not by > 1} == {}
 
 
 @pytest.mark.parametrize("wrong", [1.0, math.nan, math.inf])
@@ -219,7 +194,7 @@ def test_one_wrong_number_among_many_is_noticed(wrong):
 # --- special numbers ------------------------------------------------------------------------------------------
 
 
-def test_numbers_out_of_range_are_explained_by_the_range():
+def test_results_out_of_range_are_explained_by_the_range():
     for x in (drawn(50) * 1e30, drawn(50) * 1e-30):
         assert ratio(compared(aten.mul.Tensor, (x, x), x * x)) <= 1
     small = torch.linspace(-104, -80, 50)
@@ -232,7 +207,7 @@ def flushed(x):
     return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
 
 
-def test_a_kernel_that_takes_subnormal_numbers_for_zero_is_named():
+def test_kernels_that_take_subnormal_numbers_for_zero_are_named():
     x, small = drawn(64), drawn(64) * 1e-39
     a, b = 1e-20 * drawn(8, 30), 1e-20 * drawn(30, 8, seed=1)
     powers = torch.linspace(-104, -80, 50)
@@ -253,7 +228,7 @@ def test_a_kernel_that_takes_subnormal_numbers_for_zero_is_named():
         assert ratio(wrong) > 1
 
 
-def test_the_same_is_seen_where_the_check_itself_runs_with_subnormal_numbers_off():
+def test_subnormal_numbers_count_where_the_check_runs_without_them():
     small, large = drawn(64) * 1e-39, torch.tensor(1e38)
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot take them for zero")
@@ -265,14 +240,14 @@ def test_the_same_is_seen_where_the_check_itself_runs_with_subnormal_numbers_off
     assert torch.equal(in_float64(small), small.double())
 
 
-def test_nan_and_infinity_that_were_put_in_are_no_errors():
+def test_nan_and_infinity_in_the_inputs_are_no_errors():
     x = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     for operation in (aten.exp.default, aten.tanh.default, aten.relu.default):
         seen = compared(operation, (x,), operation(x))
         assert seen.error is None or ratio(seen) <= 1
 
 
-def test_nothing_is_said_of_what_has_no_twin():
+def test_operations_without_a_twin_have_no_error_and_no_bound():
     whole = torch.arange(4)
     for operation, args in [
         (aten.add.Tensor, (whole, whole)),
@@ -291,8 +266,8 @@ SHORT = [("tf32", "nearest"), ("tf32", "away"), ("tf32", "truncate"), ("bfloat16
 
 
 @pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2000, 1), (3, 2, 4), (5, 30, 7), (64, 512, 64)], ids=str)
-def test_a_kernel_that_rounds_its_factors_is_told_by_the_format(format_, mode, shape):
+@pytest.mark.parametrize("shape", [(1, 2000, 1), (3, 2, 4), (64, 512, 64)], ids=str)
+def test_products_of_rounded_factors_are_told_by_the_format(format_, mode, shape):
     rows, inner, columns = shape
     a, b = drawn(rows, inner), drawn(inner, columns, seed=1)
     made = round_to(a, format_, mode) @ round_to(b, format_, mode)
@@ -302,24 +277,19 @@ def test_a_kernel_that_rounds_its_factors_is_told_by_the_format(format_, mode, s
 
 
 @pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
-def test_also_in_convolutions_forward_and_backward(format_, mode):
-    x, w, grad = drawn(2, 6, 9, 9), drawn(8, 6, 3, 3, seed=1), drawn(2, 8, 9, 9, seed=2)
-    more = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-
-    def rounded(*tensors):
-        return [round_to(tensor, format_, mode) for tensor in tensors]
-
-    forward = aten.convolution.default
-    assert compared(forward, (x, w, None, *more), forward(*rounded(x, w), None, *more)).format
-    backward = aten.convolution_backward.default
-    for wanted in ([True, True, False], [False, True, False], [True, False, False]):
-        made = backward(*rounded(grad, x, w), None, *more, wanted)
-        seen = compared(backward, (grad, x, w, None, *more, wanted), made)
-        assert seen.format in ALIKE.get(format_, [format_])
-        assert not seen.rounded_before
+@pytest.mark.parametrize("wanted", [[True, True, False], [False, True, False], [True, False, False]], ids=str)
+def test_convolutions_of_rounded_factors_are_told_by_the_format(wanted, format_, mode):
+    tensors = drawn(2, 8, 9, 9, seed=2), drawn(2, 6, 9, 9), drawn(8, 6, 3, 3, seed=1)
+    more = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    rounded = [round_to(tensor, format_, mode) for tensor in tensors]
+    forward, backward = aten.convolution.default, aten.convolution_backward.default
+    assert compared(forward, (*tensors[1:], *more), forward(*rounded[1:], *more)).format
+    seen = compared(backward, (*tensors, *more, wanted), backward(*rounded, *more, wanted))
+    assert seen.format in ALIKE.get(format_, [format_])
+    assert not seen.rounded_before
 
 
-def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
+def test_right_products_of_few_numbers_are_not_taken_for_short_formats():
     """One number in three lies nearer to one of four formats' results than to the exact one."""
     alarms = 0
     for seed in range(300):
@@ -328,7 +298,7 @@ def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
     assert alarms <= 3
 
 
-def test_a_factorisation_that_failed_is_no_error_whatever_it_left():
+def test_factorisation_that_failed_is_no_error_whatever_it_left():
     not_positive = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
     cholesky = aten.linalg_cholesky_ex.default
     left, info = cholesky(not_positive)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import drawn, seeded
+from plant_faults import drawn
+from small_steps import seeded
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import DataLoader, TensorDataset

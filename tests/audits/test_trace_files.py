@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from small_steps import drawn, seeded
+from plant_faults import drawn
+from small_steps import seeded
 from torch import nn
 
 import gpulab as gl

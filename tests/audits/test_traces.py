@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import drawn, recorded, seeded
+from plant_faults import drawn
+from small_steps import recorded, seeded
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _len_torch_dispatch_stack

@@ -1,7 +1,5 @@
 """The library as a factor: JAX and Keras do what torch does, from the same weights, and refuse what they cannot."""
 
-import numpy as np
-import pandas as pd
 import pytest
 
 import gpulab as gl
@@ -98,37 +96,12 @@ def test_threads_are_as_many_as_asked_or_refused(library, python):
     assert "chooses its threads once in a process" in refusal
 
 
-# --- runs ------------------------------------------------------------------------------------------------
-
-
 def test_trainings_in_two_libraries_give_a_verdict(library, tmp_path):
     common = {"settings": ["cpu"], "seeds": 2, "store": tmp_path}
     gl.Experiment("autoencoder", profile="smoke", **common).run(progress=False)
     gl.Experiment(training(library, "autoencoder"), options=SIZE, **common).run(progress=False)
-    verdicts = frameworks.library_verdicts(gl.runs(tmp_path))
-    assert [*verdicts] == [("autoencoder", "smoke", "cpu")]
-    (row,) = verdicts["autoencoder", "smoke", "cpu"].table.itertuples()
-    assert (row.library, row.seeds) == (name_of(library), 2)
+    runs = gl.runs(tmp_path)
+    runs = runs.assign(library=runs.experiment)[["seed", "library", "status", "final_loss"]]
+    (row,) = gl.verdict(runs, factor="library", reference="autoencoder").table.itertuples()
+    assert row.seeds == 2
     assert row.largest_difference < 1e-5
-
-
-def runs(**columns):
-    usual = {"experiment": "prednet", "profile": "smoke", "setting": "cpu", "seed": range(6), "status": "finished"}
-    usual |= {"data": "walk", "frames": 200, "truncation": "loss", "final_loss": np.arange(6.0)}
-    return pd.DataFrame({**usual, **columns})
-
-
-def in_jax(**columns):
-    return runs(experiment="in_jax.py:prednet", profile="own", size="smoke", data=None, frames=None, **columns)
-
-
-@pytest.mark.parametrize(
-    ("refused", "said"),
-    [
-        (lambda: frameworks.library_verdicts(runs(frames=400)), "400 frames of walk: expected the profile's, 200 of"),
-        (lambda: frameworks.library_verdicts(pd.concat([runs(), in_jax(truncation="state")])), "the frame mixes"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(refused, said):
-    with pytest.raises(gl.UsageError, match=said):
-        refused()

@@ -13,11 +13,6 @@ from gpulab.models.chainer import chainer_views
 from gpulab.settings import Setting
 from gpulab.training.spec import RunSpec
 
-
-def planned(net, **options):
-    return RunSpec.of(net, **options).identity(gl.passport())
-
-
 BUFFERED = ("copied", "reused", "imitated")
 # Tiny networks: several threads would spend their time waiting for each other.
 SETTING = "cpu:threads=1"
@@ -115,16 +110,6 @@ def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
     assert mine.keys() == theirs.keys()
     apart = {key: np.linalg.norm(mine[key].numpy() - theirs[key]) / np.linalg.norm(theirs[key]) for key in mine}
     assert {key: value for key, value in apart.items() if not value < 1e-6} == {}
-
-
-def test_experiment_with_each_loader(tmp_path):
-    options = {"loader": "reused", "frames": 20, "model_options": {"channels": [3, 4]}}
-    (job,) = gl.Experiment("prednet", [SETTING], [0], "smoke", tmp_path, options=options).jobs()
-    run = gl.train(**job, progress=False)
-    usual = {"setting": SETTING, "seed": 0, "profile": "smoke"}
-    assert run.record["id"] == planned("prednet", **usual, **options).id
-    others = [{}, {"flip": 0}, {"draws": "device"}, *({"loader": loader} for loader in LOADERS if loader != "window")]
-    assert len({planned("prednet", **usual, **more).id for more in others}) == len(others)
 
 
 def test_next_window_and_no_more_is_made_meanwhile():

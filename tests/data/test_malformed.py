@@ -110,7 +110,7 @@ def valid(tmp_path_factory):
     st.tuples(st.sampled_from(SUMMED), st.binary(min_size=1, max_size=9)) | st.tuples(st.sampled_from(ENDING)),
     st.floats(0, 1, exclude_max=True),
 )
-def test_a_valid_file_that_is_damaged_or_cut_anywhere_never_loads_as_something_else(valid, damage, share):
+def test_a_file_that_is_damaged_or_cut_anywhere_never_loads_as_another(valid, damage, share):
     name, *by = damage
     file, content, expected = valid[name]
     place = int(share * len(content))

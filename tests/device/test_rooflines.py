@@ -26,8 +26,6 @@ def small():
 
 
 def test_roofline_has_a_row_for_each_operation(small):
-    with pytest.raises(gl.UsageError, match="repeats"):
-        gl.roofline("cpu", repeats=1)
     assert set(small.kind) == {"memory", "matrix", "network", "precision", "launch"}
     assert small.operation.is_unique
     assert (small.seconds > 0).all()
@@ -114,14 +112,10 @@ def test_place_counts_a_product_in_each_precision():
     assert found.at_least == pytest.approx(floors)
     assert found.intensity == 2 * EDGE**3 / (3 * 4 * EDGE**2)
     assert found.gflops == pytest.approx(2 * EDGE**3 / found.seconds / 1e9)
-    roof = found.gflops / found.reached
-    assert roof == pytest.approx(1000), "the larger of the two float32 ceilings; the step stands right of the ridge"
-    both = product(), product(torch.bfloat16)
-    found = place(lambda: [one() for one in both], ceilings(), repeats=2)
+    assert found.gflops / found.reached == pytest.approx(1000), "the larger of the two float32 ceilings"
+    found = place(lambda: (product()(), product(torch.bfloat16)()), ceilings(), repeats=2)
     assert found.flop == {"float32": 2 * EDGE**3, "bfloat16": 2 * EDGE**3}
     assert found.at_least["arithmetic"] == pytest.approx(2 * EDGE**3 * (1 / 1000e9 + 1 / 4000e9))
-    with pytest.raises(gl.UsageError, match="float64: there are ceilings of bfloat16, float32 alone"):
-        place(product(torch.float64), ceilings(), repeats=2)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +152,8 @@ def test_operation_counter_counts_each_byte_once_and_no_views():
     assert counted(step) == (1, 3 * 3 * 4 * EDGE), "reads weights and gradients, writes weights, and returns none"
 
 
-def prednet():
-    net, frames = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16)), torch.rand(3, 1, 3, 12, 16)
-    return net.training_loss(frames, None)[0]
-
-
 LOSSES = {
     "resnet18": lambda: torchvision.models.resnet18()(torch.randn(2, 3, 32, 32)).square().mean(),
-    "PredNet": prednet,
     "Transformer": lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)(torch.randn(5, 2, 16)).square().mean(),
 }
 
@@ -188,11 +176,23 @@ def test_place_leaves_a_step_as_it_was_and_begins_without_gradients():
     assert found.operations == bare - 2, "the two tensors of the batch are there already"
 
 
-def test_place_measures_a_settings_roofline_and_refuses_another_machines(monkeypatch):
+def test_place_measures_the_roofline_of_a_setting(monkeypatch):
     monkeypatch.setattr(rooflines, "roofline", lambda setting: ceilings(setting=setting))
     assert place(product(), "cpu:threads=1", repeats=2).setting == "cpu:threads=1"
-    with pytest.raises(gl.UsageError, match="ceilings of NVIDIA H200"):
-        place(product(), ceilings().assign(machine="NVIDIA H200"))
+
+
+REFUSED = {
+    "ceilings of NVIDIA H200": (product(), ceilings().assign(machine="NVIDIA H200"), 2),
+    "ceilings of cpu, cuda: expected": (product(), pd.concat([ceilings(), ceilings(setting="cuda")]), 2),
+    "float64: there are ceilings of bfloat16, float32 alone": (product(torch.float64), ceilings(), 2),
+    "repeats": (product(), ceilings(), 1),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_place_refuses_ceilings_that_do_not_fit(words):
+    with pytest.raises(gl.UsageError, match=words):
+        place(*REFUSED[words])
 
 
 def test_place_of_a_step_without_products_or_without_a_formula():

@@ -7,7 +7,6 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 
 import gpulab as gl
-from gpulab.guards.memory import at_work
 
 # An older torch (2.6) compiles what runs between the graphs of a compiled function that calls `backward`.
 needs_newer_torch = pytest.mark.skipif(
@@ -78,17 +77,14 @@ def test_guard_leaves_a_compiled_model_its_gradients_and_is_not_compiled(way, re
 
 
 @needs_newer_torch
-@BACKENDS
-def test_guard_inside_a_compiled_function_is_not_compiled(backend, compiled_frames):
-    @torch.compile(backend=backend)
+def test_guard_inside_a_compiled_function_is_not_compiled(compiled_frames):
+    @torch.compile(backend="aot_eager")
     def guarded(net, x):
         with gl.guard():
             net(x).square().sum().backward()
 
-    def plain(net, x):
-        net(x).square().sum().backward()
-
-    assert all(map(torch.equal, gradients(guarded, network()), gradients(plain, network())))
+    plain = gradients(lambda net, x: net(x).square().sum().backward(), network())
+    assert all(map(torch.equal, gradients(guarded, network()), plain))
     assert not [file for file in compiled_frames if "/guards/" in file and file != __file__]
 
 
@@ -109,31 +105,9 @@ def test_guard_finds_an_overwritten_input_of_a_compiled_model(backend, compiled_
 def test_guard_imports_no_compiler(python):
     python(
         """
-        import sys
-        import numpy as np, torch
-        import gpulab as gl
-
-        weight = torch.ones(3, requires_grad=True)
-        with gl.guard(reads="any") as report:
-            (weight * torch.from_numpy(np.ones(3, np.float32))).sum().backward()
-        assert report.checked
+        import sys, torch, gpulab as gl
+        with gl.guard(reads="any"):
+            torch.ones(3, requires_grad=True).exp().sum().backward()
         assert "torch._dynamo" not in sys.modules
         """
     )
-
-
-def test_guard_says_when_it_is_at_work_on_the_thread_of_a_backward_pass():
-    seen = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            seen.append((operation.overloadpacket.__name__, at_work()))
-            return operation(*args, **(kwargs or {}))
-
-    matrix = torch.eye(3).to_sparse().requires_grad_()
-    with gl.guard(), Watch():
-        torch.sparse.mm(matrix, torch.ones(3, 2)).sum().backward()
-    guards_own = {name for name, at_work in seen if at_work}
-    assert {"_indices", "_values"} <= guards_own
-    assert {name for name, at_work in seen if not at_work} >= {"sum", "_sparse_addmm"}
-    assert not at_work()

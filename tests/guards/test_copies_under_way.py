@@ -19,10 +19,10 @@ UNSEEN = ["view_made_before"]  # NumPy reads it without torch
 
 @CUDA
 @pytest.mark.parametrize("case", CASES.CASES, ids=lambda case: case.program.__name__)
-def test_faults_are_caught_where_they_are_and_right_programs_left_alone(case):
-    *_, said, right, placed = CASES.tried(case)
+def test_guard_of_programs_that_copy_to_and_from_a_gpu(case):
+    row = CASES.tried(case)
     seen = case.program.__name__ not in UNSEEN
-    assert (right == "yes", placed == "yes") == (seen, bool(case.cause) and seen), said
+    assert (row["as expected"], row["placed"]) == (seen, seen if case.cause else None), row
 
 
 def guarded(program, *given):
@@ -37,7 +37,7 @@ def refilled(host):
 
 
 @CUDA
-def test_the_error_names_the_copy_and_the_cure():
+def test_error_names_the_copy_to_the_gpu_and_the_remedy():
     with pytest.raises(gl.OverwrittenError, match="overwritten before its copy to the GPU") as told:
         guarded(refilled, torch.zeros(1 << 20, pin_memory=True))
     for words in ("copied by refilled", 'there = host.to("cuda", non_blocking=True)', "event.synchronize()"):
@@ -45,7 +45,7 @@ def test_the_error_names_the_copy_and_the_cure():
 
 
 @CUDA
-def test_after_an_error_nothing_is_looked_at_any_more():
+def test_guard_forgets_copies_after_an_error_in_its_block():
     host = torch.zeros(1 << 20, pin_memory=True)
     guard = gl.guard(on="warn", reads="any")
     with contextlib.suppress(ZeroDivisionError), guard:
@@ -57,24 +57,10 @@ def test_after_an_error_nothing_is_looked_at_any_more():
 
 
 @CUDA
-def test_what_is_overwritten_and_never_waited_for_is_told_at_the_end():
+def test_guard_tells_at_its_end_of_copies_never_waited_for():
     host = torch.zeros(1 << 20, pin_memory=True)
     with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
         there = host.to("cuda", non_blocking=True)
         host.numpy()[:] = 1
     assert [finding.operation for finding in report.findings] == ["the end of the guard"]
     assert there.is_cuda
-
-
-@pytest.mark.parametrize("inner", ["any", "backward"])
-def test_what_the_guard_replaces_in_torch_is_torchs_own_again_afterwards(inner):
-    def own():
-        names = [(torch.Tensor, "numpy"), (torch.Tensor, "tolist"), (torch, "frombuffer"), (torch.cuda.Event, "query")]
-        return [getattr(owner, name) for owner, name in names]
-
-    before = own()
-    with gl.guard(reads="any"):
-        assert own()[0] is not before[0]
-        with gl.guard(reads=inner):
-            assert torch.ones(2).tolist() == torch.ones(2).numpy().tolist() == [1, 1]
-    assert own() == before

@@ -16,7 +16,7 @@ def table():
 
 
 @pytest.mark.parametrize(("copy", "found"), [(True, []), (False, ["together"])])
-def test_gymnasiums_vector_environment(copy, found):
+def test_guard_of_gymnasium_vector_environment(copy, found):
     gymnasium = pytest.importorskip("gymnasium")
     worlds = gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync", vector_kwargs={"copy": copy})
     net, kept = nn.Linear(4, 2), []
@@ -34,7 +34,7 @@ def test_gymnasiums_vector_environment(copy, found):
 
 
 @pytest.mark.parametrize("name", ["PPO", "A2C", "DQN"])
-def test_stable_baselines3(name):
+def test_guard_of_stable_baselines3(name):
     baselines = pytest.importorskip("stable_baselines3")
     options = {"PPO": {"n_steps": 64, "batch_size": 32}, "A2C": {}, "DQN": {"learning_starts": 50, "train_freq": 4}}
     with gl.guard(reads="any") as report:
@@ -43,31 +43,10 @@ def test_stable_baselines3(name):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_own_loader(workers):
+def test_guard_of_torch_data_loader(workers):
     with gl.guard(reads="any"):
         kept = [batch for (batch,) in DataLoader(table(), batch_size=8, shuffle=True, num_workers=workers)]
         nn.Linear(8, 2)(torch.cat(kept)).sum().backward()
-
-
-def test_films_by_av(film):
-    av = pytest.importorskip("av")
-    with gl.guard(reads="any"), av.open(film) as container:
-        frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-        assert len(torch.stack(frames).float().mean((1, 2, 3)).unique()) > 1
-
-
-@pytest.fixture
-def film(tmp_path):
-    """A film of eight frames that become lighter."""
-    av = pytest.importorskip("av")
-    with av.open(tmp_path / "film.mp4", "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height = 64, 48
-        for number in range(8):
-            picture = np.full((48, 64, 3), 30 * number, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
-        container.mux(stream.encode())
-    return str(tmp_path / "film.mp4")
 
 
 class OneBuffer(IterableDataset):
@@ -80,7 +59,7 @@ class OneBuffer(IterableDataset):
             yield torch.from_numpy(buffer)
 
 
-def test_lightnings_trainer():
+def test_guard_of_lightning_trainer():
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Keeper(lightning.LightningModule):
@@ -107,7 +86,7 @@ def test_lightnings_trainer():
         trainer.fit(Keeper(), DataLoader(OneBuffer(), batch_size=None))
 
 
-def test_the_trainer_of_transformers():
+def test_guard_of_transformers_trainer():
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 32}

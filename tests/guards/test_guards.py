@@ -1,8 +1,6 @@
 import gc
-import itertools
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -66,7 +64,7 @@ class Weight(nn.Module):
 # --- what it catches -----------------------------------------------------------------------------------------
 
 
-def test_a_numpy_buffer_that_is_used_again():
+def test_finding_of_a_numpy_buffer_that_is_used_again():
     net, buffer = nn.Conv2d(3, 3, 3, padding=1), np.zeros((1, 3, 6, 8), np.float32)
 
     def train():
@@ -88,7 +86,7 @@ def test_a_numpy_buffer_that_is_used_again():
         assert words in str(caught.value)
 
 
-def test_the_backward_pass_goes_on_under_warn_and_who_called_it_is_warned():
+def test_backward_goes_on_under_warn_and_its_caller_is_warned():
     net, buffer = Weight(3), np.ones(3, np.float32)
 
     def guarded():
@@ -106,7 +104,7 @@ def test_the_backward_pass_goes_on_under_warn_and_who_called_it_is_warned():
 
 
 @DEVICES
-def test_a_write_through_data(device):
+def test_finding_of_a_write_through_data(device):
     net, x = Weight(3).to(device), torch.ones(3, device=device)
     (finding,) = spoiled(lambda: net(x), lambda: x.data.mul_(2))
     assert finding.cause == "data"
@@ -115,7 +113,7 @@ def test_a_write_through_data(device):
     assert "through .data" in finding.explanation
 
 
-def test_data_that_is_assigned():
+def test_finding_of_data_that_is_assigned():
     """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it must say so."""
     net, x = Weight(3), torch.ones(3, requires_grad=True)
     (finding,) = spoiled(lambda: net(x), lambda: setattr(net.w, "data", torch.full((3,), 9.0)))
@@ -123,7 +121,7 @@ def test_data_that_is_assigned():
     assert not spoiled(lambda: net(x), lambda: setattr(net.w, "data", net.w.data.clone()))
 
 
-def test_what_torch_itself_would_refuse():
+def test_finding_of_an_in_place_operation_that_torch_would_refuse():
     """With hooks in force torch no longer compares versions."""
     net, x = Weight(3), torch.ones(3)
     (finding,) = spoiled(lambda: net(x), lambda: x.add_(1))
@@ -140,30 +138,18 @@ def numpy_loader():
         yield torch.from_numpy(hidden)
 
 
-def data_loader():
-    shared = torch.zeros(3).share_memory_()
-    rows = torch.utils.data.DataLoader(torch.rand(3, 3), batch_size=None)
-    return torch.utils.data.DataLoader(list(rows), batch_size=1, collate_fn=lambda batch: shared.data.copy_(batch[0]))
-
-
-@pytest.mark.parametrize(
-    ("loader", "cause", "words"),
-    [
-        (numpy_loader, "numpy", "the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"),
-        (data_loader, "data", "a loader that fills one buffer again and again"),
-    ],
-)
-def test_a_loader_that_fills_one_buffer_again_and_again(loader, cause, words):
-    reader = loader()  # not the generator's array, which has no name here
+def test_loader_that_fills_one_numpy_buffer_again_and_again():
+    reader = numpy_loader()  # not the generator's array, which has no name here
     (finding,) = findings(lambda: sum(Weight(3)(batch).sum() for batch in reader).backward())
-    assert (finding.cause, finding.count) == (cause, 2)  # the last batch is still what it was
+    assert (finding.cause, finding.count) == ("numpy", 2)  # the last batch is still what it was
     assert "(2 times)" in str(finding)
-    assert words in finding.explanation
-    assert "copy" in finding.remedy
+    holder = "it shares memory with the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"
+    assert finding.explanation.startswith(f"NumPy wrote into its memory; {holder}")
+    assert finding.remedy == "copy it: torch.tensor(hidden) or torch.as_tensor(hidden.copy())"
 
 
 @pytest.mark.parametrize("on", ["raise", "warn"])
-def test_backward_after_the_block(on):
+def test_backward_after_the_block_of_the_guard(on):
     net, buffer = Weight(3), np.ones(3, np.float32)
     with gl.guard(on=on) as report:
         loss = net(torch.from_numpy(buffer)).sum()
@@ -204,7 +190,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_what_a_graph_of_another_kind_has_saved(name):
+def test_guard_sees_what_graphs_of_other_kinds_have_saved(name):
     function, words = GRAPHS[name]
     x, constant = torch.rand(4, 3, requires_grad=True), torch.rand(3)
     clean(lambda: function(x, constant).sum().backward())
@@ -213,7 +199,7 @@ def test_what_a_graph_of_another_kind_has_saved(name):
     assert words in "".join(map(str, found))
 
 
-def test_nested_and_used_again():
+def test_guard_that_is_nested_and_used_again():
     net, x = Weight(3), torch.ones(3)
     outer = gl.guard()
     for inner in (gl.guard(on="warn"), torch.autograd.graph.save_on_cpu()):
@@ -229,26 +215,12 @@ def test_nested_and_used_again():
     assert outer.checked == before
 
 
-def test_each_thread_has_its_own_guard():
-    def work(spoil):
-        net, x = Weight(5), torch.ones(5)
-        with gl.guard(on="warn") as report:
-            for _ in range(50):
-                loss = net(x).sum()
-                x.data.add_(spoil)
-                loss.backward()
-        return report
-
-    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(2) as threads:
-        good, bad = threads.map(work, (0, 1))
-    assert not good
-    assert bad.findings[0].count == 50
-
-
-def test_mistakes_are_told():
+def test_guard_refuses_another_word_for_on():
     with pytest.raises(gl.UsageError, match=r"'ignore'.*'raise' or 'warn'"):
         gl.guard(on="ignore")
 
+
+def test_guard_is_refused_inside_torch_func():
     def guarded(a):
         with gl.guard():
             return square(a)
@@ -267,20 +239,14 @@ def test_mistakes_are_told():
 # --- what it leaves alone --------------------------------------------------------------------------------------
 
 
-KERNEL, RECURRENT, ATTENTION = nn.Parameter(torch.rand(3, 3, 1, 1)), nn.LSTM(4, 5, 2), nn.MultiheadAttention(4, 2)
+KERNEL = nn.Parameter(torch.rand(3, 3, 1, 1))
 LAYERS = [nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval(), nn.InstanceNorm2d(3, affine=True, track_running_stats=True)]
-LAYERS += [nn.RReLU(), nn.RReLU(inplace=True), nn.PReLU(), nn.Hardswish(inplace=True), nn.ELU(inplace=True)]
-LAYERS += [nn.GroupNorm(1, 3), nn.Dropout2d(), nn.AdaptiveMaxPool2d(2), nn.MaxPool2d(2)]
-LAYERS += [way(nn.Conv2d(3, 3, 1)) for way in (parametrizations.spectral_norm, parametrizations.weight_norm)]
+LAYERS += [nn.RReLU(), nn.RReLU(inplace=True), nn.Dropout2d(), parametrizations.spectral_norm(nn.Conv2d(3, 3, 1))]
 FUNCTIONS = {
     **{f"{type(layer).__name__} {number}": layer for number, layer in enumerate(LAYERS)},
     "autocast": torch.autocast("cpu", torch.bfloat16)(lambda x: F.conv2d(x, KERNEL) + F.conv2d(x, KERNEL)),
-    "an LSTM": lambda x: RECURRENT(x[0])[0],
-    "attention": lambda x: ATTENTION(x[0], x[0], x[0])[0],
     "sparse": lambda x: torch.sparse.mm(torch.eye(4).to_sparse(), x[0, 0]),
     "complex numbers": lambda x: (torch.fft.fft(x).conj() * x).abs(),
-    "indices": lambda x: x[0, torch.tensor([0, 2])] * x[1, :2],
-    "a mask": lambda x: x.masked_fill(x > 0.5, 0.0).square(),
     "views": lambda x: x[:, 0, None].expand(2, 3, 4, 4).transpose(0, 2)[:, ::2].square(),
     "nothing": lambda x: x[0, 0, 0].sum() + (x[0, 0, 0] * torch.empty(0, 4)).sum(),
     "scalars": lambda x: x[0, 0, 0, 0] * 3.0 * x[0, 0, 0, 0],
@@ -288,7 +254,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_layers_and_tensors_of_every_kind_are_left_alone(name):
+def test_guard_leaves_layers_and_tensors_of_every_kind_alone(name):
     first, function = nn.Conv2d(3, 3, 1), FUNCTIONS[name]
 
     def step():
@@ -302,27 +268,17 @@ def test_layers_and_tensors_of_every_kind_are_left_alone(name):
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-def saved():
-    return [thing for thing in gc.get_objects() if type(thing) is guards._Saved]
-
-
-@pytest.mark.parametrize("ending", ["backward", "dropped"])
-def test_memory_is_freed_without_the_garbage_collector(ending):
+@pytest.mark.parametrize("end", [torch.Tensor.backward, torch.Tensor.detach], ids=["backward", "dropped"])
+def test_memory_is_freed_without_the_garbage_collector(end):
     def step():
-        net, x = Weight(1000), torch.zeros(1000)
         with gl.guard():
-            y = net(x).exp()
-            loss = y.sum()
-            if ending == "backward":
-                loss.backward()
-                assert not saved()
+            y = Weight(1000)(torch.zeros(1000)).exp()
+            end(y.sum())
             return weakref.ref(y)
 
-    gc.collect()
     gc.disable()
     try:
         assert step()() is None
-        assert not saved()
     finally:
         gc.enable()
 
@@ -342,7 +298,7 @@ BOTH_WAYS = pytest.mark.parametrize("take", [fingerprint, in_words])
 
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_element_place_and_bit_counts(take, dtype):
+def test_fingerprint_changes_with_every_bit_and_place(take, dtype):
     dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(1)
     bits = 1 if dtype == torch.bool else 8
@@ -361,7 +317,7 @@ def test_every_element_place_and_bit_counts(take, dtype):
 @BOTH_WAYS
 @pytest.mark.parametrize("length", [2, 65536, 65537, 200_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-def test_changed_signs_are_seen(take, length, dtype):
+def test_fingerprint_changes_with_signs(take, length, dtype):
     """An even number of changes of the highest bit: a sum with odd weights would miss it."""
     x = torch.rand(length, dtype=dtype, generator=torch.Generator().manual_seed(0))
     marks = {take(x), take(-x), take(x.conj().resolve_conj())}
@@ -383,7 +339,7 @@ KINDS = {
 
 @BOTH_WAYS
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_change_is_seen_in_memory_of_every_kind(take, kind):
+def test_fingerprint_changes_in_memory_of_every_layout(take, kind):
     tensor = KINDS[kind](torch.rand(2, 3, 4, 5))
     mark = take(tensor)
     assert mark == take(tensor)
@@ -391,7 +347,7 @@ def test_a_change_is_seen_in_memory_of_every_kind(take, kind):
     assert take(tensor) != mark
 
 
-def test_the_words_have_chunks(monkeypatch):
+def test_fingerprint_of_a_tensor_of_several_chunks(monkeypatch):
     x, chunk = torch.rand(5 * memory.TABLE + 3), 2 * memory.TABLE
     monkeypatch.setattr(memory, "CHUNK", chunk)
     others = [x.index_add(0, torch.tensor([place]), torch.ones(1)) for place in (0, chunk // 2, chunk, len(x) - 1)]
@@ -402,7 +358,7 @@ def test_the_words_have_chunks(monkeypatch):
     assert torch.equal(state, torch.get_rng_state()), "its table is drawn beside the generator of training"
 
 
-def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
+def test_comparison_at_the_end_of_backward_as_on_a_gpu(monkeypatch):
     """The comparison is put off to the end of backward; here with a CPU's tensors."""
     monkeypatch.setattr(guards, "fingerprint", lambda tensor: memory._digest(tensor))
     net, x = Weight(3), torch.rand(3)
@@ -422,7 +378,7 @@ def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
     clean(lambda: (norm(torch.rand(4, 3)).mean() + norm(torch.rand(4, 3)).mean()).backward())
 
 
-def test_tensors_of_other_kinds():
+def test_fingerprint_of_sparse_complex_and_parameter_tensors():
     dense = torch.rand(3, 3)
     for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
         mark = fingerprint(sparse)
@@ -445,16 +401,9 @@ def test_fake_tensor_has_no_fingerprint():
         assert fingerprint(fake) is None
 
 
-def test_what_has_no_memory_is_counted_as_unchecked():
-    with gl.guard() as report:
-        (torch.rand(3, device="meta", requires_grad=True) * torch.rand(3, device="meta")).sum().backward()
-    assert report.checked == 0
-    assert report.unchecked > 0
-
-
 @DEVICES
 @pytest.mark.parametrize("size", [5, 1 << 15, 3 << 16, 1 << 22, (1 << 22) + 1, 25 << 20])
-def test_every_byte_of_a_tensor_counts_at_its_place(device, size):
+def test_fingerprint_changes_with_every_byte_of_large_tensors(device, size):
     torch.manual_seed(0)
     x = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     mark = fingerprint(x)
@@ -464,8 +413,6 @@ def test_every_byte_of_a_tensor_counts_at_its_place(device, size):
         changed[place] += 1
         assert fingerprint(changed) != mark, place
     assert fingerprint(x.flip(0)) != mark
-    assert fingerprint(x.roll(size // 2)) != mark
-    assert fingerprint(torch.zeros_like(x)) != fingerprint(torch.ones_like(x))
 
 
 # --- where it is used ----------------------------------------------------------------------------------------------
@@ -481,56 +428,23 @@ def test_training_under_guard():
     assert plain.record["id"] == guarded.record["id"]
 
 
-@pytest.mark.slow("ends five processes")
-def test_processes_live_to_their_end(python):
-    """What a failed backward leaves in autograd's queue is not destroyed after Python has ended.
-
-    Each way is a process of its own: any later backward would hide what one before it has left.
-    """
-    done = python(
+@pytest.mark.slow("starts a process")
+def test_process_ends_as_usual_after_a_backward_that_failed(python):
+    """What a failed backward leaves in autograd's queue is not destroyed after Python has ended."""
+    python(
         """
-        import os, sys
-        import numpy as np, torch
-        import gpulab as gl
-        from gpulab.guards import guards, memory
-        from torch.utils.checkpoint import checkpoint
-
-        def loss(call=lambda f, *args: f(*args)):
-            buffer, w, total = np.ones(3, np.float32), torch.ones(3, requires_grad=True), 0
+        import torch, gpulab as gl
+        weight, x, loss = torch.ones(3, requires_grad=True), torch.ones(3), 0
+        with gl.guard():
             for _ in range(4):
-                total = total + call(torch.mul, w, torch.from_numpy(buffer)).sum()
-                buffer += 1
-            return total
-
-        def fails(**options):
-            with gl.guard():
-                total = loss(**options)
-            try:
-                total.backward()
-            except gl.OverwrittenError:
-                return
-            sys.exit("no error")
-
-        def fails_in_the_block():
-            with gl.guard():
-                loss().backward()
-
-        def as_on_an_accelerator():
-            guards.fingerprint = memory._digest
-            fails()
-
-        def in_a_checkpoint():
-            fails(call=lambda *args: checkpoint(*args, use_reentrant=False))
-
-        for way in (fails_in_the_block, fails, as_on_an_accelerator, in_a_checkpoint):
-            child = os.fork()
-            if child == 0:
-                sys.exit(way())
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            assert status == (way is fails_in_the_block), (way.__name__, status)
+                loss = loss + (weight * x).sum()
+                x.data.add_(1)
+        try:
+            loss.backward()
+        except gl.OverwrittenError:
+            raise SystemExit
         """
     )
-    assert "OverwrittenError" in done.stderr
 
 
 VISION_TRANSFORMER = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
@@ -548,33 +462,29 @@ MODELS = {
 }
 
 
-def two_steps(name, guarded, device="cpu"):
+def two_steps(name, device):
     """Two updates of a real model; every gradient of both."""
     torch.manual_seed(0)
     build, shape = MODELS[name]
     net, x = build().to(device), torch.rand(shape, device=device)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3, foreach=True)
     gradients = []
-
-    def loop():
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            gradients.append([p.grad.clone() for p in net.parameters()])
-            optimizer.step()
-
-    clean(loop) if guarded else loop()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        gradients += [p.grad.clone() for p in net.parameters()]
+        optimizer.step()
     return gradients
 
 
 @DEVICES
 @pytest.mark.parametrize("name", MODELS)
-def test_real_models_are_left_alone_and_their_gradients_are_the_same_bits(name, device):
+def test_guard_leaves_real_models_alone_and_their_gradients_the_same_bits(name, device):
     with torch.backends.cudnn.flags(deterministic=True):
-        plain, guarded = two_steps(name, False, device), two_steps(name, True, device)
-    if device == "cpu":
-        assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*guarded)))
+        plain, guarded = two_steps(name, device), []
+        clean(lambda: guarded.extend(two_steps(name, device)))
+    assert device == "cuda" or all(map(torch.equal, plain, guarded))
 
 
 def test_report_says_how_many_uses_were_not_compared():

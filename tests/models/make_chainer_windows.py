@@ -7,7 +7,6 @@ archive holds frames as bytes (T, C, H, W); the losses of each window; the weigh
 gradient of each, all arrays one after the other in the order of their names; and how it was made.
 """
 
-import argparse
 import json
 import platform
 import shlex
@@ -34,11 +33,8 @@ def scene(count, height, width):
 
 def main():
     """Train, and keep what each window gave."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("net", help="the authors' net.py, or its folder")
-    parser.add_argument("output")
-    asked = parser.parse_args()
-    authors = benchmark("published").Published(asked.net, size=SIZE, channels=CHANNELS, loader="copied")
+    net, output = sys.argv[1:]
+    authors = benchmark("published").Published(net, size=SIZE, channels=CHANNELS, loader="copied")
     weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
     frames = scene(WINDOWS * FRAMES, *SIZE)
     seen = frames.astype(np.float32) / np.float32(255)
@@ -52,7 +48,7 @@ def main():
     versions = {"chainer": authors.chainer.__version__, "numpy": np.__version__, "python": platform.python_version()}
     names = [name.removeprefix("/predictor/") for name in weights]
     kept["made"] = np.array(json.dumps({**versions, "command": shlex.join(["python", *sys.argv]), "names": names}))
-    np.savez_compressed(asked.output, **kept)
+    np.savez_compressed(output, **kept)
 
 
 def flat(arrays):

@@ -5,45 +5,23 @@ import torch
 from networks_drawn import drawn
 
 import gpulab as gl
-
-
-def small():
-    net = gl.models.PredNet((3, 4, 5), (8, 12)).double()
-    net.draw_weights(torch.Generator().manual_seed(1))
-    return net
-
-
-def video(count, batch=1, size=(8, 12), channels=3, dtype=torch.float64):
-    return torch.rand(count, batch, channels, *size, generator=torch.Generator().manual_seed(2), dtype=dtype)
+from gpulab.models.chainer import chainer_views
 
 
 @torch.no_grad()
 def test_a_batch_is_its_members_one_by_one():
-    net, frames = small(), video(5, batch=2)
+    net, frames = gl.models.PredNet((3, 4, 5), (8, 12)).double(), torch.rand(5, 2, 3, 8, 12).double()
     alone = [net(member)[0] for member in frames.split(1, dim=1)]
     torch.testing.assert_close(net(frames)[0], torch.cat(alone, dim=1), rtol=0, atol=1e-12)
 
 
-def groups(net):
-    """The weights by the convolution that they would be in the authors' code, and how many numbers each reads."""
-    if isinstance(net, gl.models.Autoencoder):
-        yield from ((layer.weight, layer.in_features) for layer in net.layers if isinstance(layer, torch.nn.Linear))
-        return
-    for conv in (*net.conv_a, *net.conv_p):
-        yield conv.weight, conv.in_channels * 9
-    for cell in net.lstm:
-        for group in cell.gates.weight.split(cell.groups, dim=1):
-            if group.numel():
-                yield group, group.shape[1] * 9
-        for name in ("peep_i", "peep_f", "peep_o"):
-            yield getattr(cell, name), getattr(cell, name).numel()
-
-
 @pytest.mark.parametrize("net", [gl.models.PredNet((3, 48, 96), (64, 96)), gl.models.Autoencoder((500, 200))])
 def test_published_weights_are_lecun_normal_and_biases_zero(net):
-    scaled = []
-    for weight, fan_in in groups(net):
-        values = weight.detach().flatten() * math.sqrt(fan_in)
+    """Those of each convolution of the authors' code, by how many numbers it reads."""
+    of_prednet, scaled = isinstance(net, gl.models.PredNet), []
+    named = chainer_views(net, lambda parameter: parameter) if of_prednet else dict(net.named_parameters())
+    for weight in (weight for name, weight in named.items() if name.endswith(("W", "weight"))):
+        values = weight.detach().flatten() * math.sqrt(weight[0].numel())
         scaled.append(values)
         count = len(values)  # mean and standard deviation within five standard errors
         assert abs(values.mean()) < 5 / math.sqrt(count)
@@ -73,6 +51,6 @@ def test_a_gpu_gets_the_weights_that_a_cpu_gets_and_predicts_the_same():
     host = gl.models.PredNet((3, 8, 16), (24, 32))
     device = gl.models.PredNet((3, 8, 16), (24, 32)).to("cuda")
     assert (drawn(host) == drawn(device).cpu()).all()
-    frames = video(6, 1, (24, 32), dtype=torch.float32)
+    frames = torch.rand(6, 1, 3, 24, 32)
     with torch.no_grad(), gl.setting("cuda:tf32=off"):
         torch.testing.assert_close(device(frames.cuda())[0].cpu(), host(frames)[0], rtol=0, atol=1e-5)

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from gpulab.numerics.emulation import CHIPS, emulate
-from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
-from gpulab.settings import arithmetic
+from gpulab.numerics.flags import arithmetic, precision_allowed, switch_tf32, tf32_restored
 
 cublas, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 

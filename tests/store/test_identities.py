@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gpulab as gl
-from gpulab.files import plain
 from gpulab.training import spec
+from gpulab.training.functions import plain
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
 CLIP = {

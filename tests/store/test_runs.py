@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 from small_runs import HISTORY, flipped
 
 import gpulab as gl
-from gpulab.errors import printable
-from gpulab.files import weights_digest
 from gpulab.passports import OTHERS
 from gpulab.store import identities, recorded
 from gpulab.store import runs as stores
+from gpulab.store.identities import weights_digest
 
 TENSORS = st.builds(
     lambda dtype, shape: (10 * torch.randn(*shape, 2)).to(dtype).transpose(0, -1),
@@ -47,7 +46,7 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, r
         assert sorted(file.name for file in run.iterdir()) == ["results.safetensors", "run.json"]
         assert list((store / stores.WORK).iterdir()) == []
         back, read, kept = stores.read_run(run)
-        assert back == {**record, "id": f"run-{seed}", "seed": seed, **changes, "command": printable(command)}
+        assert back == {**record, "id": f"run-{seed}", "seed": seed, **changes, "command": command}
         assert read.equals(history)
         assert (kept or {}).keys() == weights.keys()
         for name, tensor in weights.items():
@@ -189,7 +188,7 @@ def test_nothing_is_ever_unpickled_from_a_file():
         for hit in re.findall(pattern, file.read_text())
     ]
     # What a process sends its own worker, through the pipe between them.
-    assert found == [("workers.py", 'pickle.loads(job), progress=False).record["id"]')]
+    assert found == [("experiment.py", 'pickle.loads(job), progress=False).record["id"]')]
 
 
 # --- stores as tables --------------------------------------------------------------------------------------

@@ -1,3 +1,6 @@
+"""Experiments, their workers in processes and threads, several drivers, and a Ray cluster as in notebook 08."""
+
+import contextlib
 import json
 import os
 import re
@@ -5,26 +8,41 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 import gpulab as gl
-from gpulab.settings import cpu_flags
+from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.training import experiment as workers
-from gpulab.training.spec import RunSpec
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
-SETTINGS = ["cpu:threads=1", "cpu:threads=1,precision=float64"]
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
+ONE = "cpu:threads=1"
+SETTINGS = [ONE, "cpu:threads=1,precision=float64"]
 
 
-def experiment(store, settings=("cpu:threads=1",), seeds=2, options=None, **more):
+def experiment(store, settings=(ONE,), seeds=2, options=None, **more):
     options = {**TINY, "frames": 60, **(options or {})}
     return gl.Experiment("prednet", settings, seeds, "smoke", store, options=options, **more)
+
+
+def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
+    exp = experiment(tmp_path, ["cpu:precision=float64,threads=1", "cpu"], seeds=[7, 3], reruns=2)
+    assert exp.settings == ["cpu:threads=1,precision=float64", "cpu"]
+    assert [(job["setting"], job["rerun"], job["seed"]) for job in exp.jobs()] == [
+        (setting, rerun, seed) for setting in exp.settings for rerun in (0, 1) for seed in (7, 3)
+    ]
+    variants = [{}, {"flip": 3}, {"data": "moving-digits", "data_options": {"speed": 2.0}}]
+    jobs = experiment(tmp_path, ["cpu", "cpu:threads=1"], variants=variants).jobs()
+    assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
+    assert len(gl.Experiment("prednet", ["cpu"], profile="paper", store=tmp_path).jobs()) == 10
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +64,12 @@ def test_every_setting_is_run_from_every_seed_again_with_the_same_bits(done):
     assert gl.verdict(frame[frame.setting == SETTINGS[0]]).reruns.same_bits.tolist() == [True, True]
 
 
-def test_a_worker_gives_the_bits_that_training_here_gives_and_its_threads_stay_there(done):
-    threads = torch.get_num_threads()
-    run = gl.train("prednet", profile="smoke", setting="cpu:threads=1", seed=1, frames=60, progress=False, **TINY)
+def test_a_worker_gives_the_bits_that_training_here_gives(done):
     frame = done[1]
-    (there,) = frame[(frame.setting == "cpu:threads=1") & (frame.seed == 1) & (frame.rerun == 0)].itertuples()
-    assert there.weights == run.record["summary"]["weights"]
+    (there,) = frame[(frame.setting == ONE) & (frame.seed == 1) & (frame.rerun == 0)].itertuples()
+    run = gl.train(**experiment(None).jobs()[1] | {"store": None}, progress=False)
+    assert (there.id, there.weights) == (run.record["id"], run.record["summary"]["weights"])
     assert there.final_loss == run.final_loss
-    assert there.id == RunSpec.of(**experiment("anywhere").jobs()[1]).identity(gl.passport()).id
-    assert torch.get_num_threads() == threads
 
 
 def test_experiment_starts_no_worker_for_runs_that_are_done(done, monkeypatch):
@@ -75,71 +90,184 @@ def dies(seed):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
 def test_experiment_loses_only_the_runs_of_a_worker_that_dies(tmp_path):
     with pytest.raises(gl.GpulabError) as error:
-        gl.Experiment(dies, ["cpu:threads=1"], 4, store=tmp_path, workers=2).run(progress=False)
-    assert str(error.value).startswith(
-        f"2 of 4 runs failed, the others are kept in {tmp_path}; run again to try those: "
-    )
+        gl.Experiment(dies, [ONE], 4, store=tmp_path, workers=2).run(progress=False)
+    assert str(error.value).startswith(f"2 of 4 runs failed, the others are kept in {tmp_path}; run again to try")
     assert re.search(r"cpu:threads=1 seed 1.*its worker process ended: .*SIGKILL", str(error.value), re.DOTALL)
     assert gl.runs(tmp_path).seed.tolist() == [0, 3]
 
 
-def test_a_failing_job_does_not_stop_the_good_ones_which_come_in_the_order_of_the_variants(tmp_path, monkeypatch):
+def test_a_failing_job_does_not_stop_the_good_ones_in_the_order_of_variants(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {"seeds": 1, "variants": [{"flip": flip} for flip in (5, 1, 4)], "options": {"frames": 20}}
     with pytest.raises(gl.GpulabError, match=r"3 of 6 runs failed.*cuda:77 seed 0.*'cuda:77' cannot run here"):
-        experiment("runs", ["cuda:77", "cpu:threads=1"], **given).run(progress=False)
+        experiment("runs", ["cuda:77", ONE], **given).run(progress=False)
     assert experiment("runs", **given).run(progress=False).flip.tolist() == [5, 1, 4]
 
 
-@pytest.mark.slow("starts a process for one run")
-@pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
-def test_workers_are_started_with_the_instruction_set_of_their_setting(tmp_path):
-    frame = experiment(tmp_path, ["cpu:isa=avx2"], seeds=1).run(progress=False)
-    assert stores.read_run(Path(frame.path[0]))[0]["arithmetic"]["cpu_capability"] == "AVX2"
+# --- workers: processes, and threads that share a device ---------------------------------------------------
+
+JOB = {"profile": "smoke", "setting": ONE, "keep_weights": True}
+NETS = [("prednet", 0), ("autoencoder", 0), ("prednet", 1), ("whitener", 1)]
+OF_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SHARED = [pytest.param(f"cuda:tf32={tf32},deterministic=on", marks=OF_A_GPU) for tf32 in ("off", "on")]
 
 
-INTERRUPTED = """
-import json, sys
-import gpulab as gl
-
-exp = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", sys.argv[1], options=json.loads(sys.argv[2]))
-exp.run(progress=False)
-"""
+def jobs(store, setting=ONE):
+    for net, seed in NETS:
+        frames = 400 if net == "whitener" else 100
+        yield {**JOB, "net": net, "seed": seed, "setting": setting, "frames": frames, "store": store}
 
 
-def until(condition, process):
-    """Wait for what a process does."""
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert process.poll() is None, "it ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def alone(setting=ONE):
+    """The weights of each network, trained one after the other."""
+    return [gl.train(**job, progress=False).record["summary"]["weights"] for job in jobs(None, setting)]
 
 
-def hears_ctrl_c():
-    """A process started by one that ignores SIGINT (a job in the background) would ignore it too."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def do_each(jobs, count=4):
+    """The id of each run, or why it has none."""
+    ended = {}
+
+    def do(number):
+        try:
+            ended[number] = engine.do(jobs[number])
+        except gl.GpulabError as error:
+            ended[number] = str(error)
+
+    with workers.Workers(count) as engine:
+        engine.each(do, dict(enumerate(jobs)))
+    return [ended[number] for number in range(len(jobs))]
 
 
-@pytest.mark.slow("interrupts a process that trains in others")
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
-def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_on(tmp_path):
-    options = {**TINY, "frames": 40_000}
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), json.dumps(options)]
-    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
-    until(lambda: list(tmp_path.glob(f"{stores.WORK}/*.safetensors")), parent)
-    parent.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in parent.communicate(timeout=60)[1]
+@contextlib.contextmanager
+def ctrl_c(when):
+    def press():
+        while not when():
+            time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    threading.Timer(0.1, press).start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def trained_together(monkeypatch):
+    """What threads that share a device give; a CPU stands in for it where there is none."""
+    monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"])
+
+    def trained(store, setting=ONE):
+        run_ids = do_each([*jobs(store, setting)])
+        frame = gl.runs(store)
+        assert set(run_ids) <= set(frame.id)
+        return frame.set_index(["experiment", "seed"]).weights[NETS].tolist()
+
+    return trained
+
+
+@pytest.mark.parametrize("setting", [ONE, *SHARED])
+def test_networks_in_threads_have_the_bits_that_they_have_alone(trained_together, tmp_path, setting):
+    threads = torch.get_num_threads()
+    assert trained_together(tmp_path, setting) == alone(setting)
+    assert torch.get_num_threads() == threads
+    records = [json.loads(file.read_text()) for file in tmp_path.glob("*/run.json")]
+    assert [record.get("shared", False) for record in records] == [setting.startswith("cuda")] * len(NETS)
+
+
+def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(trained_together, tmp_path):
+    waiting = dict(enumerate(jobs(tmp_path)))
+    with ctrl_c(lambda: True), workers.Workers(len(NETS)) as engine:
+        engine.each(lambda number: engine.do(waiting[number]), waiting)
+    assert len(gl.runs(tmp_path)) < len(NETS)
+    assert trained_together(tmp_path) == alone()
+
+
+@pytest.mark.slow("waits for the first checkpoint of a training in another process")
+def test_interrupted_process_saves_a_checkpoint_ends_and_goes_on(tmp_path):
+    exp = experiment(tmp_path, options={"frames": 40_000})
+    with ctrl_c(lambda: [*tmp_path.glob(f"{stores.WORK}/*.safetensors")]):
+        exp.run(progress=False)
     assert gl.runs(tmp_path).empty
-    (checkpoint,) = tmp_path.glob(f"{stores.WORK}/*.safetensors")
-    before = checkpoint.read_bytes()
-    time.sleep(0.2)
-    assert checkpoint.read_bytes() == before, "no worker goes on by itself"
-    exp = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", tmp_path, options=options)
     run = gl.train(**exp.jobs()[0], progress=False)
-    assert 0 < run.record["resumed_at"] < 2000
-    assert len(run.history) == 2000
+    assert 0 < run.record["resumed_at"] < len(run.history) == 2000
 
+
+@pytest.mark.parametrize(
+    ("setting", "shares"), [("cuda:tf32=off", True), ("cuda:compile=inductor", False), ("cpu", False)]
+)
+def test_which_settings_share_a_gpu_in_threads(setting, shares):
+    job = {"net": "prednet", "setting": setting}
+    assert workers.Workers(2)._shared_setting(job) == (setting if shares else "")
+    assert workers.Workers(1)._shared_setting(job) == ""
+
+
+def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
+    monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"])
+    seen = []
+
+    def do(number):
+        time.sleep(0.1)
+        seen.append((number, torch.get_num_threads()))
+
+    with workers.Workers(2) as engine:
+        settings = [ONE, ONE, "cpu:threads=2"]
+        waiting = {number: JOB | {"net": "prednet", "setting": setting} for number, setting in enumerate(settings)}
+        engine.each(do, waiting)
+    assert sorted(seen) == [(0, 1), (1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_run_that_cannot_be_begun_does_not_stop_the_next(share, monkeypatch, tmp_path):
+    shares = {ONE} if share else set()
+    monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"] * (job["setting"] in shares))
+    (good, *_), (bad, *_) = jobs(tmp_path), jobs(tmp_path, "cuda:77")
+    one, two, three = do_each([bad, bad, good], 2)
+    assert "cuda:77' cannot run here" in one
+    assert one == two
+    assert three.startswith("prednet-smoke-cpu")
+
+
+def goes_on(seed, begun=""):
+    """Does not hear that it should end."""
+    Path(begun).write_text(str(os.getpid()))
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(600)
+
+
+def test_interruption_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path):
+    waited_for, usual = [], workers.Workers.stop
+    monkeypatch.setattr(workers.Workers, "stop", lambda self, tasks: waited_for.extend(tasks) or usual(self, tasks))
+    begun = tmp_path / "begun"
+    job = {"net": lambda seed: begun.touch() or time.sleep(600), "setting": ONE, "seed": 0}
+    with ctrl_c(begun.exists), workers.Workers(1) as engine:
+        engine.each(lambda _: engine.do(job), {0: job, 1: job})
+    assert [task.cancelled() for task in waited_for] == [False]
+
+
+def test_process_that_does_not_hear_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "DEAF", 1.0)
+    begun = tmp_path / "begun"
+    job = {"net": goes_on, "setting": ONE, "seed": 0, "begun": str(begun)}
+    with ctrl_c(lambda: begun.exists() and begun.read_text()), workers.Workers(1) as engine:
+        engine.each(lambda _: engine.do(job), {0: job})
+    assert not psutil.pid_exists(int(begun.read_text()))
+
+
+def test_processes_of_one_setting_are_used_again_and_have_its_environment(tmp_path):
+    def looks(seed):
+        return {"process": os.getpid(), "threads": int(os.environ["OMP_NUM_THREADS"])}
+
+    settings = [ONE, ONE, "cpu:threads=2"]
+    job = {"net": looks, "store": str(tmp_path)}
+    do_each([job | {"setting": setting, "seed": number} for number, setting in enumerate(settings)], 1)
+    frame = gl.runs(tmp_path).sort_values("seed", ignore_index=True)
+    assert frame.threads.tolist() == [1, 1, 2]
+    assert frame.process[0] == frame.process[1] != frame.process[2]
+
+
+# --- several drivers, and a cluster -------------------------------------------------------------------------
 
 SLOW = """
 import pathlib, time
@@ -157,11 +285,13 @@ WAITING = "import gpulab as gl; gl.Experiment('slow.py:train', ['cpu'], 1, store
 @pytest.mark.slow("kills a process that trains in another, and has two drivers train in theirs")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
 @pytest.mark.parametrize("machine", ["this one", "another"])
-def test_two_drivers_do_no_run_twice_and_a_killed_one_does_not_hold_them_up_for_long(machine, tmp_path, monkeypatch):
+def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("slow.py").write_text(SLOW)
     killed = subprocess.Popen([sys.executable, "-c", WAITING], start_new_session=True)
-    until(Path("begun").exists, killed)
+    while not Path("begun").exists():
+        assert killed.poll() is None, "it ended"
+        time.sleep(0.01)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     Path("begun").unlink()
@@ -179,13 +309,18 @@ def test_two_drivers_do_no_run_twice_and_a_killed_one_does_not_hold_them_up_for_
     assert os.listdir("runs/.claims") == []
 
 
-def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
-    exp = experiment(tmp_path, ["cpu:precision=float64,threads=1", "cpu"], seeds=[7, 3], reruns=2)
-    assert exp.settings == ["cpu:threads=1,precision=float64", "cpu"]
-    assert [(job["setting"], job["rerun"], job["seed"]) for job in exp.jobs()] == [
-        (setting, rerun, seed) for setting in exp.settings for rerun in (0, 1) for seed in (7, 3)
-    ]
-    variants = [{}, {"flip": 3}, {"data": "moving-digits", "data_options": {"speed": 2.0}}]
-    jobs = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants).jobs()
-    assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
-    assert len(gl.Experiment("prednet", ["cpu"], profile="paper", store=tmp_path).jobs()) == 10
+@pytest.mark.slow("starts Ray")
+def test_run_on_ray_keeps_the_runs_of_this_machine(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed")
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    (source,) = (text for cell in cells if (text := "".join(cell["source"])).startswith("def run_on_ray("))
+    names = {"gl": gl, "os": os, "Setting": Setting}
+    exec(source, names)
+    experiment = gl.Experiment("autoencoder", [ONE], 3, "smoke", tmp_path, options={"frames": 20})
+    alone = [gl.train(**job | {"store": None}, progress=False).record for job in experiment.jobs()]
+    gl.train(**experiment.jobs()[1], progress=False)
+    there = gl.runs(tmp_path)
+    frame = names["run_on_ray"](experiment)
+    assert frame.id.tolist() == [record["id"] for record in alone]
+    assert frame.weights.tolist() == [record["summary"]["weights"] for record in alone]
+    assert there.equals(frame[frame.seed == 1].reset_index(drop=True)), "what was there is as it was"

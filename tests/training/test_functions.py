@@ -19,7 +19,7 @@ from gpulab.training.functions import TrainingFunction
 QUIET = {"progress": False}
 ONE = "cpu:threads=1"
 
-# What people have: a data set, loaders, an optimiser, a scheduler, a part in another file.
+# What people have: a data set, loaders, an optimiser, a part in another file.
 USUAL = """
     from __future__ import annotations
     from dataclasses import dataclass
@@ -33,21 +33,15 @@ USUAL = """
         width: int = 16
 
     def train(seed, setting, width=16, epochs=5):
-        print("epoch by epoch")
-        config = Config(width)
         x = torch.randn(200, 2)
         some, others = random_split(TensorDataset(x, (x.norm(dim=1) > 1.2).long()), [150, 50])
-        loader = DataLoader(some, 32, shuffle=True)
-        model = nn.Sequential(nn.Linear(2, config.width), nn.ReLU(), nn.Linear(config.width, 2)).to(setting.device)
+        model = nn.Sequential(nn.Linear(2, Config(width).width), nn.ReLU(), nn.Linear(width, 2)).to(setting.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
         for epoch in range(epochs):
-            model.train()
-            for x, y in loader:
+            for x, y in DataLoader(some, 32, shuffle=True):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x.to(setting.device)), y.to(setting.device)).backward()
                 optimizer.step()
-            scheduler.step()
         loss, accuracy = evaluate(model, DataLoader(others, 50))
         return {"loss": loss, "accuracy": accuracy}
 
@@ -101,8 +95,6 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
     assert record["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
     run = once("usual.py:train", seed=1)
     assert (run.record["id"], run.metrics["accuracy"]) == (frame.id[1], frame.accuracy[1])
-    stores.pack("runs", "packed.parquet")
-    assert gl.runs("packed.parquet").drop(columns="path").equals(gl.runs("runs").drop(columns="path"))
 
 
 def test_a_training_without_torch_draws_its_random_numbers_from_the_seed():
@@ -134,14 +126,10 @@ def test_every_way_of_taking_a_seed_and_giving_a_number(train):
 
 @pytest.mark.parametrize("value", [math.inf, {"loss": 1.0, "other": math.nan}])
 def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
-    run = gl.train(lambda seed: value if seed else {"loss": 1.0, "other": 2.0}, seed=1, store=tmp_path, **QUIET)
-    gl.train(lambda seed: {"loss": 1.0, "other": 2.0}, store=tmp_path, **QUIET)
-    assert run.status == "diverged"
-    assert math.isnan(run.final_loss)
-    frame = gl.runs(tmp_path).sort_values("seed")
-    assert frame.other.isna().tolist() == [False, True]
+    run = gl.train(lambda seed: value, store=tmp_path, **QUIET)
+    assert (run.status, run.metrics, math.isnan(run.final_loss)) == ("diverged", {}, True)
+    assert gl.runs(tmp_path).status.tolist() == ["diverged"]
     json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
-    assert gl.store.pack(tmp_path, tmp_path / "packed.parquet") == 2
 
 
 @pytest.mark.parametrize(
@@ -149,8 +137,7 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
     [
         (None, "it gave None; expected a number"),
         (torch.ones(2, 2), "it gave"),
-        ([1.0, 2.0], "it gave"),
-        (iter([1.0]), "it gave"),
+        ({"loss": "1.0"}, "it gave"),
         ({"width": 1.0}, "'width', a column of gpulab.runs or an option"),
     ],
 )
@@ -196,14 +183,13 @@ def test_a_file_that_begins_an_experiment_when_it_is_imported_is_refused(write):
     [
         (lambda: 0.0, "it takes no seed"),
         (lambda seed, status=1: 0.0, "option 'status' is a column"),
-        ("usual.py:Config", "it takes no seed"),
         ("broken.py:train", r"broken\.py cannot be imported: NameError: .*\(broken\.py:2\)"),
         ("tidy.py:train", r"SystemExit: 2 \(tidy\.py:3\)"),
     ],
 )
 def test_experiment_refuses_what_cannot_be_trained_before_any_worker_starts(train, words, write, monkeypatch):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", None)
-    write(usual=USUAL, parts=PARTS, broken="\nx = undefined\n", tidy="import sys\n\nsys.exit(2)\n")
+    write(broken="\nx = undefined\n", tidy="import sys\n\nsys.exit(2)\n")
     with pytest.raises(gl.UsageError, match=words):
         gl.Experiment(train, [ONE], 2, store="runs").run(progress=False)
     assert not {"broken", "tidy"} & set(sys.modules), "half a module is no module"
