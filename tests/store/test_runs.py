@@ -173,18 +173,6 @@ def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeyp
         stores.read_tensors(file)
 
 
-def test_no_bit_of_tensors_is_unguarded(tmp_path):
-    file = tmp_path / "some.safetensors"
-    stores.write_tensors(file, {"a": torch.arange(3)}, {"step": 2})
-    whole = file.read_bytes()
-    for bit in range(8 * len(whole)):
-        content = bytearray(whole)
-        content[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(content)
-        with pytest.raises(gl.DataError, match=r"some\.safetensors"):
-            stores.read_tensors(file)
-
-
 def test_nothing_is_ever_unpickled_from_a_file():
     # What joblib does in memory and through the pipes of its processes reads no file; its `load` does.
     in_memory = r" import cpu_count|\.externals\.loky[\w.]* import \w+|\.hashing import NumpyHasher|'s hash"

@@ -248,17 +248,6 @@ def test_experiment_names_a_function_that_was_edited_while_it_ran(write):
         gl.Experiment("edits.py:train", [ONE], 2, store="runs").run(progress=False)
 
 
-def test_store_refuses_a_function_that_is_bound_to_an_object(tmp_path):
-    net = torch.nn.Linear(1, 1)
-
-    def train(seed):
-        return seed + isinstance(net, torch.nn.Module)
-
-    assert gl.train(train, **QUIET).final_loss == 1
-    with pytest.raises(gl.UsageError, match=r"a Linear in it has no text: write all of it into a file"):
-        gl.train(train, store=tmp_path, **QUIET)
-
-
 def test_none_is_the_value_of_an_option_of_ones_own_training():
     def training(seed, rate=1.0, frames=3):
         return float(frames) if rate is None else -1.0
