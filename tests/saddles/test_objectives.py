@@ -16,11 +16,6 @@ MSE = F.mse_loss
 FUNCTIONS = gl.hessian, gl.saddles.landscape, gl.saddles.find_critical_point
 
 
-class OnlyOutputs(nn.Module):
-    def forward(self, outputs):
-        return outputs.square().mean()
-
-
 def network():
     return nn.Linear(2, 1, bias=False, dtype=DOUBLE)
 
@@ -42,8 +37,7 @@ BATCHES = {
     "a mapping with labels": (UserDict(MAPPING), labelled),
     "a loader, of batches of 4, 4 and 2": (loader(INPUTS, TARGETS), MSE),
     "a loader of mappings": (DataLoader(ROWS, 4), labelled),
-    "a tensor": (INPUTS, lambda outputs: outputs.square().mean()),
-    "a tensor of two rows is not a pair": (INPUTS[:2], OnlyOutputs()),
+    "a tensor, also of two rows": (INPUTS[:2], lambda outputs: outputs.square().mean()),
 }
 
 

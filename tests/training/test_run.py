@@ -115,10 +115,10 @@ def test_a_network_handed_in_is_left_as_it_was_and_trains_as_by_its_name():
     assert planned(net, **{**USUAL, "frames": 40}, seed=5).id != run.record["id"]
 
 
-@pytest.mark.parametrize(
-    ("model", "frames", "step"),
-    [("autoencoder", 200, 2), ("prednet", 200, 2), ("prednet", 20, 1)],  # of one window only the held-out loss shows it
-)
+DIVERGING = [("autoencoder", 200, 2), ("prednet", 200, 2), ("prednet", 20, 1)]  # at last the held-out loss shows it
+
+
+@pytest.mark.parametrize(("model", "frames", "step"), DIVERGING)
 def test_too_high_a_learning_rate_diverges(model, frames, step, tmp_path):
     options = {"frames": frames, "learning_rate": 1e38, "store": tmp_path}
     run = trained(model, **options)
@@ -141,10 +141,10 @@ def interrupted(run, after, error=KeyboardInterrupt):
         run({"watch": watch})
 
 
-@pytest.mark.parametrize(
-    ("model", "stops"),
-    [("autoencoder", [80]), ("prednet", [40, 80, 120, 160]), ("prednet", [200])],  # the last: after the last window
-)
+STOPS = [("autoencoder", [80]), ("prednet", [40, 80, 120, 160]), ("prednet", [200])]  # at last after the last window
+
+
+@pytest.mark.parametrize(("model", "stops"), STOPS)
 def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(model, stops, tmp_path):
     for after in stops:
         interrupted(lambda watch: trained(model, store=tmp_path, **watch), after)
@@ -224,18 +224,18 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
     assert len({planned(**{**options, **other}).id for other in others}) == len(others)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"net": nn.Linear(2, 2)}, r"net is a Linear.* or the function that trains yours, train\(seed, setting\)"),
-        ({"frames": 19}, "19.*20"),
-        ({"data": "digits"}, "digits is a set of images; PredNet learns from a sequence"),
-        ({"data_options": {"size": (24, 32)}}, r"\(3, 24, 32\).*\(3, 8, 12\)"),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_a_usage_error(wrong, named):
+WRONG = {
+    r"net is a Linear.* or the function that trains yours, train\(seed, setting\)": {"net": nn.Linear(2, 2)},
+    "19.*20": {"frames": 19},
+    "digits is a set of images; PredNet learns from a sequence": {"data": "digits"},
+    r"\(3, 24, 32\).*\(3, 8, 12\)": {"data_options": {"size": (24, 32)}},
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_a_request_that_makes_no_sense_is_a_usage_error(named):
     with pytest.raises(gl.UsageError, match=named):
-        trained(**{"frames": 20, **wrong})
+        trained(**{"frames": 20, **WRONG[named]})
 
 
 @pytest.mark.parametrize(("there", "said"), [(40, True), (200, False)])
