@@ -1,12 +1,14 @@
 """What all networks have in common: what they refuse, that an option makes another run, and bits that are flipped."""
 
+import math
 import re
 
 import pytest
 import torch
-from networks_drawn import weights
+from networks_drawn import drawn, weights
 
 import gpulab as gl
+from gpulab.models.chainer import chainer_views
 from gpulab.models.prednet import TRUNCATIONS
 from gpulab.training.spec import RunSpec
 
@@ -106,16 +108,6 @@ def test_what_is_not_there_is_refused():
             call()
 
 
-def test_a_training_with_a_flipped_bit_begins_one_bit_apart():
-    seen = {}
-    for flip in (None, 3):
-        net = gl.models.PredNet((3, 4), (12, 16))
-        gl.train(net, frames=20, flip=flip, watch=lambda m, s, f=flip: seen.setdefault((f, s), weights(m)), **SMALL)
-    apart = (seen[None, 0].view(torch.int32) - seen[3, 0].view(torch.int32)).abs()
-    assert apart.sum() == apart[3] == 1
-    assert (seen[None, 1] != seen[3, 1]).sum() > 1
-
-
 def test_the_record_says_what_was_flipped_and_who_drew(tmp_path):
     """A CPU draws as a device does."""
     for draws in ("cpu", "device"):
@@ -123,3 +115,44 @@ def test_the_record_says_what_was_flipped_and_who_drew(tmp_path):
     frame = gl.runs(tmp_path)
     assert (frame.flip.tolist(), sorted(frame.draws)) == ([2, 2], ["cpu", "device"])
     assert frame.weights.nunique() == 1
+
+
+# --- one network, many images; drawn weights ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_batch_is_its_members_one_by_one():
+    net, frames = gl.models.PredNet((3, 4, 5), (8, 12)).double(), torch.rand(5, 2, 3, 8, 12).double()
+    alone = [net(member)[0] for member in frames.split(1, dim=1)]
+    torch.testing.assert_close(net(frames)[0], torch.cat(alone, dim=1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("net", [gl.models.PredNet((3, 48, 96), (64, 96)), gl.models.Autoencoder((500, 200))])
+def test_published_weights_are_lecun_normal_and_biases_zero(net):
+    """Those of each convolution of the authors' code, by how many numbers it reads."""
+    of_prednet, scaled = isinstance(net, gl.models.PredNet), []
+    named = chainer_views(net, lambda parameter: parameter) if of_prednet else dict(net.named_parameters())
+    for weight in (weight for name, weight in named.items() if name.endswith(("W", "weight"))):
+        values = weight.detach().flatten() * math.sqrt(weight[0].numel())
+        scaled.append(values)
+        count = len(values)  # mean and standard deviation within five standard errors
+        assert abs(values.mean()) < 5 / math.sqrt(count)
+        assert abs(values.std() - 1) < 5 / math.sqrt(2 * count)
+    everything = torch.cat(scaled)
+    inside = [(everything.abs() < bound).double().mean().item() for bound in (1, 2, 3)]
+    assert inside == pytest.approx([0.6827, 0.9545, 0.9973], abs=2e-3)  # a normal distribution
+    assert all((parameter == 0).all() for name, parameter in net.named_parameters() if "bias" in name)
+
+
+@pytest.mark.parametrize("make", [lambda: gl.models.PredNet((3, 4), (8, 12)), lambda: gl.models.Autoencoder((6, 3))])
+def test_the_drawn_weights_depend_on_the_generator_alone(make):
+    plain = make()
+    reference = drawn(plain)
+    torch.manual_seed(123)
+    with gl.setting("cpu:precision=float64,threads=1"):
+        made_inside = make()
+        assert next(made_inside.parameters()).dtype == torch.float64
+        assert (drawn(made_inside) == reference).all()
+    assert (drawn(plain.to(torch.float64)) == reference).all()
+    assert (drawn(plain.to(torch.bfloat16)) == reference.to(torch.bfloat16)).all()
+    assert not (drawn(make(), seed=6) == reference).all()

@@ -173,18 +173,6 @@ def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeyp
         stores.read_tensors(file)
 
 
-def test_no_bit_of_tensors_is_unguarded(tmp_path):
-    file = tmp_path / "some.safetensors"
-    stores.write_tensors(file, {"a": torch.arange(3)}, {"step": 2})
-    whole = file.read_bytes()
-    for bit in range(8 * len(whole)):
-        content = bytearray(whole)
-        content[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(content)
-        with pytest.raises(gl.DataError, match=r"some\.safetensors"):
-            stores.read_tensors(file)
-
-
 def test_nothing_is_ever_unpickled_from_a_file():
     # What joblib does in memory and through the pipes of its processes reads no file; its `load` does.
     in_memory = r" import cpu_count|\.externals\.loky[\w.]* import \w+|\.hashing import NumpyHasher|'s hash"
@@ -211,9 +199,7 @@ def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_pa
     assert (gpu.device, gpu.machine, gpu.gpu) == ("cuda", "Titan", "Titan")
     assert gpu.protocol == diverged.protocol != third.protocol
     assert math.isnan(diverged.final_loss)
-    assert frame.final_loss.dtype == frame.heldout_loss.dtype == float
-    assert frame.final_loss.count() == 2
-    assert not frame.recorded.any()
+    assert (frame.final_loss.count(), frame.recorded.any()) == (2, False)
     assert (third.status, third.device, third.frames) == ("finished", "cpu", 20)
     assert (third.final_loss, third.weights) == (record["summary"]["final_loss"], record["summary"]["weights"])
     assert third.machine == third.cpu == record["passport"]["cpu"]["model"]

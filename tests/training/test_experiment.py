@@ -217,17 +217,6 @@ def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
     assert sorted(seen) == [(0, 1), (1, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_run_that_cannot_be_begun_does_not_stop_the_next(share, monkeypatch, tmp_path):
-    shares = {ONE} if share else set()
-    monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"] * (job["setting"] in shares))
-    (good, *_), (bad, *_) = jobs(tmp_path), jobs(tmp_path, "cuda:77")
-    one, two, three = do_each([bad, bad, good], 2)
-    assert "cuda:77' cannot run here" in one
-    assert one == two
-    assert three.startswith("prednet-smoke-cpu")
-
-
 def goes_on(seed, begun=""):
     """Does not hear that it should end."""
     Path(begun).write_text(str(os.getpid()))
