@@ -15,8 +15,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 import companion
 import gpulab as gl
 from companion.findings import listed
-from gpulab.plots.pictures import Picture
-from gpulab.plots.style import BESIDE, COPIED, INK, ON_CPU, ON_GPU, OVERWRITTEN, canvas, points, themed
+from gpulab.plots.style import BESIDE, COPIED, INK, ON_CPU, ON_GPU, OVERWRITTEN, Picture, canvas, points, themed
 
 FILE = Path(__file__).with_name("answer.svg")
 IN_PAPERS = FILE.parent / "paper" / "answer.png"  # journals' tools take no SVG

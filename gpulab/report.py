@@ -1,7 +1,7 @@
 """A result's faces: a picture, HTML and plain text; and while it is computed, a bar.
 
 A result derives from `Report` and knows nothing of plots. The function that draws it registers with
-`gpulab.plots.pictures.draw`, as in `@draw.register`, and is found when the picture is asked for.
+`gpulab.plots.style.draw`, as in `@draw.register`, and is found when the picture is asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpulab.errors import extra
 if TYPE_CHECKING:
     import pandas as pd
 
-    from gpulab.plots.pictures import Picture
+    from gpulab.plots.style import Picture
 
 
 class Report:
@@ -33,7 +33,7 @@ class Report:
         """The result as a figure."""
         with extra("notebooks"):
             importlib.import_module(self.plots)
-        return importlib.import_module("gpulab.plots.pictures").draw(self)
+        return importlib.import_module("gpulab.plots.style").draw(self)
 
     def words(self) -> Markup:
         """The result without a picture as a piece of HTML, in which every text is escaped."""

@@ -1,5 +1,4 @@
 from gpulab.plots.instruments import roofline as roofline
-from gpulab.plots.pictures import Picture as Picture
 from gpulab.plots.runs import curves as curves
 from gpulab.plots.runs import differences as differences
 from gpulab.plots.runs import frames as frames
@@ -9,3 +8,4 @@ from gpulab.plots.runs import reconstructions as reconstructions
 from gpulab.plots.saddles import escape_law as escape_law
 from gpulab.plots.saddles import saddle_surface as saddle_surface
 from gpulab.plots.saddles import spectrum as spectrum
+from gpulab.plots.style import Picture as Picture

@@ -10,8 +10,7 @@ import pandas as pd
 from gpulab.audits.audits import Audit
 from gpulab.device.rooflines import UNDER_THE_ROOF, Placement, bounds
 from gpulab.plots import style
-from gpulab.plots.pictures import Picture, draw
-from gpulab.plots.style import FAINT, INK, setting_words
+from gpulab.plots.style import FAINT, INK, Picture, draw, setting_words
 
 ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
 

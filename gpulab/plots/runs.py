@@ -18,8 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from gpulab.data.base import Data
 from gpulab.plots import style
-from gpulab.plots.pictures import Picture, draw
-from gpulab.plots.style import AGAIN, BESIDE, FAINT, INK, Look, names
+from gpulab.plots.style import AGAIN, BESIDE, FAINT, INK, Look, Picture, draw, names
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
 from gpulab.training.run import Run

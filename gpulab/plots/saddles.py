@@ -8,8 +8,7 @@ import seaborn as sns
 
 from gpulab.errors import UsageError
 from gpulab.plots import style
-from gpulab.plots.pictures import Picture, draw
-from gpulab.plots.style import EMULATED, FAINT, INK, ON_CPU, ON_GPU, Look
+from gpulab.plots.style import EMULATED, FAINT, INK, ON_CPU, ON_GPU, Look, Picture, draw
 from gpulab.saddles.critical import Surface
 from gpulab.saddles.escapes import EscapeTable
 from gpulab.saddles.spectrum import ZERO, SpectralDensity

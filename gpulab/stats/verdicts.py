@@ -27,7 +27,7 @@ from gpulab.report import Report
 from gpulab.stats.pairs import Paired, pair
 
 if TYPE_CHECKING:
-    from gpulab.plots.pictures import Picture
+    from gpulab.plots.style import Picture
 
 
 DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from companion.findings import in_words
 from companion.widgets import Explorer
 from gpulab.plots import style
-from gpulab.plots.pictures import Picture
 from gpulab.plots.runs import decided
-from gpulab.plots.style import FAINT, INK, ON_GPU, Look, optimizer_words
+from gpulab.plots.style import FAINT, INK, ON_GPU, Look, Picture, optimizer_words
 from gpulab.report import paragraphs, table
 from gpulab.saddles.critical import CriticalPoint, Surface, find_critical_point, surface
 from gpulab.saddles.escapes import Descent, Weights, choose_optimizer

@@ -13,8 +13,7 @@ from matplotlib.patches import Rectangle
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.plots import style
-from gpulab.plots.pictures import PAGE_DPI, Picture, image
-from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU
+from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU, PAGE_DPI, Picture, image
 from gpulab.saddles.critical import Landscape
 
 SHOWN = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

@@ -122,22 +122,23 @@ def test_a_file_that_is_damaged_or_cut_anywhere_never_loads_as_another(valid, da
     assert (str(file) in said and "\n" not in said) if said else np.array_equal(found, expected)
 
 
-def test_a_folder_without_images_or_with_images_of_two_sizes_is_named(tmp_path):
-    def refused(name, why):
-        with pytest.raises(gl.DataError, match=rf"(?s){tmp_path}.*{why}"):
-            gl.load(name)
+OTHER_SIZE = f"{TEST}: a single image, or images of another size"
+FOLDERS = [  # what lies in one
+    ("frames:{}/missing", {}, "missing: no such folder"),
+    ("frames:{}", {}, "holds no images"),
+    ("mnist:{}", {"a.csv": b""}, f"holds a.csv, but neither {TRAIN} nor {TEST}.*MNIST/raw; 'mnist' downloads them"),
+    ("mnist:{}/a.csv", {"a.csv": b""}, "a.csv: a file, not a folder; 'mnist:DIR'"),
+    ("mnist:{}", {TRAIN: WHOLE, TEST: idx(noise(12, 8, 8))}, OTHER_SIZE),
+    ("mnist:{}", {TEST: idx(noise(1, 8, 8))}, OTHER_SIZE),
+]
 
-    refused(f"frames:{tmp_path / 'missing'}", "missing: no such folder")
-    refused(f"frames:{tmp_path}", "holds no images")
-    (tmp_path / "train.csv").touch()
-    refused(f"mnist:{tmp_path}", f"holds train.csv, but neither {TRAIN} nor {TEST}.*MNIST/raw; 'mnist' downloads them")
-    refused(f"mnist:{tmp_path / 'train.csv'}", "train.csv: a file, not a folder; 'mnist:DIR'")
-    (tmp_path / TRAIN).write_bytes(WHOLE)
-    (tmp_path / TEST).write_bytes(idx(noise(12, 8, 8)))
-    refused(f"mnist:{tmp_path}", f"{TEST}: a single image, or images of another size")
-    (tmp_path / TRAIN).unlink()
-    (tmp_path / TEST).write_bytes(idx(noise(1, 8, 8)))
-    refused(f"mnist:{tmp_path}", f"{TEST}: a single image, or images of another size")
+
+@pytest.mark.parametrize(("name", "files", "why"), FOLDERS)
+def test_a_folder_without_images_or_with_images_of_two_sizes_is_named(tmp_path, name, files, why):
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(gl.DataError, match=rf"(?s){tmp_path}.*{why}"):
+        gl.load(name.format(tmp_path))
 
 
 def test_a_real_video_with_a_hole_is_named(shared, tmp_path):

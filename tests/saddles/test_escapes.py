@@ -148,19 +148,6 @@ def test_step_ratio_is_that_of_the_settled_step(optimizer, dtype):
     assert ratio == pytest.approx(STEPS[optimizer] / (places.item() / 2), rel=0.01)
 
 
-def test_the_optimiser_and_its_rate_decide_what_a_format_holds():
-    rates = {"sgd": [None], "adam": [1e-5, 1e-2]}
-    escapes = gl.saddles.escape_table(SADDLE, [FLOAT32, BFLOAT16], optimizers=rates, seeds=[1], progress=False)
-    table = escapes.table.set_index(["setting", "optimizer", "learning_rate"]).sort_index()
-    for held in (table.loc[FLOAT32, "sgd"], table.loc[BFLOAT16, "adam", 1e-5:1e-5]):
-        assert held.held.all()
-        assert (held.step_ratio < 0.2).all()
-    assert table.loc[BFLOAT16, "adam", 1e-2].left
-    assert table.loc[BFLOAT16, "adam", 1e-2].step_ratio > 1
-    with pytest.raises(gl.UsageError, match="no escape by sgd or momentum"):
-        plots.escape_law(escapes.table.query("optimizer == 'adam'"))
-
-
 def test_master_weights_follow_the_gradients_of_a_coarse_format():
     """Its gradients lead away in the law's time: what is rounded away is the update."""
     held, free = (leave(setting=BFLOAT16, master_weights=masters) for masters in (False, True))

@@ -87,17 +87,6 @@ def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0, equal_nan=True)
 
 
-def test_cure_of_refused_embedding_max_norm_works():
-    model, _ = looked_up(max_norm=0.5)()
-    with pytest.raises(UsageError, match=r"weight.data.renorm_\(norm_type, 0, max_norm\), and set max_norm = None"):
-        gl.hessian(model.eval(), lambda: loss_of(model, TOKENS))
-    table = model[0]
-    table.weight.data.renorm_(table.norm_type, 0, table.max_norm)
-    table.max_norm = None
-    assert table.weight.norm(dim=1).max() < 0.5 + 1e-6
-    assert gl.hessian(model, lambda: loss_of(model, TOKENS)).loss > 0
-
-
 @pytest.mark.parametrize("method", [FORWARD, REVERSE])
 def test_parameters_that_the_loss_holds_itself_are_refused(method):
     model, x = nn.Linear(3, 2).double(), rand(5, 3)

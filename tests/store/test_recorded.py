@@ -1,16 +1,17 @@
 """All that lies in `data/`: what comes in by a pull request is read and checked here, like everything else."""
 
 import math
+import re
 from collections import Counter
 
 import pytest
 
+import gpulab as gl
 from gpulab.store import recorded
 from gpulab.store import runs as stores
 
-PACKED = sorted(
-    file for name in ("atlas", "runs", "studies") for file in recorded.recorded_folder(name).glob("*.parquet")
-)
+ROOMS = map(recorded.recorded_folder, ("atlas", "runs", "studies"))
+PACKED = sorted(file for room in ROOMS for file in room.glob("*.parquet"))
 
 
 @pytest.mark.parametrize("file", PACKED, ids=lambda file: file.name)
@@ -20,14 +21,21 @@ def test_recorded_runs_are_whole_and_do_not_contradict_themselves(file):
     assert max(Counter(record["id"] for record, _ in runs).values()) == 1
     for record, history in runs:
         losses, summary, name = history["loss"].to_pylist(), record["summary"], record["id"]
+        passport, configuration = record["passport"], record["configuration"]
         assert history["window"].to_pylist() == [*range(len(losses))], name
-        assert record["passport"]["software"]["torch"], name
+        assert passport.keys() == gl.passport().keys(), name
+        assert passport["cpu"].keys() == gl.passport()["cpu"].keys(), name
+        assert all(passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")), name
+        assert file.parent.name != "runs" or re.fullmatch("[0-9a-f]{40}", passport["software"]["commit"]), name
+        assert not record["setting"].startswith("cuda") or passport["gpus"][0]["driver"], name
+        assert record["command"].startswith("gpulab "), name
         assert "/home/" not in str(record), name
         if record["status"] == "diverged":
             assert summary["final_loss"] is None, name
-        elif "source" not in record["configuration"]:
+        elif "source" not in configuration:
+            assert len(losses) == configuration["frames"] // configuration["window"], name
             last = losses[-max(1, len(losses) // 5) :]
-            assert summary["final_loss"] == pytest.approx(math.fsum(last) / len(last), rel=1e-6), name
+            assert summary["final_loss"] == pytest.approx(math.fsum(last) / len(last), rel=1e-12), name
 
 
 MEASURED = sorted(recorded.recorded_folder("measured").glob("*.json"))
@@ -39,3 +47,8 @@ def test_measured_tables_name_their_command_and_torch(file):
     assert document["command"]
     if file.name != "products-found.json":  # computed from what the others hold, on no machine in particular
         assert document["passport"]["software"]["torch"]
+
+
+def test_recorded_runs_keep_their_jpeg_decoder():
+    counts = stores.recorded_runs("factors").decoder.value_counts()
+    assert counts.to_dict() == {"pillow": 18, "nvjpeg": 10, "av": 8}

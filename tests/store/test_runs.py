@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,20 +15,35 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_runs import HISTORY, flipped
 
 import gpulab as gl
-from gpulab.passports import OTHERS
 from gpulab.store import identities, recorded
 from gpulab.store import runs as stores
 from gpulab.store.identities import weights_digest
 
+HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
 TENSORS = st.builds(
     lambda dtype, shape: (10 * torch.randn(*shape, 2)).to(dtype).transpose(0, -1),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
     st.lists(st.integers(0, 3), max_size=2),
 ) | st.just(torch.tensor(3))
 LOSSES = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=3)
+
+
+@pytest.fixture(scope="module")
+def record():
+    """The record of a real run, to make others from."""
+    return gl.train("autoencoder", profile="smoke", frames=20, progress=False).record
+
+
+@pytest.fixture(scope="module")
+def written(record):
+    """Write a run of a seed into a store, its record changed; returns its folder."""
+
+    def write(store, seed, history=HISTORY, weights=None, **changes):
+        return stores.write_run(store, {**record, "id": f"run-{seed}", "seed": seed, **changes}, history, weights)
+
+    return write
 
 
 @settings(max_examples=12, deadline=None)
@@ -68,34 +82,27 @@ def test_weights_that_are_not_those_of_a_run_are_not_added_to_it(written, tmp_pa
 
 
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp_path):
-    writers, seeds = 8, 6
-    tmp_path.joinpath(stores.WORK).mkdir()
-    finished = threading.Event()
-
     def work(writer):
-        for seed in range(seeds):
-            history = HISTORY.assign(loss=[float(writer), float(seed)])
-            written(tmp_path, seed, history, command=f"writer {writer}")
-
-    def read():
-        while not finished.is_set():
+        for seed in range(6):
+            written(tmp_path, seed, HISTORY.assign(loss=[float(writer), seed]), command=f"writer {writer}")
             gl.store.history(gl.runs(tmp_path))
 
-    with warnings.catch_warnings(), ThreadPoolExecutor(writers + 1) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
         warnings.simplefilter("error")
-        reader = pool.submit(read)
-        try:
-            for done in [pool.submit(work, writer) for writer in range(writers)]:
-                done.result()
-        finally:
-            finished.set()
-        reader.result()
+        list(pool.map(work, range(8)))
     frame = gl.runs(tmp_path)
-    assert frame.seed.tolist() == [*range(seeds)]
+    assert frame.seed.tolist() == [*range(6)]
     for path in frame.path:  # each is wholly of one writer
         back, history, _ = stores.read_run(Path(path))
         assert back["command"] == f"writer {int(history.loss[0])}"
     assert list((tmp_path / stores.WORK).iterdir()) == []
+
+
+def flipped(share, bit, file):
+    """One bit of a file, at a share of its length."""
+    content = bytearray(file.read_bytes())
+    content[int(share * len(content))] ^= 1 << bit
+    file.write_bytes(content)
 
 
 def replaced_by(content, file):
@@ -264,43 +271,3 @@ def test_a_long_text_as_an_option_of_a_function_is_no_path():
         return float(seed + len(prompt))
 
     assert gl.train(train, model_options={"prompt": 300 * "x"}, progress=False).metrics["final_loss"] == 300
-
-
-@pytest.fixture(scope="module")
-def shipped():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none of them is damaged
-        return gl.recorded_runs()
-
-
-def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(shipped):
-    assert shipped.recorded.all()
-    here = gl.passport()
-    for file in set(shipped.path):
-        for record, _ in recorded.read_packed(Path(file)):
-            passport = record["passport"]
-            assert passport.keys() == here.keys(), record["id"]
-            assert passport["cpu"].keys() == here["cpu"].keys()
-            assert passport["software"].keys() == here["software"].keys() - set(OTHERS)
-            software = {key: passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")}
-            assert None not in software.values(), record["id"]
-            assert re.fullmatch("[0-9a-f]{40}", software["commit"]), f"{record['id']}: a commit to be looked up"
-            assert record["command"].startswith("gpulab "), record["id"]
-            if record["setting"].startswith("cuda"):
-                assert passport["gpus"][0]["driver"], record["id"]
-                assert passport["software"]["cuda"]
-
-
-def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
-    histories = dict(list(stores.history(shipped).groupby("id")))
-    for row in shipped.itertuples():
-        history = histories[row.id]
-        assert history.window.tolist() == list(range(len(history)))
-        if row.status == "finished":
-            assert len(history) == row.frames // {"whitener": 200}.get(row.experiment, 20)
-            assert history.loss[-(len(history) // 5) :].mean() == pytest.approx(row.final_loss, rel=1e-12), row.id
-
-
-def test_recorded_runs_keep_their_jpeg_decoder():
-    counts = stores.recorded_runs("factors").decoder.value_counts()
-    assert counts.to_dict() == {"pillow": 18, "nvjpeg": 10, "av": 8}

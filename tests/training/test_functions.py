@@ -19,14 +19,13 @@ from gpulab.training.functions import TrainingFunction
 QUIET = {"progress": False}
 ONE = "cpu:threads=1"
 
-# What people have: a data set, loaders, an optimiser, a part in another file.
+# What people have: a data set, loaders, an optimiser.
 USUAL = """
     from __future__ import annotations
     from dataclasses import dataclass
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset, random_split
-    from parts import evaluate
 
     @dataclass
     class Config:
@@ -42,20 +41,12 @@ USUAL = """
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x.to(setting.device)), y.to(setting.device)).backward()
                 optimizer.step()
-        loss, accuracy = evaluate(model, DataLoader(others, 50))
-        return {"loss": loss, "accuracy": accuracy}
+        ((x, y),) = DataLoader(others, 50)
+        out = model.eval()(x).detach()
+        return {"loss": nn.functional.cross_entropy(out, y), "accuracy": (out.argmax(1) == y).double().mean()}
 
     if __name__ == "__main__":
         raise SystemExit("it is imported, not run")
-"""
-PARTS = """
-    import torch
-
-    @torch.no_grad()
-    def evaluate(model, loader):
-        ((x, y),) = loader
-        out = model.eval()(x)
-        return torch.nn.functional.cross_entropy(out, y), (out.argmax(1) == y).double().mean()
 """
 
 
@@ -81,7 +72,7 @@ def once(train, **more):
 
 
 def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
-    write(usual=USUAL, parts=PARTS)
+    write(usual=USUAL)
     settings = [ONE, "cpu:threads=1,precision=float64"]
     frame = gl.Experiment("usual.py:train", settings, 2, store="runs").run(progress=False)
     assert frame[["setting", "seed"]].values.tolist() == [[setting, seed] for setting in settings for seed in (0, 1)]
@@ -266,16 +257,6 @@ def test_store_refuses_a_function_that_is_bound_to_an_object(tmp_path):
     assert gl.train(train, **QUIET).final_loss == 1
     with pytest.raises(gl.UsageError, match=r"a Linear in it has no text: write all of it into a file"):
         gl.train(train, store=tmp_path, **QUIET)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_training_that_leaves_the_gpu_alone_is_told(moved, recwarn):
-    def train(seed, setting):
-        return torch.nn.Linear(4, 1).to(setting.device if moved else "cpu").weight.sum().item()
-
-    gl.seed_runs(train, "cuda", seeds=1)
-    assert any("left cuda alone" in str(one.message) for one in recwarn) != moved
 
 
 def test_none_is_the_value_of_an_option_of_ones_own_training():
