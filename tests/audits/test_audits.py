@@ -1,4 +1,3 @@
-import itertools
 import math
 import re
 from pathlib import Path
@@ -43,24 +42,6 @@ def test_audit_names_convolutions_in_tf32_and_the_flag():
         found = faults(audited(network_step()))
     assert {(f.operation, f.module) for f in found} == {("convolution", "0"), ("convolution", "4")}
     assert all("torch.backends.mkldnn.conv.fp32_precision" in f.advice for f in found)
-
-
-def test_solution_that_hardly_repeats_itself_is_another_valid_answer():
-    number = itertools.count()
-
-    def another(*call):
-        solution, *rest = call[-1]
-        null = torch.tensor([[1.0], [-2.0], [1.0]])  # the matrix makes nothing of it
-        return solution + null * (1 + 1e-7 * (next(number) % 3)), *rest
-
-    def step(setting):
-        matrix = torch.arange(1.0, 10.0).view(3, 3).to(setting.dtype)
-        return torch.linalg.lstsq(matrix, matrix).solution
-
-    with Kernels("linalg_lstsq", another, always=False):
-        report = audited(step)
-    assert (report.kind, report.findings[0].operation) == ("another valid answer", "linalg_lstsq"), str(report)
-    assert "nondeterminism" in {finding.kind for finding in report.findings}
 
 
 @pytest.mark.parametrize("nothing_under", [A, B])

@@ -206,21 +206,6 @@ def test_generators_of_numpy_and_python_are_seeded_and_put_back():
     assert before == (np.random.get_state()[1].tolist(), random.getstate())
 
 
-def test_operation_without_a_kernel_for_float64_is_done_in_float32():
-    def only_float32(x):
-        if x.dtype != torch.float32:
-            raise RuntimeError("expected float32")
-        return x.exp()
-
-    with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
-        lib.define("only_float32(Tensor x) -> Tensor")
-        lib.impl("only_float32", only_float32, "CompositeExplicitAutograd")
-        trace = recorded(lambda setting: torch.ops.gpulab_tests.only_float32(drawn(5).to(setting.dtype)) * 2)
-    (op,), exact = named(trace, "only_float32"), next(op for op in trace.reference if op.name == "only_float32")
-    assert op.ratio is None
-    np.testing.assert_allclose(values(trace, exact.outputs[0]), drawn(5).double().exp(), rtol=1e-6)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_lstm_and_attention_of_cudnn_draw_with_dropout_alone(dropout):
     aten = torch.ops.aten
