@@ -191,11 +191,8 @@ class Classifier(nn.Module):
     def forward(self, values, labels=None):
         logits = self.net(values)
         loss = None if labels is None else F.cross_entropy(logits, labels)
-        forms = {
-            "object": SimpleNamespace(loss=loss, logits=logits),
-            "dict": {"logits": logits, "loss": loss},
-            "tuple": (loss, logits),
-        }
+        named = {"logits": logits, "loss": loss}
+        forms = {"object": SimpleNamespace(**named), "dict": named, "tuple": (loss, logits)}
         return forms.get(self.form, loss)
 
 

@@ -137,30 +137,6 @@ def test_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
     assert [op.module for op in named(trace, "addmm")] == ["first"]
 
 
-class BackwardInBackward(torch.autograd.Function):
-    """Calls backward in its backward pass, and so on; autograd goes on with the 61st in a thread of its own."""
-
-    @staticmethod
-    def forward(ctx, x, depth):
-        ctx.depth = depth
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.depth:
-            with torch.enable_grad():
-                x = torch.ones(2, requires_grad=True)
-                (3 * BackwardInBackward.apply(x, ctx.depth - 1)).sum().backward()
-        return gradient, None
-
-
-def test_backward_pass_in_a_thread_of_autograd_is_recorded():
-    """There no frame of Python's lies below, as in the backward pass on a GPU."""
-    trace = recorded(lambda: BackwardInBackward.apply(torch.ones(2, requires_grad=True), 61).sum().backward())
-    assert len(named(trace, "mul", "backward")) == 2 * 61
-    assert {op.repeats for op in trace.operations if op.phase != RESULT} == {True}
-
-
 # --- what the step is for -------------------------------------------------------------------------------------
 
 
