@@ -122,7 +122,8 @@ def record_saddles(
         for seed, setting in itertools.product(range(seeds) if wanted else (), ALONG[kind]):
             own = {"setting": setting, "seeds": [seed], "profile": profile, "store": output / "curvature"}
             frame = gl.saddles.curvature_along(net, **own, **options, command=this_command(), progress=False)
-            print(frame.tail(1).to_string(), flush=True)
+            last = frame[["setting", "seed", "status", "loss", "index_fraction", "smallest", "largest"]].tail(1)
+            print(net, profile, last.to_string(index=False, header=False), flush=True)
 
 
 def record_escapes(folder: Path, name: str, kind: str) -> None:

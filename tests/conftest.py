@@ -47,9 +47,7 @@ def shared():
     """Real data for development, which lies beside the checkout and is no part of the project."""
     folder = Path(__file__).parents[2] / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip(
-            "the folder shared/data with real MNIST, a real video and Chainer's numbers is not beside the checkout"
-        )
+        pytest.skip("the folder shared/data with real MNIST and a real video is not beside the checkout")
     return folder
 
 

@@ -40,12 +40,8 @@ def server(tmp_path_factory):
 def listening(process):
     """The addresses that the process and its children, kernels apart, listen on."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    return {
-        connection.laddr.ip
-        for member in family
-        for connection in member.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    connections = [connection for member in family for connection in member.net_connections("inet")]
+    return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.slow("starts a server")

@@ -1,7 +1,4 @@
-import builtins
-import doctest
 import inspect
-import symtable
 from pathlib import Path
 
 import pytest
@@ -64,28 +61,6 @@ def test_every_public_name_is_there_and_documented(package):
             missing = [part for part in (*parts, ">>>") if part not in public.__doc__]
             assert not missing, f"{name}: the docstring has no {' and no '.join(missing)}"
     assert set(package.__all__) <= set(dir(package)) | set(getattr(package, "NAMES", ()))
-
-
-def names_from_nowhere(docstring):
-    """What an example uses and does not say where it is from: a reader who copies it gets a NameError."""
-    examples = doctest.DocTestParser().get_examples(inspect.cleandoc(docstring))
-    tables = [symtable.symtable("".join(example.source for example in examples), "example", "exec")]
-    for table in tables:
-        tables += table.get_children()  # functions and comprehensions
-    symbols = [symbol for table in tables for symbol in table.get_symbols()]
-    bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - bound - set(dir(builtins))
-
-
-@pytest.mark.parametrize("package", [gl, *(getattr(gl, name) for name in gl.PACKAGES)], ids=lambda each: each.__name__)
-def test_an_example_can_be_copied_as_it_stands(package):
-    for name in package.__all__:
-        public = getattr(package, name)
-        methods = [value for key, value in vars(public).items() if key[0] != "_"] if inspect.isclass(public) else []
-        for documented in (public, *methods):
-            docstring = getattr(documented, "__doc__", None) or ""
-            if "+SKIP" not in docstring:
-                assert names_from_nowhere(docstring) == set(), f"{name}: {docstring}"
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)

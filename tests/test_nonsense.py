@@ -39,11 +39,7 @@ CALLS = {
     gl.recorded_runs: {"study": "dose"},
     gl.roofline: {"setting": "cpu"},
     gl.verdict: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "block": "seed", "alpha": 0.05},
-    gl.hessian: {
-        "model": NET,
-        "loss": lambda: NET(BATCH).sum(),
-        "parameters": "weight",
-    },
+    gl.hessian: {"model": NET, "loss": lambda: NET(BATCH).sum(), "parameters": "weight"},
     gl.train: {"net": "autoencoder", "data": "digits", "setting": "cpu", "profile": "smoke", "frames": 20, "seed": 0}
     | {"rerun": 0, "learning_rate": 1e-3},
     gl.Experiment: {"model": own, "settings": ["cpu"], "seeds": 2, "workers": 1, "reruns": 1},

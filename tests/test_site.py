@@ -1,4 +1,4 @@
-"""The site of `make site`, opened from disk: its links, its words, its width on a telephone, its search; the slides.
+"""The site of `make site`, opened from disk: its links and words; the slides.
 
 Without the extra `site` all of this is skipped.
 """
@@ -21,15 +21,6 @@ for library in ("sphinx", "myst_nb", "furo", "sphinx_revealjs"):
 pytestmark = pytest.mark.slow("builds the site")
 
 ROOT = Path(__file__).parent.parent
-TELEPHONE = {"width": 390, "height": 844}
-LAPTOP = {"width": 1280, "height": 800}
-WIDE = """() => [...document.querySelectorAll("article *, header *")].filter(part => {
-    if (part.getBoundingClientRect().right <= innerWidth + 1) return false;
-    for (let box = part.parentElement; !box.matches("article, header"); box = box.parentElement)
-        if (["auto", "scroll"].includes(getComputedStyle(box).overflowX)
-            && box.getBoundingClientRect().right <= innerWidth + 1) return false;
-    return true;
-}).map(part => part.outerHTML.slice(0, 90))"""
 
 
 class Page(html.parser.HTMLParser):
@@ -45,19 +36,14 @@ class Page(html.parser.HTMLParser):
         self.elements.append((tag, dict(attributes)))
 
 
-def build(docs, folder):
-    """Build the site of a checkout as `make site` does."""
-    (folder / "source").mkdir()
-    command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-c", docs, "-d", folder / "doctrees"]
-    return subprocess.run(
-        [sys.executable, *command, folder / "source", folder / "site"], capture_output=True, text=True, timeout=400
-    )
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
+    """Built as `make site` does."""
     folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT / "docs", folder)
+    (folder / "source").mkdir()
+    places = [ROOT / "docs", "-d", folder / "doctrees", folder / "source", folder / "site"]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", *places]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return folder / "site"
 
@@ -67,19 +53,14 @@ def pages(site):
     return {file: Page(file) for file in sorted(site.rglob("*.html"))}
 
 
-def targets(page):
-    """What a page leads to or shows, but for what is written into it."""
-    for tag, attributes in page.elements:
-        for name in ("href", "src", "srcset", "data", "poster"):
-            if not attributes.get(name, "data:").startswith("data:"):
-                yield tag, attributes[name]
-
-
 def test_every_link_leads_to_a_page_and_an_anchor_and_nothing_comes_from_a_network(site, pages):
     dead, loaded = [], set()
     for file, page in pages.items():
-        for tag, target in targets(page):
-            link = urlsplit(target)
+        named = ((tag, attributes.get(name)) for tag, attributes in page.elements for name in ("href", "src", "srcset"))
+        for tag, target in named:
+            link = urlsplit(target or "data:")
+            if link.scheme == "data":
+                continue
             if link.scheme in ("http", "https", "mailto") or link.netloc:
                 loaded |= {target} if tag != "a" else set()
                 continue

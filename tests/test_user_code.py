@@ -16,12 +16,8 @@ def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     assert find_function("my_steps_here:step", "step")("x") == "x"
     assert find_function(f"{tmp_path / 'my_steps_here.py'}:step", "step")("y") == "y"
-    for words, name in {
-        "expected module:name": "my_steps_here",
-        "no function": "my_steps_here:number",
-        "cannot be imported": "no_such_module_anywhere:step",
-    }.items():
-        with pytest.raises(gl.UsageError, match=words):
+    for name in ("my_steps_here", "my_steps_here:number", "no_such_module_anywhere:step"):
+        with pytest.raises(gl.UsageError, match=name):
             find_function(name, "step")
 
 

@@ -102,7 +102,7 @@ class Computed:
 
 
 def recorded_windows() -> pd.DataFrame:
-    """What `benchmarks/record.py published` recorded: as `published_windows` there, with the `machine`.
+    """What `benchmarks/record.py published` (commit 6aece191) recorded, with the `machine`.
 
     In words: `gradient`, whose it is, and `compared_with`, whose it is compared with.
     """

@@ -129,9 +129,9 @@ def figure_of(output: Any) -> dict[str, str] | None:
 
 
 def glossary() -> str:
-    """The table of words that findings use; its links, which lead to files beside it, are left out."""
+    """The words that findings use; the links of their page, which lead to files beside it, are left out."""
     page = CLONE / "docs" / "glossary.md"
     if not page.is_file():  # the notebooks lie outside of a clone
         return ""
     text = page.read_text(encoding="utf-8")
-    return "## Words\n\n" + LINK.sub(r"\1", text[text.index("|") :])
+    return "## Words\n\n" + LINK.sub(r"\1", text.partition("\n\n")[2])

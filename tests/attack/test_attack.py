@@ -30,15 +30,11 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["gpulab.cli", "gpulab.training.run", "pyarrow.parquet", "pandas"])
 
 
-def full():
-    raise OSError(28, "No space left on device")
-
-
-ACTS = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
-    "full": full,
-}
+def act_of(name):
+    """What happens at a write."""
+    if name == "full":
+        raise OSError(28, "No space left on device")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[name])
 
 
 def command(folder, line, act, at, lasting):
@@ -55,7 +51,7 @@ def command(folder, line, act, at, lasting):
             number = next(count)
             Path("count").write_text(str(number))
             if number == at or (lasting and number > at):
-                ACTS[act]()
+                act_of(act)
             return usual(*given, **more)
 
         return call
@@ -100,25 +96,21 @@ def begun(tmp_path_factory):
     return folder
 
 
-def copy_of(folder, to):
-
-    return Path(shutil.copytree(folder, to, dirs_exist_ok=True))
-
-
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", ["kill", "interrupt", "full"])
 @pytest.mark.parametrize("line", [NETWORK, FUNCTION, PACK])
 def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(act, line, begun, tmp_path):
-    usual = copy_of(begun, tmp_path / "usual")
+    usual = shutil.copytree(begun, tmp_path / "usual")
     before = facts(usual)
     assert run(usual, line)[0] == 0
     writes, after = int((usual / "count").read_text()), facts(usual)
     assert writes >= 2
     places = range(1, writes + 1) if act == "kill" else sorted({1, 2, writes // 2, writes - 1, writes})
     for at, lasting in itertools.product(places, (False, True) if act == "full" else (False,)):
-        folder = copy_of(begun, tmp_path / f"{at}-{lasting}")
+        folder = shutil.copytree(begun, tmp_path / f"{at}-{lasting}")
         status, said = run(folder, line, act, at, lasting)
         assert "Traceback" not in said, (at, said)
         assert act == "kill" or status in (0, 1, 130), (at, status, said)
+        assert status != 130 or "interrupted; run the same command again to go on" in said, (at, said)
         if act == "full" and status:
             assert said.splitlines()[-1].startswith("gpulab: "), (at, said)
             assert "No space left on device; free some space" in said.splitlines()[-1], (at, said)

@@ -56,7 +56,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_of_equal_numbers_any_may_be_named_and_no_other(name):
+def test_any_of_equal_numbers_may_be_selected_and_no_other(name):
     operation, more, right, wrong = SELECTIONS[name]
 
     def answer(index):
@@ -72,7 +72,7 @@ def test_of_equal_numbers_any_may_be_named_and_no_other(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
-def test_the_place_of_the_largest_number_of_all_or_along_a_dimension(dtype):
+def test_places_of_the_largest_number_of_all_or_along_a_dimension(dtype):
     x = TIES.to(dtype)
     for right in (9, 10, 12):
         assert is_right(aten.argmax.default, (x,), torch.tensor(right))
@@ -83,7 +83,7 @@ def test_the_place_of_the_largest_number_of_all_or_along_a_dimension(dtype):
     assert is_right(aten.argmax.default, (x[0, 0],), torch.tensor(0)), "a number alone"
 
 
-def test_a_pool_may_pass_on_any_of_its_largest_numbers():
+def test_pooling_may_pass_on_any_of_its_largest_numbers():
     x = torch.tensor([[[[1.0, 5, 0, 2], [5, 3, 2, 1]]]])
     args = (x, [2, 2], [2, 2])
     pool = aten.max_pool2d_with_indices.default
@@ -94,7 +94,7 @@ def test_a_pool_may_pass_on_any_of_its_largest_numbers():
 # --- several numbers in one place --------------------------------------------------------------------------------
 
 
-def test_of_several_numbers_written_to_one_place_nobody_knows_which_stays():
+def test_any_of_several_numbers_written_to_one_place_may_stay():
     before, once, twice, source = drawn(6), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]), drawn(3, seed=1)
     for operation, args in [
         (aten.scatter.src, (before, 0, once, source)),
@@ -113,7 +113,7 @@ def test_of_several_numbers_written_to_one_place_nobody_knows_which_stays():
 # --- matrices ----------------------------------------------------------------------------------------------------
 
 
-def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
+def test_bases_of_either_sign_are_right_and_of_other_matrices_not():
     x = drawn(5, 3)
     q, r = aten.linalg_qr.default(x)
     signs = torch.tensor([1.0, -1, -1])

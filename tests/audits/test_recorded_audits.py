@@ -29,7 +29,7 @@ SMALL = ("lstm", "transformer")
         for file in RECORDED
     ],
 )
-def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
+def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
     there = gl.audits.Trace.load(file)
     assert "H200" in there.passport["gpus"][0]["name"]
@@ -48,7 +48,7 @@ def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
     assert not report.table.same_bits[matched].all(), "two devices do round differently"
 
 
-def test_what_becomes_nan_under_one_setting_alone_comes_first():
+def test_audit_tells_what_becomes_nan_under_one_setting_first():
     """In the recorded step of the whitener two layers make more of the difference than the product that ends in NaN."""
     report = gl.audit(TRACES / "whitener-cuda-tf32-off.trace", TRACES / "whitener-cuda-tf32-on.trace")
     first, second, *_ = report.findings

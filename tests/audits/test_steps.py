@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plant_faults import drawn
-from small_steps import seeded
+from small_steps import Own, seeded
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpulab as gl
@@ -31,11 +31,9 @@ def performed(step, setting="cpu"):
         assert everything(step.model) == before
         with prepared as once:
             loss = once()
-            there = {name: (parameter.data, parameter.grad) for name, parameter in once.model.named_parameters()}
+            gradients = {name: parameter.grad for name, parameter in once.model.named_parameters()}
     assert everything(step.model) == before
-    for name, parameter in step.model.named_parameters():
-        assert torch.equal(there[name][0], parameter.to(there[name][0])), "as it was before"
-    return loss, {name: gradient for name, (_, gradient) in there.items()}
+    return loss, gradients
 
 
 def by_hand(model, loss, setting="cpu"):
@@ -120,16 +118,14 @@ MODELS = {
     "of several types": (mixed, X),
     "that remembers": (Remembers, Y),
     "an LSTM": (lambda: nn.LSTM(4, 3, 2), X[:, None]),
-    "spectral norm, old": (lambda: nn.Sequential(spectral_norm(nn.Linear(4, 2))), X),
     "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 2))), X),
-    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 2))), X),
     "compiled": (lambda: torch.compile(plain(), backend="eager"), X),
 }
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_gives_the_bits_that_a_moved_copy_gives_and_leaves_the_model_as_it_was(name, setting):
+def test_step_gives_the_bits_of_a_moved_copy_and_leaves_the_model(name, setting):
     make, batch = MODELS[name]
     model, dtype = make(), gl.Setting.parse(setting).dtype
     inputs = batch.to(dtype) if batch.is_floating_point() else batch
@@ -143,22 +139,15 @@ def test_a_step_gives_the_bits_that_a_moved_copy_gives_and_leaves_the_model_as_i
 
 @pytest.mark.parametrize("setting", [*SETTINGS, "cpu:precision=bfloat16"])
 def test_complex_parameters_stay_complex(setting):
-    class Rotation(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.turn = nn.Parameter(torch.tensor([0.5 + 2j, 1 - 1j]))
-
-        def forward(self, x):
-            return (x[:, :2] * self.turn).abs()
-
-    model = Rotation()
+    model = Own(lambda x: (x[:, :2] * model.turn).abs())
+    model.turn = nn.Parameter(torch.tensor([0.5 + 2j, 1 - 1j]))
     loss, _ = performed(gl.Step(model, X), setting)
     wanted = (X[:, :2].double() * model.turn.to(torch.complex128)).abs().square().mean()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-2 if "bfloat16" in setting else 1e-6)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "loss"])
-def test_after_an_error_the_model_is_as_it_was(where):
+def test_step_leaves_the_model_as_it_was_after_an_error(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model(X).sum().backward()
 
@@ -190,12 +179,9 @@ def test_hooks_on_parameters_act(setting):
     model[2].bias.register_post_accumulate_grad_hook(clear)
     for _ in range(2):  # they stay
         hooked = performed(gl.Step(model, (X, Y), F.cross_entropy), setting)[1]
-    assert torch.equal(hooked["0.weight"], 2 * bare["0.weight"])
-    assert torch.equal(hooked["0.bias"], bare["0.bias"])
-    assert not hooked["2.bias"].any()
+    wanted = bare | {"0.weight": 2 * bare["0.weight"], "2.bias": torch.zeros_like(bare["2.bias"])}
+    assert all(torch.equal(hooked[name], gradient) for name, gradient in wanted.items())
     assert [parameter is model[2].bias for parameter in seen] == [True, True], "the parameter itself, not a copy"
-    model(X).sum().backward()
-    assert len(seen) == 3
 
 
 def test_hooks_of_modules_see_the_modules_themselves():
@@ -241,11 +227,7 @@ class Whole(Classifier):
 
 
 def of_all(out, batch):
-    return F.cross_entropy(out if isinstance(out, torch.Tensor) else out.logits, batch["classes"])
-
-
-def of_labels(out, labels):
-    return F.cross_entropy(out.logits, labels)
+    return F.cross_entropy(getattr(out, "logits", out), batch["classes"])
 
 
 RIGHT = {
@@ -254,7 +236,7 @@ RIGHT = {
     "keywords, the loss alone": (Classifier("alone"), {"values": X, "labels": Y}, None),
     "keywords of a tokenizer": (Classifier(), UserDict(values=X, labels=Y), None),
     "the loss gets all of the batch": (Classifier(), {"values": X, "classes": Y, "id": 7}, of_all),
-    "keywords and labels": (Classifier(), ({"values": X}, Y), of_labels),
+    "keywords and labels": (Classifier(), ({"values": X}, Y), lambda out, labels: F.cross_entropy(out.logits, labels)),
     "a dict as one argument": (Whole(), {"nested": {"values": [X]}, "classes": Y}, of_all),
 }
 
@@ -278,18 +260,12 @@ WRONG = {
     "a pair without a loss": (plain(), (X, Y), None, r"got a pair as its one input .* with loss="),
     "a tensor with a loss": (plain(), X, F.mse_loss, r"a Tensor; with a loss it is \(inputs, targets\)"),
     "three with a loss": (plain(), (X, X, X), F.mse_loss, "a tuple of 3"),
-    "a loader with a loss": (
-        plain(),
-        DataLoader(TensorDataset(X, Y)),
-        F.cross_entropy,
-        "batch is a DataLoader; give its first batch",
-    ),
-    "a loader without a loss": (plain(), DataLoader(X), None, "give its first batch"),
+    "a loader": (plain(), DataLoader(TensorDataset(X, Y)), F.cross_entropy, "DataLoader; give its first batch"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused_by_name(name):
+def test_batches_and_losses_that_do_not_fit_are_refused(name):
     model, batch, loss, words = WRONG[name]
     before = everything(model)
     with pytest.raises(gl.UsageError, match=words):
@@ -298,7 +274,7 @@ def test_what_does_not_fit_is_refused_by_name(name):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_model_goes_to_the_gpu_and_back():
+def test_step_moves_the_model_to_the_gpu_and_back():
     for make, batch in (MODELS["that remembers"], MODELS["an LSTM"], MODELS["of several types"]):
         for here, setting in (("cpu", "cuda:tf32=off"), ("cuda", "cpu"), ("cuda", "cuda:precision=float64")):
             model = make().to(here)

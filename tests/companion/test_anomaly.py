@@ -1,13 +1,9 @@
 """What overwritten frames do: the first window, and the verdicts on what is learned."""
 
-import math
-
 import pandas as pd
 import pytest
-import torch
 
 import companion
-import gpulab as gl
 from companion import learning
 
 
@@ -18,19 +14,6 @@ def test_overwritten_frames_change_no_loss_and_prednet_s_gradient_alone(net, los
     assert difference["same_losses"] == difference["losses"] == losses
     assert (difference["gradient_difference"] > 0.001) == (net == "prednet")
     assert difference["gradient_difference"] == 0 or net == "prednet"
-
-
-def test_the_gradient_is_that_of_training():
-    step = companion.FirstWindow("prednet", "copied", seed=3, profile="smoke", frames=5)
-    computed = step.gradient("cpu")
-    model, data = gl.models.PredNet(channels=(3, 8, 16), size=(24, 32)), gl.load("walk", frames=200, size=(24, 32))
-    model.draw_weights(torch.Generator().manual_seed(3))
-    frames = torch.from_numpy(next(data.windows(20)).frames[:5]).float().div(255)[:, None]
-    objective, per_frame, _ = model.training_loss(frames, None)
-    objective.backward()
-    assert torch.allclose(computed.losses, per_frame.double(), rtol=1e-6)
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(computed.gradient[name], parameter.grad.double(), rtol=1e-4, atol=1e-9), name
 
 
 def runs(loader, losses, **columns):
@@ -54,12 +37,6 @@ def test_four_questions_are_asked():
     assert verdicts[learning.BEAT].margin == verdicts[learning.STUCK].margin == 0.1
     assert verdicts[learning.LEARNED].decision == "different"
     assert verdicts[learning.LEARNED].table.seeds[0] == 7, "the seed on the plateau did not learn"
-    for losses in ([*WORSE[:6], 0.2, 0.15], [math.nan, *WORSE[1:]]):  # a seed that learned one way only, or diverged
-        other = runs("reused", losses)
-        other["status"] = other.final_loss.isna().map({True: "diverged", False: "finished"})
-        verdicts = learning.learning_verdicts(pd.concat([both[:8], other]), "loader", "copied", plateau=0.05)
-        assert verdicts[learning.STUCK].table.difference[0] == pytest.approx(1 / 8)
-        assert verdicts[learning.LEARNED].table.seeds[0] == 6
 
 
 def test_the_table_has_every_decision_with_and_without_correction_and_against_the_registered_margin():
@@ -76,23 +53,3 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
     assert alone["margin"] < alone["registered_margin"]
     better = frame.final_loss < companion.repeat_losses(frame)
     assert (alone["beat"], alone["beat_reference"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
-
-
-def test_what_backpropagation_is_cut_off_from_changes_no_verdict():
-    """What data/README.md says of the study `truncation`."""
-    recorded = gl.recorded_runs("truncation")
-    plateau = gl.load("walk", frames=1000, size=(48, 64)).missing_colour_loss()
-    recorded["stuck"] = recorded.final_loss >= plateau
-    asked = {"factor": "truncation", "reference": "state"}
-    for _, of_loader in recorded.groupby("loader"):
-        assert of_loader.groupby("truncation").seed.nunique().to_dict() == {"loss": 32, "state": 32}
-        whether = gl.verdict(of_loader, "stuck", margin=0.1, **asked)
-        assert whether.table.moved[0] == 0
-        learned = of_loader[~of_loader.stuck.groupby(of_loader.seed).transform("any")]
-        judged = (gl.verdict(of_loader, **asked), whether, gl.verdict(learned, **asked))
-        assert {verdict.decision for verdict in judged} == {"equivalent"}
-    buffer = []
-    for _, of_truncation in recorded.groupby("truncation"):
-        verdicts = learning.learning_verdicts(of_truncation, "loader", "copied", plateau)
-        buffer.append([verdict.decision for verdict in verdicts.values()])
-    assert buffer[0] == buffer[1]

@@ -9,7 +9,7 @@ import torch
 import companion
 import gpulab as gl
 from companion import explorers
-from companion.widgets import bits_figure, format_bits
+from companion.widgets import format_bits
 
 LOSS = torch.nn.functional.mse_loss
 
@@ -52,12 +52,6 @@ def test_what_is_no_number_is_not_sent_to_the_page():
     assert "nan" in explorer.answer.value
 
 
-def test_without_a_kernel_there_is_the_still_picture(outputs_of):
-    figure, fold = outputs_of(companion.bit_explorer(0.1))
-    assert set(figure.data) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
-    assert fold.data["text/plain"].startswith("In words, before anything is moved: Bits of 0.1")
-
-
 FORMATS = {"float32": torch.int32, "float16": torch.int16, "bfloat16": torch.int16}
 FORMATS |= {"float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 
@@ -74,8 +68,6 @@ def test_the_bits_are_those_that_torch_stores_and_tf32_lacks_the_last(name):
         assert len(parts[2]) == -round(math.log2(torch.finfo(dtype).eps))
     sign, exponent, fraction = format_bits(1 / 3, "tf32")
     assert (sign, exponent, len(fraction)) == (*format_bits(1 / 3)[:2], 10)
-    (axes,) = bits_figure(-3.0).figure.axes
-    assert len(axes.patches) == 32 + 19 + 16 + 16 + 8 + 8, "a box each"
 
 
 # --- a ball on a saddle ------------------------------------------------------------------------------------

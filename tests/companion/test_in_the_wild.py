@@ -1,16 +1,7 @@
 """Notebook 11: CartPole with overwritten and with copied frames, and public questions."""
 
-import numpy as np
-
 import companion
 import gpulab as gl
-from companion.cartpole import _returns
-
-
-def test_a_return_ends_where_the_pole_falls():
-    returns = _returns(np.array([[False], [True], [False]]))
-    raw = np.array([1 + 0.99, 1, 1])
-    np.testing.assert_allclose(returns[:, 0], (raw - raw.mean()) / raw.std(), rtol=1e-5)
 
 
 def test_a_pole_stays_up_longer_where_observations_are_copied():

@@ -68,18 +68,6 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
     assert table[table.film != "walk"].beat_blurred.isna().all()
 
 
-def test_the_page_counts_all_pairs_and_says_for_how_many_a_test_was_planned(recorded, table):
-    paper = gl.recorded_runs().query("profile == 'paper' and loader != 'window'")
-    port = companion.learning_table(paper, "loader", "copied")
-    longer = gl.recorded_runs("longer").query("setting == 'cuda:tf32=off'")
-    page = companion.published_page(recorded, table, port, companion.learning_table(longer, "loader", "window"))
-    assert "in 96 of 96 pairs" in str(page)
-    assert "For 80 of these pairs a test was planned" in str(page)
-    assert "in 92 of 96 pairs (inconclusive at speed 1 and 4, different at speed 2)" in str(page)
-    assert "5 of 29 (walk) and 16 of 16 (pavement) beat it blurred" in str(page), "on `people` blurring makes it worse"
-    assert "4,000 of 4,000 windows" in str(page)
-
-
 # --- dose and response -----------------------------------------------------------------------------------
 
 
@@ -108,9 +96,8 @@ def test_ranks_that_all_agree_are_not_taken_for_certainty_and_too_few_are_refuse
     assert rho == pytest.approx(1)
     assert 0.9 < low < high < 1
     assert rank_correlation(CELLS, -CELLS)[1:] == pytest.approx((-high, -low))
-    for x in ([1, 2, 3, 4], [1] * 6):
-        with pytest.raises(gl.UsageError, match=f"{len(x)} pairs"):
-            rank_correlation(x, range(len(x)))
+    with pytest.raises(gl.UsageError, match="4 pairs"):
+        rank_correlation([1, 2, 3, 4], range(4))
 
 
 def test_cells_are_counted_whole_and_by_the_geometric_mean_of_their_seeds():

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-import gpulab as gl
-from companion import scale_out
 from gpulab.models.base import Trainable
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
@@ -42,12 +40,3 @@ def test_noise_scale_in_closed_form(noise_scale):
     assert noise_scale(Mean(50), examples, 10) == pytest.approx(0.36, rel=0.03)
     nearly_balanced = torch.tensor([[0.0], [0.0], [1.0], [0.8]])  # the mean is no longer than its noise
     assert noise_scale(Mean(1), nearly_balanced, 2) == np.inf
-
-
-@pytest.mark.slow("starts a program")
-def test_run_program(capsys):
-    parts = scale_out.run_program("model_parallel", "--hidden", 64)["parts"]
-    assert parts.machine.tolist() == ["this machine"] * 2
-    assert "whole and in two parts" in capsys.readouterr().out
-    with pytest.raises(gl.GpulabError, match="expected 2 arguments"):
-        scale_out.run_program("model_parallel", "--devices", "cpu")
