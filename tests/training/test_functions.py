@@ -125,7 +125,7 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
 
 @pytest.mark.parametrize("value", [None, torch.ones(2, 2), {"loss": "1.0"}, {"width": 1.0}], ids=str)
 def test_what_is_no_number_is_refused_and_a_column_of_runs(value):
-    with pytest.raises(gl.GpulabError, match=r"^it gave .*; expected a number|'width', a column of gpulab.runs"):
+    with pytest.raises(gl.GpulabError, match=r"(?s)^it gave .*; expected a number|'width', a column of gpulab.runs"):
         gl.train(lambda seed, width=3, loss="mse": value, **QUIET)
 
 
@@ -204,7 +204,7 @@ def test_options_are_columns_and_make_other_runs(tmp_path):
     assert gl.verdict(frame[frame.layers == "[3, 4]"], factor="width").decision.startswith("different")
 
 
-def test_the_text_counts_that_is_there_when_a_training_begins_and_the_old_runs_stay(write):
+def test_the_text_counts_that_is_there_when_a_training_begins(write):
     text = "import parts\n\ndef train(seed):\n    return parts.loss + 0\n"
     write(usual=text, parts="loss = 1.0\n")
     training = TrainingFunction("usual.py:train")
