@@ -43,6 +43,15 @@ def test_audit_names_convolutions_in_tf32_and_the_flag():
     assert all("torch.backends.mkldnn.conv.fp32_precision" in f.advice for f in found)
 
 
+@pytest.mark.parametrize("threads", [2, 1])
+def test_audit_finds_a_kernel_that_returns_zeros_on_either_side(threads):
+    with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
+        lib.define("back(Tensor g) -> Tensor")
+        lib.impl("back", lambda g: g * (torch.get_num_threads() != threads), "CompositeExplicitAutograd")
+        report = audited(lambda setting: torch.ops.gpulab_tests.back(drawn(6, 5).to(setting.dtype) * 2).square().sum())
+    assert (report.kind, report.findings[0].operation) == ("mismatch", "back")
+
+
 # --- planted faults: the step's own code --------------------------------------------------------------------
 
 

@@ -149,6 +149,10 @@ def algorithms():
     wrong = (without_mean, of_weight, of_bias), (of_x, 1.01 * of_weight, of_bias)
     yield aten.native_batch_norm_backward.default, args, (of_x, of_weight, of_bias), *wrong
 
+    x, y = drawn(6, 5000), drawn(7, 5000, seed=1)
+    distances = in_turn((x[:, None] - y).square().permute(2, 0, 1))[-1].sqrt()
+    yield aten._cdist_forward.default, (x, y, 2.0, 2), distances, 1.001 * distances
+
 
 @pytest.mark.parametrize("call", list(algorithms()), ids=lambda call: str(call[0]))
 def test_other_algorithms_are_right_and_what_is_a_little_off_is_not(call):
