@@ -43,15 +43,6 @@ def test_audit_names_convolutions_in_tf32_and_the_flag():
     assert all("torch.backends.mkldnn.conv.fp32_precision" in f.advice for f in found)
 
 
-@pytest.mark.parametrize("threads", [2, 1])
-def test_audit_finds_a_kernel_that_returns_zeros_on_either_side(threads):
-    with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
-        lib.define("back(Tensor g) -> Tensor")
-        lib.impl("back", lambda g: g * (torch.get_num_threads() != threads), "CompositeExplicitAutograd")
-        report = audited(lambda setting: torch.ops.gpulab_tests.back(drawn(6, 5).to(setting.dtype) * 2).square().sum())
-    assert (report.kind, report.findings[0].operation) == ("mismatch", "back")
-
-
 # --- planted faults: the step's own code --------------------------------------------------------------------
 
 
@@ -152,7 +143,6 @@ def test_html_shows_picture_and_findings_and_escapes_names(tmp_path):
     for text in ("&lt;script&gt;", "<td>mismatch</td>", report.findings[0].detail, "data:image/png;base64,"):
         assert text in page
     assert "<script>" not in page
-    assert "Audit: cpu against cpu:threads=1" in page
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -259,3 +249,16 @@ def test_audit_tells_a_fault_before_tf32(middle):
     report = audited(small_cnn(middle), A, f"{B},emulate=tf32")
     assert (report.kind, report.findings[0].operation) == ("mismatch", "mul"), str(report)
     assert report.faulty
+
+
+def test_audit_tells_overwritten_memory_before_tf32():
+    def step(setting):
+        x, weight = drawn(8, 20).to(setting.dtype), drawn(20, 10, seed=1).to(setting.dtype).requires_grad_()
+        weights = np.ones((8, 10), "float64" if setting.dtype == torch.float64 else "float32")
+        loss = ((x @ weight) * torch.from_numpy(weights)).sum()
+        weights[:] = 0
+        loss.backward()
+
+    report = audited(step, A, f"{B},emulate=tf32")
+    assert (report.kind, report.findings[0].bounded) == ("overwritten", False)
+    assert "reduced precision" in {finding.kind for finding in report.findings}

@@ -27,7 +27,6 @@ def small():
 
 def test_roofline_has_a_row_for_each_operation(small):
     assert set(small.kind) == {"memory", "matrix", "network", "precision", "launch"}
-    assert small.operation.is_unique
     assert (small.seconds > 0).all()
     np.testing.assert_allclose(small.intensity, small.flop / small.bytes)
     np.testing.assert_allclose(small.gflops * 1e9 * small.seconds, small.flop)
