@@ -16,18 +16,12 @@ def network_of(trace):
 
 
 SMALL = ("lstm", "transformer")
+SLOW = pytest.mark.slow("a network of full size")
 
 
 @pytest.mark.parametrize(
     "file",
-    [
-        pytest.param(
-            file,
-            marks=[pytest.mark.slow("a network of full size")] * (network_of(file) not in SMALL),
-            id=network_of(file),
-        )
-        for file in RECORDED
-    ],
+    [pytest.param(file, marks=[SLOW] * (network_of(file) not in SMALL), id=network_of(file)) for file in RECORDED],
 )
 def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
@@ -41,10 +35,8 @@ def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
     products = [op for op in there.operations if op.name in PRODUCTS]
     assert all(op.ratio <= 1 and op.format is None for op in products), "each was compared with float64"
     matched = report.table.difference.notna()
-    assert matched.any()
-    assert matched.mean() > 0.9 or any("_rnn" in op.name or "dropout" in op.name for op in there.operations), (
-        "these are one kernel on a GPU, and several on this CPU"
-    )
+    # An LSTM or dropout is one kernel on a GPU, and several on this CPU.
+    assert matched.mean() > 0.9 or any("_rnn" in op.name or "dropout" in op.name for op in there.operations)
     assert not report.table.same_bits[matched].all(), "two devices do round differently"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plant_faults import drawn
-from small_steps import recorded, seeded
+from small_steps import Own, recorded, seeded
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -111,12 +111,6 @@ def test_what_is_no_step_is_refused():
 # --- nothing is left behind ---------------------------------------------------------------------------------
 
 
-class Breaks(nn.Linear):
-    def forward(self, x):
-        super().forward(x)
-        raise ValueError("in the middle")
-
-
 def state():
     return (
         _len_torch_dispatch_stack(),
@@ -128,7 +122,10 @@ def state():
 
 
 def test_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
-    step = gl.Step(nn.Sequential(Breaks(2, 2)), torch.ones(1, 2))
+    def break_off(x):
+        raise ValueError(f"in the middle of {x.sum()}")
+
+    step = gl.Step(nn.Sequential(Own(break_off)), torch.ones(1, 2))
     before = state()
     with pytest.raises(ValueError, match="in the middle"):
         recorded(step, "cpu:threads=1")

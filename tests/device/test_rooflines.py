@@ -27,7 +27,6 @@ def small():
 
 def test_roofline_has_a_row_for_each_operation(small):
     assert set(small.kind) == {"memory", "matrix", "network", "precision", "launch"}
-    assert small.operation.is_unique
     assert (small.seconds > 0).all()
     np.testing.assert_allclose(small.intensity, small.flop / small.bytes)
     np.testing.assert_allclose(small.gflops * 1e9 * small.seconds, small.flop)
@@ -111,7 +110,6 @@ def test_place_counts_a_product_in_each_precision():
     floors = {"memory": found.moved / 100e9, "arithmetic": 2 * EDGE**3 / 1000e9, "launches": 1e-6}
     assert found.at_least == pytest.approx(floors)
     assert found.intensity == 2 * EDGE**3 / (3 * 4 * EDGE**2)
-    assert found.gflops == pytest.approx(2 * EDGE**3 / found.seconds / 1e9)
     assert found.gflops / found.reached == pytest.approx(1000), "the larger of the two float32 ceilings"
     found = place(lambda: (product()(), product(torch.bfloat16)()), ceilings(), repeats=2)
     assert found.flop == {"float32": 2 * EDGE**3, "bfloat16": 2 * EDGE**3}

@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import gpulab as gl
-
-
-def table():
-    return TensorDataset(torch.from_numpy(np.random.default_rng(0).random((32, 8), np.float32)))
 
 
 @pytest.mark.parametrize(("copy", "found"), [(True, []), (False, ["together"])])
@@ -40,13 +35,6 @@ def test_guard_of_stable_baselines3(name):
     with gl.guard(reads="any") as report:
         getattr(baselines, name)("MlpPolicy", "CartPole-v1", device="cpu", **options[name]).learn(200)
     assert report.checked > 100
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_guard_of_torch_data_loader(workers):
-    with gl.guard(reads="any"):
-        kept = [batch for (batch,) in DataLoader(table(), batch_size=8, shuffle=True, num_workers=workers)]
-        nn.Linear(8, 2)(torch.cat(kept)).sum().backward()
 
 
 def test_guard_of_transformers_trainer():
