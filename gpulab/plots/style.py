@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import itertools
 import sys
 import zlib
 from collections import Counter
@@ -184,10 +185,14 @@ def colour(setting: str) -> str:
 
 
 def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
-    """A colour for each level of a factor: a setting's own, or one after the other."""
+    """A colour for each level of a factor: a setting's own, or one after the other, of which none stands for a device.
+
+    Blue is a CPU and orange a GPU in all figures.
+    """
     if factor == "setting":
         return {level: colour(str(level)) for level in levels}
-    return dict(zip(levels, sns.color_palette("colorblind", len(levels)).as_hex(), strict=True))
+    purple_and_on = sns.color_palette("Dark2").as_hex()[2:]
+    return dict(zip(levels, itertools.cycle(purple_and_on), strict=False))
 
 
 def named(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, dict[str, str]]:

@@ -426,15 +426,19 @@ def _sentence(verdict: Verdict, row: Any, words: Mapping[Any, str]) -> str:
         return f"{here} the {metric} is {_change(verdict, row)} {there}, and {count}."
     effect = f"{here} the {metric} differs by {_amount(verdict, row, abs(row.difference))} on average from that {there}"
     number, unit = parse_margin(verdict.margin)
-    meaning = f" ({PARTS.get(number, f'{number:g} times')} the spread between {block}s)" if unit == "sd" else ""
+    meaning = (
+        f" ({PARTS.get(number, f'{number:g} times')} the spread between {block}s, estimated cautiously)"
+        if unit == "sd"
+        else ""
+    )
     none = f"differences below {_amount(verdict, row, row.margin)}{meaning} count as none here"
     if row.decision == "different but negligible":
         return f"{effect}, and is {count}: that is no luck, but {none}."
     if row.decision == "equivalent":
         most = inference.clopper_pearson_upper(row.moved, n)
-        further = f"{row.moved:.0f} of {n} {block}s moved further"
-        unseen = f"jumps in up to {100 * most:.0f} % of all {block}s could have gone unseen (95 % limit)"
-        return f"{effect}; {none}. {further}, and {unseen}."
+        further = f"{row.moved:.0f} of {n} {block}s moved further than that"
+        unseen = f"jumps in up to {100 * most:.0f} % of all {block}s cannot be ruled out (95 % limit)"
+        return f"{effect}; {none}. {further}, but {unseen}."
     undecided = f"{effect}, and is {count}, which decides nothing"
     return f"{'; '.join([undecided, *([none] if row.margin > 0 else []), *_needed(verdict, row)])}."
 

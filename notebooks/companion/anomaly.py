@@ -291,7 +291,7 @@ def _over_films(rows: pd.DataFrame) -> str:
     blurred = [f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in harder.itertuples()]
     return (
         f"{high}: the loss is {span(loss.ratio, '.2f')} times that of a {low}, higher for {loss.worse.sum()} of "
-        f"{seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); {share.beat.sum()} instead of "
-        f"{share.beat_reference.sum()} of {seeds} beat repeating the last frame"
-        + (f", and of these {listed(blurred)} beat it blurred, too, which is harder on that film." if blurred else ".")
+        f"{seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); {share.beat.sum()} of {seeds} beat repeating "
+        f"the last frame, against {share.beat_reference.sum()} of the others"
+        + (f"; of those, {listed(blurred)} also beat the last frame blurred, a harder test there." if blurred else ".")
     )

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from gpulab.audits.rounding import SAFETY, Accuracy, forward_error
-from gpulab.audits.twins import in_float64
 from gpulab.numerics.formats import round_to
 
 aten = torch.ops.aten
@@ -120,13 +119,11 @@ RIGHT = {
     "sort of what is close": lambda x: (1 + 1e-7 * x).sort(0).values,
     "relu at zero": lambda x: (x.round() * 0 + x.detach().round()).relu() + 0 * x,
     "max pooling": lambda x: F.max_pool2d(x[None], 3, 2, 1),
-    "average pooling": lambda x: F.avg_pool2d(x[None], 3, 2, 1),
     "bilinear": lambda x: F.interpolate(x[None, None], size=(71, 53), mode="bilinear"),
     "nearest": lambda x: F.interpolate(x[None, None], scale_factor=1.7),
     "embedding": lambda x: F.embedding(torch.arange(300) % 24, x),
     "embedding of few words": lambda x: F.embedding(torch.arange(300) % 7, x),
     "index_add": lambda x: torch.zeros(3, 12).index_add(0, torch.arange(len(x)) % 3, x),
-    "LSTM cell": lambda x: torch.nn.LSTMCell(12, 5)(x)[0],
     "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3),
     "a product that cancels": lambda x: torch.addmm(-(x @ x.T).detach(), x, x.T),
     "conv1d": lambda x: F.conv1d(x[None], drawn(4, len(x) // 2, 3), groups=2, stride=2, dilation=2),
@@ -149,22 +146,10 @@ def test_right_results_stay_within_what_rounding_explains(name, scale):
     assert scale != 1 or any(e.error is not None for _, e in seen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["softmax", "layer norm", "gelu", "a mean off zero", "max pooling"])
-def test_right_results_in_other_precisions_stay_within_their_roundoff(name, dtype):
-    seen = [e for _, e in watched(RIGHT[name], drawn(24, 12).to(dtype)) if e.error is not None]
-    assert seen
-    assert [e for e in seen if not ratio(e) <= 1] == []
-    if dtype == torch.float64:
-        assert max(e.error for e in seen) < 1e-12
-    else:
-        assert max(e.error for e in seen) > 1e-5, "and it is looked at in float64"
-
-
 # --- wrong kernels --------------------------------------------------------------------------------------------
 
 # Operations of nothing but zeros, or of numbers that cancel, hide what is wrong of them.
-HIDING = ("a sum that cancels", "a product that cancels", "log near 1", "relu at zero", "LSTM cell", "complex numbers")
+HIDING = ("a sum that cancels", "a product that cancels", "log near 1", "relu at zero", "complex numbers")
 ZEROS = ["zeros", "new_zeros", "zeros_like"]
 COARSER = ["embedding_dense_backward", "linalg_vector_norm", "native_layer_norm_backward", "upsample_bilinear2d"]
 
@@ -226,18 +211,6 @@ def test_kernels_that_take_subnormal_numbers_for_zero_are_named():
         wrong = compared(operation, args, made + 1e-3 * operation(*args).abs().max().clamp(min=1e-33))
         assert wrong.format is None
         assert ratio(wrong) > 1
-
-
-def test_subnormal_numbers_count_where_the_check_runs_without_them():
-    small, large = drawn(64) * 1e-39, torch.tensor(1e38)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot take them for zero")
-    try:
-        seen = compared(aten.mul.Tensor, (small, large), small * large)
-    finally:
-        torch.set_flush_denormal(False)
-    assert seen.format == "float32_ftz"
-    assert torch.equal(in_float64(small), small.double())
 
 
 def test_nan_and_infinity_in_the_inputs_are_no_errors():

@@ -137,30 +137,6 @@ def test_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
     assert [op.module for op in named(trace, "addmm")] == ["first"]
 
 
-class BackwardInBackward(torch.autograd.Function):
-    """Calls backward in its backward pass, and so on; autograd goes on with the 61st in a thread of its own."""
-
-    @staticmethod
-    def forward(ctx, x, depth):
-        ctx.depth = depth
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.depth:
-            with torch.enable_grad():
-                x = torch.ones(2, requires_grad=True)
-                (3 * BackwardInBackward.apply(x, ctx.depth - 1)).sum().backward()
-        return gradient, None
-
-
-def test_backward_pass_in_a_thread_of_autograd_is_recorded():
-    """There no frame of Python's lies below, as in the backward pass on a GPU."""
-    trace = recorded(lambda: BackwardInBackward.apply(torch.ones(2, requires_grad=True), 61).sum().backward())
-    assert len(named(trace, "mul", "backward")) == 2 * 61
-    assert {op.repeats for op in trace.operations if op.phase != RESULT} == {True}
-
-
 # --- what the step is for -------------------------------------------------------------------------------------
 
 
@@ -204,21 +180,6 @@ def test_generators_of_numpy_and_python_are_seeded_and_put_back():
 
     assert {op.repeats for op in recorded(step).operations if op.phase != RESULT} == {True}
     assert before == (np.random.get_state()[1].tolist(), random.getstate())
-
-
-def test_operation_without_a_kernel_for_float64_is_done_in_float32():
-    def only_float32(x):
-        if x.dtype != torch.float32:
-            raise RuntimeError("expected float32")
-        return x.exp()
-
-    with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
-        lib.define("only_float32(Tensor x) -> Tensor")
-        lib.impl("only_float32", only_float32, "CompositeExplicitAutograd")
-        trace = recorded(lambda setting: torch.ops.gpulab_tests.only_float32(drawn(5).to(setting.dtype)) * 2)
-    (op,), exact = named(trace, "only_float32"), next(op for op in trace.reference if op.name == "only_float32")
-    assert op.ratio is None
-    np.testing.assert_allclose(values(trace, exact.outputs[0]), drawn(5).double().exp(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import gpulab as gl
 
@@ -47,43 +47,6 @@ def test_guard_of_torch_data_loader(workers):
     with gl.guard(reads="any"):
         kept = [batch for (batch,) in DataLoader(table(), batch_size=8, shuffle=True, num_workers=workers)]
         nn.Linear(8, 2)(torch.cat(kept)).sum().backward()
-
-
-class OneBuffer(IterableDataset):
-    """Fills one array for every batch."""
-
-    def __iter__(self):
-        buffer = np.zeros((8, 8), np.float32)
-        for number in range(4):
-            buffer[:] = number
-            yield torch.from_numpy(buffer)
-
-
-def test_guard_of_lightning_trainer():
-    lightning = pytest.importorskip("lightning.pytorch")
-
-    class Keeper(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net, self.kept = nn.Linear(8, 2), []
-
-        def training_step(self, batch, _):
-            self.kept = [*self.kept, batch[0] if isinstance(batch, list) else batch]
-            return self.net(torch.stack(self.kept)).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **silent)
-    with gl.guard(reads="any") as report:
-        trainer.fit(Keeper(), DataLoader(table(), batch_size=8))
-    assert (report.checked > 0, len(report)) == (True, 0)
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **silent)
-    # Either finding is right, and which comes first depends on how a version of torch passes the batch on.
-    either = "share one memory|memory was overwritten before it was read again"
-    with pytest.raises(gl.OverwrittenError, match=either), gl.guard(reads="any"):
-        trainer.fit(Keeper(), DataLoader(OneBuffer(), batch_size=None))
 
 
 def test_guard_of_transformers_trainer():

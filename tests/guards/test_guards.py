@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, ResNet
@@ -171,20 +170,14 @@ class Times(torch.autograd.Function):
         return None, gradient * ctx.saved_tensors[0]
 
 
-def gradient_of(loss, x):
-    return torch.autograd.grad(loss.sum(), x, create_graph=True)[0]
-
-
-def checkpointed(x, constant, reentrant):
+def checkpointed(x, constant):
     """What a checkpoint keeps is its inputs; those are seen."""
-    return checkpoint(lambda a, b: (a * b).sin(), x, constant, use_reentrant=reentrant)
+    return checkpoint(lambda a, b: (a * b).sin(), x, constant, use_reentrant=False)
 
 
 GRAPHS = {
     "custom function": (lambda x, constant: Times.apply(constant, x), "Times (TimesBackward)"),
-    "double backward": (lambda x, constant: gradient_of((x * constant) ** 2, x) ** 2, "mul (MulBackward0)"),
-    "checkpoint, reentrant": (lambda x, constant: checkpointed(x, constant, True), "CheckpointFunction"),
-    "checkpoint": (lambda x, constant: checkpointed(x, constant, False), "recomputation"),
+    "checkpoint": (checkpointed, "recomputation"),
     "batch norm in use": (lambda x, constant: F.batch_norm(x, constant, torch.ones(3)).square(), "`running_mean`"),
 }
 
@@ -314,16 +307,6 @@ def test_fingerprint_changes_with_every_bit_and_place(take, dtype):
             assert take(other.view(dtype)) != mark
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("length", [2, 65536, 65537, 200_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-def test_fingerprint_changes_with_signs(take, length, dtype):
-    """An even number of changes of the highest bit: a sum with odd weights would miss it."""
-    x = torch.rand(length, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    marks = {take(x), take(-x), take(x.conj().resolve_conj())}
-    assert len(marks) == (3 if dtype.is_complex else 2)
-
-
 KINDS = {
     "channels last": lambda x: x.to(memory_format=torch.channels_last),
     "transposed": lambda x: x.transpose(1, 3),
@@ -389,30 +372,6 @@ def test_fingerprint_of_sparse_complex_and_parameter_tensors():
     assert fingerprint(x.conj()) == fingerprint(x)  # the same memory, and the flag cannot be changed
     assert fingerprint(x.conj().imag) is not None
     assert fingerprint(nn.Parameter(dense)) == fingerprint(dense), "of a subclass"
-
-
-def test_fake_tensor_has_no_fingerprint():
-    with FakeTensorMode():
-        fake = torch.rand(3)
-        try:
-            fake.as_subclass(torch.Tensor)
-        except RuntimeError as error:
-            pytest.skip(f"this torch cannot look into a fake tensor: {error}")
-        assert fingerprint(fake) is None
-
-
-@DEVICES
-@pytest.mark.parametrize("size", [5, 1 << 15, 3 << 16, 1 << 22, (1 << 22) + 1, 25 << 20])
-def test_fingerprint_changes_with_every_byte_of_large_tensors(device, size):
-    torch.manual_seed(0)
-    x = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
-    mark = fingerprint(x)
-    assert fingerprint(x.clone()) == mark
-    for place in (0, size // 3, size - 1):
-        changed = x.clone()
-        changed[place] += 1
-        assert fingerprint(changed) != mark, place
-    assert fingerprint(x.flip(0)) != mark
 
 
 # --- where it is used ----------------------------------------------------------------------------------------------
@@ -499,17 +458,6 @@ def test_report_says_how_many_uses_were_not_compared():
     )
 
 
-def test_report_counts_reads_of_tensors_of_a_subclass_as_not_compared():
-    class Picture(torch.Tensor):
-        pass
-
-    picture = torch.from_numpy(np.ones(3, np.float32)).as_subclass(Picture)
-    with gl.guard(reads="any") as report:
-        picture.sum()
-    assert report.unchecked == 1
-    assert "not compared: 1 others" in str(report)
-
-
 CELL = """
 def step(x):
     loss = x.exp().sum()
@@ -522,5 +470,3 @@ def test_line_in_a_notebook_is_called_a_cell():
     exec(compile(CELL, "/tmp/ipykernel_171/1402239833.py", "exec"), names := {})
     with pytest.warns(gl.OverwrittenWarning, match="saved by step, a notebook cell:3"), gl.guard("warn"):
         names["step"](torch.ones(3, requires_grad=True) * 1).backward()
-    table = gl.audit(lambda _: names["step"](torch.ones(3, requires_grad=True) * 1), "cpu", "cpu:threads=1").table
-    assert table.line.str.startswith("a notebook cell:3").any()

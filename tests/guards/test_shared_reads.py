@@ -2,9 +2,7 @@
 
 import contextlib
 import importlib
-import queue
 import sys
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,21 +158,12 @@ def kept_beside_a_temporary():
     return torch.stack(memory)
 
 
-def from_a_thread():
-    """A loader's thread makes the tensors."""
-    camera, waiting = Environment(), queue.Queue()
-    thread = threading.Thread(target=lambda: [waiting.put(torch.from_numpy(camera.step())) for _ in range(3)])
-    thread.start()
-    thread.join()
-    return torch.stack([waiting.get() for _ in range(3)])
-
-
 def read_as_a_list():
     camera = Environment()
     return [seen.tolist() for seen in [torch.from_numpy(camera.step()) for _ in range(3)]]
 
 
-@pytest.mark.parametrize("program", [kept_beside_a_temporary, from_a_thread, read_as_a_list])
+@pytest.mark.parametrize("program", [kept_beside_a_temporary, read_as_a_list])
 def test_guard_finds_overwritten_memory_in_subtle_programs(program):
     with pytest.raises(gl.OverwrittenError), gl.guard(reads="any"):
         program()

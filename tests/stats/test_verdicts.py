@@ -159,12 +159,13 @@ def test_the_effect_is_said_first_and_then_what_it_is_compared_with():
 
     assert said(0.0002) == [
         "Under the GPU the loss differs by 0.054 % on average from that under cpu, and is higher in 10 of 10 seeds: "
-        "that is no luck, but differences below 7.2 % (a quarter of the spread between seeds) count as none here."
+        "that is no luck, but differences below 7.2 % (a quarter of the spread between seeds, estimated cautiously) "
+        "count as none here."
     ]
     assert said(TINY, margin="1%") == [
         "Under the GPU the loss differs by 5.4e-05 % on average from that under cpu; differences below 1 % count as "
-        "none here. 0 of 10 seeds moved further, and jumps in up to 26 % of all seeds could have gone unseen (95 % "
-        "limit)."
+        "none here. 0 of 10 seeds moved further than that, but jumps in up to 26 % of all seeds cannot be ruled out "
+        "(95 % limit)."
     ]
     assert said(0.3) == ["Under the GPU the loss is 1.81 times as high as under cpu, and higher in 10 of 10 seeds."]
     (below_zero,) = said(WIDE)
