@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpulab as gl
-from gpulab.settings import ISA_VALUES, ISA_VARIABLES, OPTIONS, PRECISIONS, Setting, arithmetic
+from gpulab.numerics.flags import arithmetic
+from gpulab.settings import ISA_VALUES, ISA_VARIABLES, OPTIONS, PRECISIONS, Setting
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 VALUES = dict.fromkeys(("tf32", "cudnn", "denormals", "deterministic"), ("on", "off"))
