@@ -63,32 +63,33 @@ def duration(seconds: float) -> str:
 def budgets(
     profile: Annotated[list[str], typer.Option(help="smoke, quick or paper; several times")] = ("smoke", "quick"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu")] = "cpu",
-    only: Annotated[str, typer.Option(help="notebooks whose names begin so; the page is left alone")] = "",
 ) -> None:
     """Time and peak memory of the companion, of each notebook and of a start, into docs/costs.md.
 
     Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it. Memory: the largest
-    process of a notebook, which is its kernel. A start is the median of seven processes after one that warms the file
-    cache.
+    process of a notebook, which is its kernel. A start is the median of seven processes. Since machines differ, the
+    whole is also said in frames: so many does one thread train PredNet on meanwhile, at the size of the quick profile.
     """
+    trained = gl.train("prednet", setting="cpu:threads=1", profile="quick", progress=False)
+    frames_per_second = trained.record["configuration"]["frames"] / trained.history.seconds.iloc[-1]
     rows = []
     for what, command in (
         ("`import gpulab`, Python's own start included", ["-c", "import gpulab"]),
         ("`gpulab --help`", ["-m", "gpulab.cli", "--help"]),
     ):
-        process_seconds([sys.executable, *command])
         rows.append([what, duration(process_seconds([sys.executable, *command], 7)), ""])
     for one in profile:
         with tempfile.TemporaryDirectory() as output:
             command = [sys.executable, "-m", "companion", "--profile", one, "--device", device, "--output", output]
-            whole = process_seconds([*command, "--only", only] if only else command)
+            whole = process_seconds(command)
             results = json.loads((Path(output) / "report" / "results.json").read_text(encoding="utf-8"))
         found = [(f"`{result['name']}`, {one}", result["seconds"], result["peak_bytes"]) for result in results]
         peak = max(memory for _, _, memory in found)
-        found.append((f"`python -m companion`, {one}: all of these and the report", whole, peak))
+        work = f"all of these and the report, the time of {round(whole * frames_per_second, -3):,.0f} frames"
+        found.append((f"`python -m companion`, {one}: {work}", whole, peak))
         rows += [[what, duration(took), f"{memory / 2**20:,.0f} MiB"] for what, took, memory in found]
-    page = None if only else ROOT / "docs" / "costs.md"
-    show("Costs", page, budgets=f"{table('what|time|peak memory', rows)}\n\n{made_by()}")
+    speed = f"One thread trains PredNet of the quick profile at {frames_per_second:.0f} frames/s here."
+    show("Costs", ROOT / "docs" / "costs.md", budgets=f"{table('what|time|peak memory', rows)}\n\n{speed} {made_by()}")
 
 
 # --- guard and emulation ---------------------------------------------------------------------------------
