@@ -49,8 +49,8 @@ class Attribution:
             return math.nan
         pair = self.comparison.pair_of(finding.op)
         as_another = self.others.get(pair[0], 0.0)
-        of_pair = math.hypot(_own(*pair), 0.0 if math.isnan(as_another) else as_another)
-        part = 1.0 if finding.side_by_side else _square(finding.size, of_pair)
+        of_pair = math.hypot(_own_error(*pair), 0.0 if math.isnan(as_another) else as_another)
+        part = 1.0 if finding.side_by_side else _share_explained(finding.size, of_pair)
         return self.kept[pair[0]] * part / self.total
 
     def _begin(self) -> float:
@@ -75,7 +75,7 @@ class Attribution:
         """Leave with a pair of operations what they make of a difference, and pass the rest to what they were given."""
         inputs = [pair for pair in self.comparison.inputs(a, b) if pair[0] != pair[1]]
         gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
-        kept = _square(_own(a, b), apart)
+        kept = _share_explained(_own_error(a, b), apart)
         if a in self.others and not any(self.comparison.common(*pair, a) for pair in inputs):
             kept = 1.0
         self.kept[a] += amount * kept
@@ -87,8 +87,8 @@ class Attribution:
         """Bring an amount to who made two values: a pair of operations, or those of one setting alone before them."""
         comparison = self.comparison
         origin = comparison.origin(*values, user)
-        sizes = [*map(_own, origin.alone), *(comparison.gap(pair) for _, pair in origin.before)]
-        inherited = amount * _square(tol.INHERITED * math.hypot(0.0, *sizes), comparison.gap(values))
+        sizes = [*map(_own_error, origin.alone), *(comparison.gap(pair) for _, pair in origin.before)]
+        inherited = amount * _share_explained(tol.INHERITED * math.hypot(0.0, *sizes), comparison.gap(values))
         makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *origin.alone)
         blamed = [one for op in makers if op and (one := comparison.pair_of(op)[0]) in self.others]
         if blamed:
@@ -105,13 +105,13 @@ class Attribution:
                 self.lost[user] += inherited * fraction
 
 
-def _own(*operations: Operation) -> float:
+def _own_error(*operations: Operation) -> float:
     """What the own errors of operations and what does not repeat of them make, relative to their result."""
     sizes = [size or 0.0 for op in operations for size in (op.error, op.spread)]
     return math.inf if any(map(math.isnan, sizes)) else math.hypot(*sizes)
 
 
-def _square(size: float, apart: float) -> float:
+def _share_explained(size: float, apart: float) -> float:
     """The share of a difference, in squares, that something of a size explains; all where the size is not known."""
     if math.isnan(size) or math.isinf(size):
         return 1.0

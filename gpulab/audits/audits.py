@@ -59,7 +59,7 @@ class Audit(Answer):
         """The two settings, what was found between them, what was looked at, and what was not."""
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
-        sentences = [f"{titles}: {_kinds(comparison, self.findings)}.", *_extent(comparison)]
+        sentences = [f"{titles}: {_kinds_in_words(comparison, self.findings)}.", *_extent(comparison)]
         if len(comparison.not_finite) == 1:
             ((side, origin),) = comparison.not_finite.items()
             where = f"{described(origin.results[0])}, first in {named(origin.op)}"
@@ -97,16 +97,16 @@ class Audit(Answer):
     picture = report.Report.plot  # each operation's error, under the one setting and the other
 
 
-def _kinds(comparison: Comparison, findings: Sequence[Finding]) -> str:
-    """How often each kind was found. What both settings share is no difference between them, and said last."""
-    shared = [f.kind for f in findings if f.under_both and f.kind == "reduced precision"]
+def _kinds_in_words(comparison: Comparison, findings: Sequence[Finding]) -> str:
+    """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings share comes last."""
+    shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
     counts = Counter(f.kind for f in findings if f.kind != "rounding")
-    counts.subtract(shared)
+    counts["reduced precision"] -= shared  # which is no difference between the two
     kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
     if not kinds:
         identical = all(pair.a and pair.b and comparison.same_bits(pair.a, pair.b) for pair in comparison.pairs)
         kinds = "identical to the last bit" if identical else "all is well: rounding alone"
-    return f"{kinds}; under both {len(shared)} × reduced precision" if shared else kinds
+    return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
 
 
 def _extent(comparison: Comparison) -> list[str]:

@@ -149,7 +149,7 @@ class Comparison:
         place = self.position[op]
         return self.a if place < len(self.a.operations) and self.a.operations[place] is op else self.b
 
-    def there(self, op: Operation) -> str:
+    def other_title(self, op: Operation) -> str:
         """What the other setting is called."""
         return (self.b if self.trace_of(op) is self.a else self.a).title
 
@@ -301,7 +301,7 @@ def is_infinite(sketch: np.ndarray) -> bool:
 
 
 def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:
-    """The first operation that made one of these values of others; without one, the first that has one."""
+    """The first operation that made a bad value from good inputs, and True; or the first that has one, and False."""
     for op in trace.operations:
         if op.phase != RESULT and bad & set(op.outputs) and not bad & set(op.inputs):
             return op, True

@@ -171,9 +171,10 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
 
 
 def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool:
-    """Whether float64 computes the same, by the loss, or the outputs of a module: a GPU draws other numbers in it.
+    """Whether the result in float64 can serve as the reference, judged by the loss, or the outputs of a module.
 
-    It does not where one rounding leads further than the movements, and far.
+    It cannot where these are further from it than `FURTHEST` of their size and than any movement of the inputs has
+    led, as when a GPU draws other random numbers in float64.
     """
     names = [name for name in written if name == "loss"] or [name for name in written if name.startswith("output")]
     for name in names:

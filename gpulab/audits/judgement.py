@@ -31,11 +31,11 @@ COUNTED = "make it in torch.float32 if it counts: bfloat16 holds whole numbers u
 
 
 def judge(comparison: Comparison) -> list[Finding]:
-    """Go through the pairs of a comparison, and say of each what is to be said."""
-    findings = _united(*(list(_overwritten(trace)) for trace in (comparison.a, comparison.b)))
+    """All findings: what either setting shows by itself, what shows side by side, and how far rounding went."""
+    findings = _united([*_overwritten(comparison.a)], [*_overwritten(comparison.b)])
     if len(comparison.not_finite) == 2:
         findings += _united(*([_not_finite(comparison, origin)] for origin in comparison.not_finite.values()))
-    blamed: set[Operation | None] = set()  # side by side, each once
+    blamed: set[Operation | None] = set()  # have a side-by-side finding already; one is enough
     for pair in comparison.pairs:
         new = [one for one in _judge_pair(comparison, pair) if not (one.side_by_side and one.op in blamed)]
         blamed |= {finding.op for finding in new if finding.side_by_side}
@@ -49,7 +49,7 @@ def _judge_pair(comparison: Comparison, pair: Pair) -> Iterator[Finding]:
     yield from alone
     if not (pair.a and pair.b):
         if pair.one.phase == RESULT:
-            there = comparison.there(pair.one)
+            there = comparison.other_title(pair.one)
             advice = f"see why {there} computes none: {ANOTHER_FUNCTION}"
             yield _finding_of(comparison, "mismatch", pair.one, f"under {there} there is none", advice, bounded=False)
         return
@@ -159,7 +159,7 @@ def _other_arguments(comparison: Comparison, a: Operation, b: Operation) -> Iter
     if max(gaps, default=0.0) > max(tol.SAME_VALUE, tol.INHERITED * of_inputs):
         here, there = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
         line = f", at {a.line}" if a.line != b.line else ""
-        detail = f"called with {here}; under {comparison.there(b)} with {there}{line}"
+        detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}"
         look = f"see why {_place_of(b)} calls it with other arguments under"
         yield _another_function(comparison, b, max(gaps), detail, look)
 
@@ -201,7 +201,7 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
     there, here = (f"what {described(maker)} makes" if maker else "data or weights" for maker in makers)
     origin = comparison.origin(*values, a)
     if not origin.alone:
-        detail = f"is given {here}; under {comparison.there(b)} {there}, {gap:.1e} (relative) apart"
+        detail = f"is given {here}; under {comparison.other_title(b)} {there}, {gap:.1e} (relative) apart"
         return _another_function(comparison, b, gap, detail, f"see what {_place_of(b)} does under")
     random = next((op for op in origin.alone if op.random), None)
     if random:  # then nobody can tell what else they did
@@ -218,14 +218,14 @@ def _other_origin(comparison: Comparison, a: Operation, b: Operation, values: Va
     blamed, other = (makers[1], there) if makers[1] else (makers[0], here)
     assert blamed is not None
     detail = (
-        f"what it makes is {gap:.1e} (relative) from {other}, which is in its place under {comparison.there(blamed)}, "
-        f"though each computes rightly what it is asked to; first used by {named(b)}"
+        f"what it makes is {gap:.1e} (relative) from {other}, which is in its place under "
+        f"{comparison.other_title(blamed)}, though each computes rightly what it is asked to; first used by {named(b)}"
     )
     return _another_function(comparison, blamed, gap, detail, f"see what {_place_of(blamed)} does under")
 
 
 def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
-    detail = f"drew other numbers than under {comparison.there(op)}"
+    detail = f"drew other numbers than under {comparison.other_title(op)}"
     return _finding_between(comparison, "different random numbers", op, gap, detail)
 
 
@@ -250,7 +250,7 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly:
             yield _as_by_tf32(comparison, in_tf32, gap)
             return
         if gap > tolerance:
-            from_there = f"{gap:.1e} (relative) from its result under {comparison.there(b)}"
+            from_there = f"{gap:.1e} (relative) from its result under {comparison.other_title(b)}"
             detail = f"of the same inputs it makes what is {from_there}; roundings lead to {tolerance:.1e}"
             advice = f"compare the kernels registered for both settings: {ANOTHER_FUNCTION}"
             yield _finding_between(comparison, "mismatch", b, gap, detail, advice)
@@ -258,7 +258,7 @@ def _another_kernel(comparison: Comparison, a: Operation, b: Operation, exactly:
 
 
 def _as_by_tf32(comparison: Comparison, op: Operation, gap: float) -> Finding:
-    detail = f"what it makes is {gap:.1e} (relative) from what there is under {comparison.there(op)}, as by TF32"
+    detail = f"what it makes is {gap:.1e} (relative) from what there is under {comparison.other_title(op)}, as by TF32"
     return _finding_between(comparison, "reduced precision", op, gap, detail, _advice_on_precision(comparison, op))
 
 
@@ -284,15 +284,15 @@ def cause_not_found(comparison: Comparison, lost: dict[Operation, float], total:
         a, b = comparison.partners[max(lost, key=lambda op: lost[op])]
         of_data = max((gap for gap in comparison.gaps(a.inputs, b.inputs)), default=0.0)
         if comparison.short_setting and 0 < of_data <= tol.SHORT_SIZE:
-            from_there = f"{of_data:.1e} (relative) from those under {comparison.there(b)}"
+            from_there = f"{of_data:.1e} (relative) from those under {comparison.other_title(b)}"
             detail = f"was given data or weights that are {from_there}, as one rounding makes it"
             kept = f"keep what {_place_of(b)} is given in float32 if it was meant to be"
             advice = f"{kept}: it is a parameter or buffer, or in the batch"
             finding = _finding_between(comparison, "reduced precision", b, of_data, detail, advice)
         else:
             detail = (
-                f"the results are up to {max(gaps):.1e} (relative) from what they are under {comparison.there(b)}, and "
-                "most of that comes from what this was given, which no operation made so"
+                f"the results are up to {max(gaps):.1e} (relative) from what they are under {comparison.other_title(b)}"
+                ", and most of that comes from what this was given, which no operation made so"
             )
             finding = _finding_between(comparison, "cause not found", b, max(gaps), detail)
         yield replace(finding, share=share)

@@ -123,7 +123,7 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:
-    """Note which operations did not do again what they had done, of the same inputs, and which had other inputs."""
+    """Mark operations that gave other results from the same inputs the second time, and those given other inputs."""
     values_made_before, values_made = _values_made(first), _values_made(trace)
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:

@@ -157,30 +157,29 @@ class State:
 
 
 def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> tuple[Tensor, str]:
-    """What a step differentiates; and what that is, in words, where it names no loss."""
+    """The tensor that a step differentiates, and what that is in words; no words where a loss is given."""
     if loss is None:
         return _own_loss(model, batch)
-    if isinstance(batch, Mapping):
-        inputs, targets = batch, batch
-    elif isinstance(batch, list | tuple) and len(batch) == 2:
+    if isinstance(batch, Mapping):  # the model gets the keys that it takes, the loss the whole batch
+        return loss(_output(model, batch, drop_unknown=True), batch), ""
+    if isinstance(batch, list | tuple) and len(batch) == 2:
         inputs, targets = batch
-    else:
-        raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
-    return loss(_output(model, inputs, drop_unknown=targets is batch), targets), ""
+        return loss(_output(model, inputs), targets), ""
+    raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
 
 
 def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
-    """What a model calls its loss, as `Step` says; where it names none, the mean square of what it gives."""
+    """The loss that a model names or returns, by the rules of `Step`; else the mean square of its first tensor."""
     output = _output(model, batch)
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     tensors = [leaf for leaf in tree_leaves(output if named is None else named) if isinstance(leaf, Tensor)]
-    scalar = bool(tensors) and tensors[0].ndim == 0
-    if named is not None and scalar:
+    first_is_scalar = bool(tensors) and tensors[0].ndim == 0
+    if named is not None and first_is_scalar:
         return tensors[0], "the output's loss"
-    several = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)
-    if named is not None or several or not tensors:
+    only_scalars = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)  # none called "loss"
+    if named is not None or only_scalars or not tensors:
         raise UsageError(f"which loss is meant? {type(model).__name__} gave {_described(output)}; give loss=")
-    if scalar:
+    if first_is_scalar:
         return tensors[0], "the output" if output is tensors[0] else "the first of the output"
     return tensors[0].square().mean(), "the mean square of the output"
 

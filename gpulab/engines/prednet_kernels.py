@@ -166,7 +166,7 @@ class Convolution:
         return self._convolve(gradient, self.turned, None)
 
     def add_gradients(self, inputs: Float[Tensor, "n c h w"], gradients: Float[Tensor, "n d h w"]) -> None:
-        """To those of weights and bias, what comes of these."""
+        """Add the gradients of weights and bias for these inputs and gradients of the output."""
         arguments = gradients, inputs, self.weight, [len(self.bias)]
         options = [1, 1], self.padding, [1, 1], False, [0, 0], 1, [False, True, True]
         _, weight, bias = torch.ops.aten.convolution_backward(*arguments, *options)
@@ -195,7 +195,7 @@ def uses_tf32(like: Tensor) -> bool:
 
 
 def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
-    """To what has been found of it; or what has been found."""
+    """Add a gradient to the parameter's `.grad`, or set it where there is none yet."""
     if parameter is not None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 

@@ -267,7 +267,7 @@ class Layer:
             self.d_r = self.predict.backward(d_prediction).add_(self.d_hidden)
 
     def represent_backward(self, step: int, d_above: Tensor | None) -> Tensor:
-        """From the gradient of R, also through the layer below: of the errors, and of R above."""
+        """From the gradient of R, with what comes through the layer below: store the errors', return R's above."""
         self.predicting.join()
         d_r = self.d_r if d_above is None else self.d_r.add_(d_above)
         room = None if self.room_for_gates is None else self.room_for_gates[step]

@@ -68,18 +68,21 @@ class _Birth:
         return {begin: memory_digest(begin, min(begin + BLOCK, end)) for begin in begins}
 
     def differs(self, tensor: Tensor) -> bool:
-        """Whether a tensor in this memory has another content than is remembered: of a large memory, block by block."""
-        if self.look(span_of(tensor)).items() <= self.digests.items():
+        """Whether a tensor's content is another than is remembered.
+
+        Of a memory above `BLOCK` bytes only digests are kept: there a change beside the tensor counts, too.
+        """
+        if self.look(span_of(tensor)).items() <= self.digests.items():  # no block has changed
             return False
         now = memory(*self.memory)
         return not self.content or self.elements(tensor, now) != self.elements(tensor, self.content)
 
-    def elements(self, tensor: Tensor, memory: Any) -> bytes:
-        """The elements of a tensor, out of its memory or what was kept of that."""
+    def elements(self, tensor: Tensor, source: Any) -> bytes:
+        """A tensor's elements as bytes, read from `source`: the memory itself, or the copy kept of it."""
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
         offset = tensor.data_ptr() - self.memory[0]
-        return np.ndarray(tuple(tensor.shape), f"V{width}", memory, offset, strides).tobytes()
+        return np.ndarray(tuple(tensor.shape), f"V{width}", source, offset, strides).tobytes()
 
 
 class SharedReads(TorchDispatchMode):

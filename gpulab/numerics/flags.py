@@ -21,7 +21,7 @@ from gpulab.errors import GpulabError
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """What it says; None, because it refuses to be read, once the new one has been used."""
+    """What the old interface reports; None once the new one was used, since torch then refuses to read the old one."""
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -12,7 +12,7 @@ from gpulab.plots.style import EMULATED, FAINT, INK, ON_CPU, ON_GPU, Look, Pictu
 from gpulab.saddles.critical import Surface
 from gpulab.saddles.escapes import EscapeTable
 from gpulab.saddles.spectrum import ZERO, SpectralDensity
-from gpulab.settings import Setting
+from gpulab.settings import TF32_CARDS, Setting
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
 # What takes a network off a saddle: how it is drawn, and how large.
@@ -167,7 +167,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     axes.set(xlabel="displacement at the start, relative to the radius (δ/r)", ylabel="steps × ln(1 + ηλ)")
     alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
     # What rounded it off the saddle, or held it there.
-    for name, group in alone.groupby(alone.setting.map(_arithmetic)):
+    for name, group in alone.groupby(alone.setting.map(_arithmetic_label)):
         place: Look = {"xytext": (6, 10)} if group.left.any() else {"xytext": (-6, -14), "ha": "right"}
         axes.annotate(name, (group.x.median(), group.time.max()), textcoords="offset points", **place)
     timed = table[table.left & (table.expected > 1)]
@@ -179,8 +179,10 @@ def escape_law(table: pd.DataFrame) -> Picture:
     return style.finished(figure, headline, alt, columns=3)
 
 
-def _arithmetic(setting: str) -> str:
-    """The numbers that a setting computes with."""
+def _arithmetic_label(setting: str) -> str:
+    """What a setting computes with: `float64`, `float32`, `TF32 products`, or `products of an Ampere card`."""
     parsed = Setting.parse(setting)
-    factors = parsed.emulate or ("tf32" if parsed.tf32 else "")
-    return parsed.precision or (f"{EMULATED.get(factors, factors)} products" if factors else "float32")
+    emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
+    if emulated in TF32_CARDS:
+        return f"products of {EMULATED[emulated]}"
+    return parsed.precision or (f"{EMULATED.get(emulated, emulated)} products" if emulated else "float32")

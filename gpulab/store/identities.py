@@ -53,10 +53,6 @@ class Option:
     factor: bool = False
     choices: tuple[Any, ...] = ()
 
-    def says_nothing(self, value: Any) -> bool:
-        """Whether a value is what holds where nothing is said."""
-        return value is None or value == self.usual or (value is False and not self.usual)
-
 
 OPTIONS: dict[str, Option] = {
     "data": Option("digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"),
@@ -127,8 +123,9 @@ def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a recorded run's model, the usual truncation, too."""
+    """The options of a recorded run's model, with a PredNet's usual truncation, which records leave out."""
     options = dict(record["configuration"].get("model_options", {}))
+    # A network that was handed in is recorded by its layers, and has no options.
     if record["experiment"] == "prednet" and "channels" in options:
         options.setdefault("truncation", OPTIONS["truncation"].usual)
     return options

@@ -20,6 +20,8 @@ BYTES = [  # of the frames 0, 137 and 5000, one after the other
     (Walk, 0, (48, 64), 1.0, "31489e6b94b8aa2795214e73e1739a7cc6c3aac6934849bd5e9cf441d1af2c92"),
     (Walk, 3, (24, 32), 2.0, "85603fb00f69a013db3b087b1261d8da539bf8e7ac8b136efe9da9e883c1e28c"),
     (Walk, 7, (45, 61), 0.5, "cc16c8069981f3d2a7a0e81f82ab4a6da19fa93c34092b10350ace968003e90c"),
+    (Walk, 1, (240, 320), 4.0, "d1d5f02ddc526a0c4dea6c7183bc52fbdb1344ce32553a71de523dc31f6f2c17"),
+    (moving, 5, (64, 48), 4.0, "1c2dc9226c7e1b2b9467eafab979756e52811250acc89d883cb0f429f7939393"),
     (moving, 0, (48, 64), 1.0, "4151a2acffee94ad19754204746e2069abad9ffaf4ab1a801b3acfa1eea6f154"),
     (moving, 3, (24, 32), 2.0, "c7d900a470262f450677424f45269961b7b05ebce70e8320daf1f34cfebd3421"),
 ]

@@ -227,6 +227,29 @@ def test_guard_is_refused_inside_torch_func():
         torch.func.grad(guarded)(torch.ones(2))
 
 
+def test_finding_is_printed_with_its_line_of_source_the_holder_and_a_cure():
+    weight = torch.ones(3, requires_grad=True)
+    with warnings.catch_warnings(action="ignore"), gl.guard(on="warn") as report:
+        scale = torch.ones(3)
+        loss = (weight * scale).sum()
+        scale.numpy()[:] = 2
+        loss.backward()
+    first, saved, source, why, cure = str(report).splitlines()
+    assert first.startswith(
+        "the backward pass of mul (MulBackward0) was given its `other`, float32 of shape (3,) on cpu"
+    )
+    assert saved.startswith("  saved by test_finding_is_printed")
+    assert source == "      loss = (weight * scale).sum()"
+    assert "it shares memory with the tensor `scale` (torch.float32, shape (3,))" in why
+    assert cure == "  do: copy it before it is overwritten: .clone()"
+
+
+def test_error_of_the_program_itself_passes_as_it_is():
+    with pytest.raises(RuntimeError, match="my own") as caught, gl.guard():
+        raise RuntimeError("my own")
+    assert type(caught.value) is RuntimeError
+
+
 # --- what it leaves alone --------------------------------------------------------------------------------------
 
 

@@ -228,3 +228,15 @@ def test_guard_command_runs_a_script(options, arguments, status, printed, words,
     done = CliRunner().invoke(app, ["guard", *options, str(tmp_path / "script.py"), *arguments])
     assert (done.exit_code, done.stdout) == (status, printed)
     assert words in done.stderr
+
+
+def test_report_counts_reads_that_were_compared_and_those_that_could_not_be():
+    array = np.ones(4, np.float32)
+    with gl.guard(reads="any") as report:
+        torch.from_numpy(array) + 1
+        torch.ones(3).to_sparse() * 2
+    assert (report.checked, report.unchecked) == (0, 1)
+    assert str(report).splitlines() == [
+        "nothing was overwritten in 0 uses of saved tensors and 1 reads of memory that tensors share with others",
+        "not compared: 1 others, because torch does not give the tensor's content away",
+    ]

@@ -33,6 +33,9 @@ def test_an_option_that_makes_no_sense_is_refused_with_its_value(network, option
 def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do():
     with pytest.raises(gl.UsageError, match=r"size=\(30, 41\).*\(28, 40\).*\(32, 44\)"):
         gl.models.PredNet(3 * (3,), (30, 41))
+    for size in ((0, 48), (48, 48, 48)):
+        with pytest.raises(gl.UsageError, match=re.escape(f"size={size}")):
+            gl.models.PredNet((3,), size)
 
 
 SHAPES = {

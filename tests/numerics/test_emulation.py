@@ -42,6 +42,7 @@ NOT_PLAIN = {
     "dimensions=1": lambda r: F.conv1d(r(draw(2, 3, 9)), r(draw(4, 3, 3, seed=1)), stride=2),
     "dimensions=3": lambda r: F.conv3d(r(draw(1, 2, 4, 4, 4)), r(draw(3, 2, 2, 2, 2, seed=1))),
     "transposed=True": lambda r: F.conv_transpose2d(r(draw(2, 4, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), stride=2),
+    "dilation=.1, 2.": lambda r: F.conv2d(r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 2, seed=1)), dilation=(1, 2)),
     "groups=2": lambda r: F.conv2d(r(draw(2, 4, 6, 5)), r(draw(6, 2, 3, 3, seed=1)), groups=2, dilation=2),
 }
 

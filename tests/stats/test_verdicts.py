@@ -237,3 +237,45 @@ def test_the_figure_shows_every_seed_and_every_difference():
     (margin,) = (words for words in keys if words.startswith("margin"))
     assert margin.endswith(f" sd, ±{verdict.table.margin.iloc[0]:.2g}")
     assert verdict.html() == verdict.words() + picture.html()
+
+
+PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the verdict
+    "two seeds": (
+        [0.1, 0.3],
+        [0.2, 0.3],
+        "cuda against cpu, 2 seeds: inconclusive. Under cuda the final loss differs by 25 % on average from that "
+        "under cpu, and is higher in 1 of 2 seeds, which decides nothing; differences below 0.0022 % (a quarter of "
+        "the spread between seeds, estimated cautiously) count as none here; 2 seeds are too few to show a "
+        "difference, 6 are enough; about 54 seeds would settle it (a rough guess, power 0.8, if others are like "
+        "these). Difference 0.05; p = 1; equivalence within ±4.4e-06; 90 % interval -0.27 to 0.37; p = 0.75; "
+        "largest difference 0.1.\nThe standard deviation between seeds under cpu is 0.14.",
+    ),
+    "one seed": (
+        [0.1],
+        [0.2],
+        "cuda against cpu, 1 seed: inconclusive. Between cuda and cpu nothing can be compared: only one seed "
+        "finished under both.\nThe standard deviation between seeds under cpu is unknown.\nEquivalence was not "
+        "asked: seeds under cpu have no spread; give a margin in the metric's units.",
+    ),
+    "a loss of zero": (
+        [0.0, *BASE[1:]],
+        [0.0, *shifted(WIDE)[1:]],
+        "cuda against cpu, 10 seeds: inconclusive. Under cuda the final loss differs by 0.02 on average from that "
+        "under cpu, and is lower in 4 of 10 seeds, which decides nothing; differences below 0.032 (a quarter of the"
+        " spread between seeds, estimated cautiously) count as none here; about 254 seeds would settle it (power "
+        "0.8, if others are like these). Difference -0.02; 95 % interval -0.22 to 0.17; p = 0.91; equivalence "
+        "within ±0.032; 90 % interval -0.18 to 0.13; p = 0.45; largest difference 0.5.\nThe standard deviation "
+        "between seeds under cpu is 0.21.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("cpu", "cuda", "text"), PRINTED.values(), ids=PRINTED)
+def test_print_of_a_verdict_to_the_last_word(cpu, cuda, text):
+    assert str(gl.verdict(levels(cpu=cpu, cuda=cuda))) == text
+
+
+@pytest.mark.parametrize("alpha", [0, 0.5])
+def test_level_of_significance_lies_between_none_and_one_half(alpha):
+    with pytest.raises(gl.UsageError, match="alpha"):
+        gl.verdict(levels(cpu=BASE, cuda=BASE), alpha=alpha)

@@ -50,5 +50,7 @@ def test_measured_tables_name_their_command_and_torch(file):
 
 
 def test_recorded_runs_keep_their_jpeg_decoder():
-    counts = stores.recorded_runs("factors").decoder.value_counts()
+    runs = stores.recorded_runs("factors")
+    assert runs.recorded.all()
+    counts = runs.decoder.value_counts()
     assert counts.to_dict() == {"pillow": 18, "nvjpeg": 10, "av": 8}
