@@ -23,7 +23,7 @@ install: $(INSTALLED) ## install what the notebooks and the commands need, into 
 run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
 	$(BIN)/python -m companion --profile $(PROFILE) --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) --output build
 
-test: check ## style, types, and the tests for every day: seven minutes
+test: check ## style, types, and the tests for every day: four to seven minutes
 	$(TESTS) -m "not slow"
 
 test-all: $(DEVELOPED) ## all the other tests: all notebooks, site, slides, attack, clusters: fourteen minutes
