@@ -12,7 +12,7 @@ from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict
 
 PUBLISHED = "adam"  # the optimiser of the paper, which decides the answer
-CLEAR = 0.9  # the share of pairs from which on the answer is yes
+CLEAR = 0.9  # the share of pairs from which on the answer is yes; chosen after the recorded escapes were seen
 DEVICE = r"^(cuda|cpu:threads=1|cpu)"  # how a setting begins: its arithmetics are compared on the same device
 
 
