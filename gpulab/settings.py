@@ -425,8 +425,9 @@ def available_settings(device: str = "auto") -> list[str]:
 
     Returns:
         Their texts. Where the CPU is among the devices, the plain `cpu` comes first; verdicts compare the others with
-        it. `cpu:isa=avx2`, which is listed on a CPU with AVX-512, needs a process of its own: `gpulab.Experiment`
-        starts one, `gpulab.setting` raises.
+        it. `cpu:threads=1` is listed where torch has more threads than one: else it is `cpu` itself. `cpu:isa=avx2`,
+        which is listed on a CPU with AVX-512, needs a process of its own: `gpulab.Experiment` starts one,
+        `gpulab.setting` raises.
 
     Raises:
         UsageError: For another device.
@@ -434,8 +435,9 @@ def available_settings(device: str = "auto") -> list[str]:
 
     Examples:
         >>> import gpulab as gl
-        >>> gl.available_settings("cpu")[:2]
-        ['cpu', 'cpu:threads=1']
+        >>> settings = gl.available_settings("cpu")
+        >>> settings[0], settings[-1]
+        ('cpu', 'cpu:precision=float64')
     """
     if device not in ("auto", *DEVICES):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda, mps or xpu")
@@ -447,6 +449,10 @@ def available_settings(device: str = "auto") -> list[str]:
 
 
 def _runs_here(candidate: Setting) -> bool:
+    import torch
+
+    if candidate.threads:
+        return torch.get_num_threads() > candidate.threads
     if candidate.isa:  # a worker process can have what this one was not started with
         # Running as an older CPU says something only on a newer one.
         return candidate.isa == "avx2" and {"avx2", "avx512f"} <= cpu_flags()

@@ -15,8 +15,8 @@ from gpulab.saddles.spectrum import ZERO, SpectralDensity
 from gpulab.settings import TF32_CARDS, Setting
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
-# What takes a network off a saddle: how it is drawn, and how large.
-PUSHES = {"pushed off": ("o", 4), "emulated": ("^", 6), "minibatches": ("s", 4), "rounding alone": ("o", 6)}
+# What takes a network off a saddle: how it is drawn.
+PUSHES = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
 
 
 # --- the spectrum of a Hessian ---------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def spectrum(density: SpectralDensity) -> Picture:
 def saddle_surface(surface: Surface) -> Picture:
     """Draw the loss around a saddle, over the directions of the least and of the greatest curvature.
 
-    On the left, contours of the loss in their plane. On the right, the loss along each of the two; dashed, what the
-    curvature at the saddle alone would make of it.
+    On the left, contours of the loss in their plane; a white line joins the points whose loss is that of the saddle. On
+    the right, the loss along each of the two; dashed, what the curvature at the saddle alone would make of it.
 
     Args:
         surface: From `gpulab.saddles.surface`.
@@ -120,13 +120,14 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
     The steps are multiplied by ln(1 + ηλ), or by ln ρ with momentum, the growth of the displacement's logarithm in one
     step. So every learning rate and every saddle has the same line, ln(r/δ) (see `gpulab.saddles.EscapeTable`). A
-    cross is an escape that never came; it stands where theory expects it. Optimisers that scale their steps, such as
-    Adam, have no such law, and are left out.
+    colour is a device, a shape what takes the network off the saddle, and what was recorded is hollow. A cross is an
+    escape that never came; it stands where theory expects it. Optimisers that scale their steps, such as Adam, have
+    no such law, and are left out.
 
     Args:
         table: From `gpulab.saddles.escape_table` (its `table`) or `gpulab.saddles.recorded_escapes`, with the columns
-            `setting`, `steps`, `left`, `start`, `radius`, `expected`, `expected_rate`, `batch_size`, `perturbation`,
-            `emulated` and `recorded`, and `machine` where there is one.
+            `setting`, `steps`, `left`, `start`, `radius`, `expected`, `expected_rate`, `batch_size`, `perturbation`
+            and `recorded`.
 
     Returns:
         A `gpulab.plots.Picture`.
@@ -145,22 +146,21 @@ def escape_law(table: pd.DataFrame) -> Picture:
         raise UsageError(
             "no escape by sgd or momentum, the only ones with a law to draw: the table's paths have their way out"
         )
-    kinds = [table.batch_size > 0, table.emulated.astype(bool), table.perturbation > 0]
     shown = table.assign(
         device=np.where(table.setting.str.startswith("cpu"), *DEVICES),
         x=(table.start / table.radius).clip(lower=1e-17),
         time=table.steps.where(table.left, table.expected) * table.expected_rate,
-        kind=np.select(kinds, ["minibatches", "emulated", "pushed off"], "rounding alone"),
+        kind=np.select([table.batch_size > 0, table.perturbation > 0], ["minibatches", "pushed off"], "rounding alone"),
     )
     low = min(1e-8, shown.x.min())
     figure, (axes,) = style.canvas(height=4.4)
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
+    keys: dict[str, Look] = {}  # a colour, a shape and a ring mean one thing each, so that each has one key
     for (kind, device, recorded), rows in shown[shown.left].groupby(["kind", "device", "recorded"]):
-        marker, size = PUSHES[kind]
-        look: Look = {"ms": size, "label": f"{kind}, {device}"}
-        if recorded:  # a ring around what was made here
-            look = {"ms": size + 3, "mfc": "none", "label": f"{kind}, {device}, recorded"}
-        axes.plot(rows.x, rows.time, marker, color=DEVICES[device], **look)
+        colour, inside = DEVICES[device], "none" if recorded else None
+        axes.plot(rows.x, rows.time, PUSHES[kind], color=colour, mfc=inside, ms=8 if recorded else 5)
+        keys |= {kind: {"marker": PUSHES[kind], "color": INK}, device: {"marker": "D", "color": colour}}
+        keys |= {"recorded": {"marker": "o", "color": INK, "mfc": "none", "ms": 8}} if recorded else {}
     stayed = shown[~shown.left]
     axes.scatter(stayed.x, stayed.time, c=stayed.device.map(DEVICES), marker="x", label="never left: expected time")
     style.log_scale(axes.xaxis)
@@ -176,7 +176,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         ratio = (timed.steps / timed.expected).median()
         headline = f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median); {headline}"
     alt = "Escape times against the initial displacement, with the line ln(r/δ)."
-    return style.finished(figure, headline, alt, columns=3)
+    return style.finished(figure, headline, alt, [style.key(name, ls="", **look) for name, look in keys.items()], 4)
 
 
 def _arithmetic_label(setting: str) -> str:
