@@ -115,20 +115,20 @@ def passport() -> Passport:
 
 @functools.cache
 def cpu_description() -> dict[str, Any]:
-    """The CPU's model name and sorted feature flags (takes about a second the first time)."""
+    """The CPU's model name and sorted feature flags: the kernel's on Linux, where a run's name depends on the model.
+
+    Elsewhere py-cpuinfo finds them, which takes about a second.
+    """
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        model, flags = (re.search(rf"^{name}\s*: (.+)$", text, re.MULTILINE) for name in ("model name", "flags"))
+        if model and flags:
+            return {"model": model[1].strip(), "flags": sorted(flags[1].split())}
     import cpuinfo
 
     info = cpuinfo.get_cpu_info() or cpuinfo.get_cpu_info()  # asks a child process, which may be killed
-    model = _model_of_linux() or info.get("brand_raw") or platform.processor() or platform.machine()
-    return {"model": model, "flags": sorted(info.get("flags", []))}
-
-
-def _model_of_linux() -> str:
-    """The model's name as the kernel has it: a run's name depends on it, and nothing can get in between."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        return found[1].strip() if found else ""
-    return ""
+    model_name = info.get("brand_raw") or platform.processor() or platform.machine()
+    return {"model": model_name, "flags": sorted(info.get("flags", []))}
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ PROTOCOLS = {
     ("prednet", "motion"): Protocol("walk", 3_000, 20, 3, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
     ("prednet", "paper"): Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
     ("whitener", "smoke"): Protocol("digits", 4_000, 200, 6, (28, 28), WHITENER),
-    ("whitener", "quick"): Protocol("digits", 20_000, 200, 10, (28, 28), WHITENER),
+    ("whitener", "quick"): Protocol("digits", 20_000, 200, 8, (28, 28), WHITENER),
     ("whitener", "paper"): Protocol("mnist", 60_000, 200, 10, (28, 28), WHITENER),
 }
 
