@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpulab.errors import GpulabError, UsageError
+from gpulab.passports import cpu_description
 
 if TYPE_CHECKING:
     import torch
@@ -285,7 +286,7 @@ class Setting:
             "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
             "no C++ compiler for Inductor, g++ or what $CXX names": compiles and not on_gpu and not compiler,
             "no Triton for Inductor": compiles and on_gpu and find_spec("triton") is None,
-            f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags(),
+            f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_description()["flags"],
         }
         for what, lacks in lacking.items():
             if lacks:
@@ -451,20 +452,11 @@ def available_settings(device: str = "auto") -> list[str]:
 def _runs_here(candidate: Setting) -> bool:
     import torch
 
-    if candidate.threads:
-        return torch.get_num_threads() > candidate.threads
     if candidate.isa:  # a worker process can have what this one was not started with
         # Running as an older CPU says something only on a newer one.
-        return candidate.isa == "avx2" and {"avx2", "avx512f"} <= cpu_flags()
+        return candidate.isa == "avx2" and {"avx2", "avx512f"} <= set(cpu_description()["flags"])
     try:
         candidate.check()
-        return True
+        return candidate.threads != torch.get_num_threads()  # with as many it is `cpu` itself
     except GpulabError:
         return False
-
-
-def cpu_flags() -> frozenset[str]:
-    """The names of the vector extensions and other features that this CPU reports."""
-    from gpulab.passports import cpu_description
-
-    return frozenset(cpu_description()["flags"])

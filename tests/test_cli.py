@@ -15,7 +15,7 @@ import pytest
 
 import gpulab as gl
 import gpulab.cli
-from gpulab.settings import cpu_flags
+from gpulab.passports import cpu_description
 from gpulab.store import runs as stores
 
 SMOKE = ["train", "autoencoder", "--profile", "smoke", "--option", "frames=40"]
@@ -132,7 +132,7 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
 
 
 @pytest.mark.slow("starts a process that loads torch")
-@pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
+@pytest.mark.skipif("avx512f" not in cpu_description()["flags"], reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_train_with_an_older_instruction_set(tmp_path):
     command = [sys.executable, "-m", "gpulab", *SMOKE, "--setting", "cpu:isa=avx2"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
