@@ -56,9 +56,9 @@ PROTOCOLS = {
     ("autoencoder", "quick"): Protocol("digits", 3_000, 20, 3, (28, 28), {"hidden": [128, 32]}),
     ("autoencoder", "paper"): Protocol("mnist", 60_000, 20, 10, (28, 28), {"hidden": [128, 32]}),
     ("prednet", "smoke"): Protocol("walk", 200, 20, 2, (24, 32), {"channels": [3, 8, 16]}),
-    ("prednet", "quick"): Protocol("walk", 1_000, 20, 3, (48, 64), {"channels": [3, 16, 32]}),
+    ("prednet", "quick"): Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
     # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last frame.
-    ("prednet", "motion"): Protocol("walk", 3_000, 20, 3, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
+    ("prednet", "motion"): Protocol("walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
     ("prednet", "paper"): Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
     ("whitener", "smoke"): Protocol("digits", 4_000, 200, 6, (28, 28), WHITENER),
     ("whitener", "quick"): Protocol("digits", 20_000, 200, 8, (28, 28), WHITENER),
