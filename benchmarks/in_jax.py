@@ -90,7 +90,7 @@ def chained(weights: Weights, state: State) -> State:
 
 def prednet_loss(truncation: str, weights: Weights, state: State, frames: Array) -> tuple[Array, tuple[Array, State]]:
     """The sum of the mean squared errors of frames (T, B, C, H, W), each of them, and the state after the last."""
-    state = chained(weights, state) if truncation == "loss" else state
+    state = {"loss": chained, "state": lambda _, before: before}[truncation](weights, state)
     state, predictions = lax.scan(functools.partial(predict, weights), state, frames[:-1])
     errors = jnp.square(predictions - frames[1:]).mean((1, 2, 3, 4))
     return errors.sum(), (errors, state)

@@ -94,7 +94,7 @@ class PredNet(keras.Model):
 
     def window_loss(self, state: State, frames: Any) -> tuple[Any, Any, State]:
         """The sum of the mean squared errors of frames (T, B, H, W, C), each of them, and the state after the last."""
-        state = self.chained(state) if self.truncation == "loss" else state
+        state = {"loss": self.chained, "state": lambda before: before}[self.truncation](state)
         states = tf.scan(self, frames[:-1], state)  # of every frame
         predictions, state = states[0][2], tf.nest.map_structure(lambda each: each[-1], states)
         errors = ops.mean(ops.square(predictions - frames[1:]), axis=(1, 2, 3, 4))

@@ -651,10 +651,9 @@ def totals(found: pd.DataFrame) -> pd.DataFrame:
 
 def said_instead(missed: pd.DataFrame) -> str:
     """The reports that begin with another line than expected."""
-    texts = [
+    return "\n\n".join(
         f"{row[1]}, `{row.a}` against `{row.b}`:\n\n" + textwrap.indent(row.text, "    ") for row in missed.itertuples()
-    ]
-    return "\n\n".join(texts)
+    )
 
 
 def document(found: pd.DataFrame) -> str:
@@ -675,7 +674,7 @@ def document(found: pd.DataFrame) -> str:
             answer = [f"`{row.a}`, `{row.b}`", expected, f"{row.said}: `{row.at}`", right, f"{row.seconds:.1f}"]
         rows.append([row.case, row.thread, row.cause, *answer])
     cases = table("case|thread|cause confirmed there|settings|expected|said|right|s", rows)
-    parts = [made, markdown(totals(found)), cases, "## What was said instead", said_instead(missed)]
+    parts = [made, markdown(totals(found)), cases, "## What was said instead" * (len(missed) > 0), said_instead(missed)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -687,8 +686,9 @@ def command(title: str, cases: list[Case]) -> None:
         record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
     ) -> None:
         """Audit the cases and say how many first lines are as expected."""
-        found = run([one for one in cases if any(part in one.name for part in only.split(","))])
-        show(title, record, measured=document(found))
+        parts = [part.strip().replace(" ", "_") for part in only.split(",")]
+        found = run([one for one in cases if any(part in one.name for part in parts)])
+        show(title, record, measured=document(found) if len(found) else f"no case has {only!r} in its name")
 
     typer.run(main)
 

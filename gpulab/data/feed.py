@@ -14,8 +14,9 @@ from torch import Tensor
 from gpulab.data.base import Data, Window
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
+from gpulab.store.identities import OPTIONS
 
-LOADERS = ("window", "copied", "reused", "imitated")
+LOADERS = OPTIONS["loader"].choices
 
 
 class Feed:

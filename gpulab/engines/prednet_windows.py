@@ -29,6 +29,8 @@ from gpulab.engines.prednet_kernels import (
 )
 from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, State, frame_errors
 
+FOLLOWED = ("loss", "state")  # the truncations whose formulas stand here
+
 relu_backward = torch.ops.aten.threshold_backward
 pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
@@ -73,7 +75,7 @@ class Windows:
     @staticmethod
     def follows(model: nn.Module) -> bool:
         """Whether these are the formulas of a model, on a device tried; what derives from `PredNet` may have others."""
-        if type(model) is not PredNet or model.truncation not in ("loss", "state") or not is_plain(model):
+        if type(model) is not PredNet or model.truncation not in FOLLOWED or not is_plain(model):
             return False
         replaced = {type(part) for part in model.modules()} - {PredNet, ConvLSTM, nn.Conv2d, nn.ModuleList}
         every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]

@@ -98,7 +98,7 @@ class PredNet(Trainable):
     ) -> None:
         super().__init__()
         if truncation not in TRUNCATIONS:
-            raise UsageError(f"truncation={truncation!r}: expected {' or '.join(map(repr, TRUNCATIONS))}")
+            raise UsageError(f"truncation={truncation!r}: expected one of {', '.join(TRUNCATIONS)}")
         if not channels or min(channels) < 1:
             raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
         _check_divides(size, len(channels))

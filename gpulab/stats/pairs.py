@@ -260,7 +260,9 @@ def _one_row_each(runs: pd.DataFrame, metric: str, factor: str, block: str) -> p
 def _find_reference(levels: list[Any], reference: Any, unfinished: pd.DataFrame) -> Any:
     """The level that others are compared with: as asked for, or else `cpu`, or the first."""
     if not levels:
-        raise UsageError(f"no runs to compare: none is finished or diverged, but {sorted(set(unfinished['status']))}")
+        there = sorted(set(unfinished["status"]))
+        why = f"none is finished or diverged, but {there}" if there else "the table has no rows"
+        raise UsageError(f"no runs to compare: {why}")
     if reference is None:
         return "cpu" if "cpu" in levels else levels[0]
     for level in levels:

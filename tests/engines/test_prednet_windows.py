@@ -10,9 +10,8 @@ import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.engines import prednet_windows
 from gpulab.engines.prednet_kernels import uses_tf32
-from gpulab.engines.prednet_windows import Windows
+from gpulab.engines.prednet_windows import FOLLOWED, Windows
 from gpulab.models import PredNet
-from gpulab.models.prednet import TRUNCATIONS
 from gpulab.numerics.flags import switch_tf32, tf32_restored
 from gpulab.settings import Setting
 
@@ -65,7 +64,7 @@ def check(net, film):
 
 @pytest.mark.parametrize("setting", ["cpu:threads=1", "cpu:threads=2", pytest.param("cuda:tf32=off", marks=needs_cuda)])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("truncation", FOLLOWED)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_losses_gradients_and_state_are_autograds_window_after_window(batch, truncation, dtype, setting):
     film = torch.rand(19, batch, 3, 16, 24, dtype=dtype).to(setting.partition(":")[0])
@@ -90,7 +89,7 @@ def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
             torch.testing.assert_close(parameter.grad, spoilt[name], rtol=1e-6, atol=1e-7 * spoilt[name].abs().max())
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("truncation", FOLLOWED)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, truncation):
     monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())

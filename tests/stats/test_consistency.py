@@ -109,6 +109,8 @@ def test_runs_that_did_not_finish_are_left_out_and_said():
     assert gl.verdict(retried).table.seeds[0] == 9, "a run that was started again counts"
     with pytest.raises(gl.UsageError, match=r"none is finished or diverged, but \['killed'\]"):
         gl.verdict(frame.assign(status="killed"))
+    with pytest.raises(gl.UsageError, match="no runs to compare: the table has no rows"):
+        gl.verdict(frame[:0])
 
 
 TYPES = [("category", "object"), ("object", "Float64"), ("string[pyarrow]", "double[pyarrow]")]
