@@ -1,9 +1,13 @@
+import importlib.metadata
+import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 from nbval.plugin import IPyNbCell
 
@@ -85,3 +89,35 @@ def outputs_of():
 
     yield outputs
     InteractiveShell.clear_instance()
+
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?!\w)")
+
+
+def numbers_in(lines):
+    return [float(number.replace(",", "")) for line in lines for number in NUMBER.findall(line)]
+
+
+@pytest.fixture
+def as_recorded(request):
+    """Compare lines with those that somebody has looked at, in a JSON file with the name of the test's.
+
+    `GPULAB_RECORD=1 pytest tests/plots/test_figures.py` writes them anew, after a change that is meant; the diff says
+    what moved. The words are compared exactly, the numbers to `rtol`; and only with the library that they come from,
+    since another version may choose other kernels or places of ticks.
+    """
+    file = request.path.with_suffix(".json")
+
+    def check(name, lines, library, rtol=0.01):
+        version = importlib.metadata.version(library).rpartition(".")[0]
+        recorded = json.loads(file.read_text()) if file.exists() else {}
+        if os.environ.get("GPULAB_RECORD"):
+            recorded |= {library: version, name: lines}
+            file.write_text(json.dumps(recorded, indent=0, ensure_ascii=False, sort_keys=True) + "\n")
+        if recorded[library] != version:
+            pytest.skip(f"recorded with {library} {recorded[library]}, and this is {version}")
+        assert [NUMBER.sub("#", line) for line in lines] == [NUMBER.sub("#", line) for line in recorded[name]]
+        now, then = numbers_in(lines), numbers_in(recorded[name])
+        np.testing.assert_allclose(now, then, rtol=rtol, atol=1e-9, equal_nan=True)
+
+    return check
