@@ -106,20 +106,33 @@ class Attribution:
 
 
 def _own_error(*operations: Operation) -> float:
-    """What the own errors of operations and what does not repeat of them make, relative to their result."""
+    """What the own errors of operations and what does not repeat of them make, relative to their result.
+
+    >>> once = Operation("mm", "forward", "", "", [], [], [], "float32", error=3.0, spread=4.0)
+    >>> _own_error(once), _own_error(once, replace(once, error=math.nan))
+    (5.0, inf)
+    """
     sizes = [size or 0.0 for op in operations for size in (op.error, op.spread)]
     return math.inf if any(map(math.isnan, sizes)) else math.hypot(*sizes)
 
 
 def _share_explained(size: float, apart: float) -> float:
-    """The share of a difference, in squares, that something of a size explains; all where the size is not known."""
+    """The share of a difference, in squares, that something of a size explains; all where the size is not known.
+
+    >>> _share_explained(1.0, 2.0), _share_explained(math.inf, 2.0)
+    (0.25, 1.0)
+    """
     if math.isnan(size) or math.isinf(size):
         return 1.0
     return min(1.0, (size / apart) ** 2) if apart else 0.0
 
 
 def _fractions(sizes: list[float]) -> list[float]:
-    """What each makes of the sum of all, in squares; what is infinite makes all of it."""
+    """What each makes of the sum of all, in squares; what is infinite makes all of it.
+
+    >>> _fractions([3.0, 4.0]), _fractions([1.0, math.inf]), _fractions([0.0])
+    ([0.36, 0.64], [0.0, 1.0], [0.0])
+    """
     if any(map(math.isinf, sizes)):
         sizes = [float(math.isinf(size)) for size in sizes]
     most = max(sizes, default=0.0)

@@ -41,6 +41,12 @@ class Compared:
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
         graphs: How many graphs the compiler made of it.
+
+    >>> results = pd.DataFrame({"result": ["gradient of w", "loss", "output"], "difference": [1.0, 0.2, 0.3]})
+    >>> Compared(results.assign(tolerance=0.1, wrong=True), graphs=1).worst.result
+    'output'
+    >>> Compared(results.assign(tolerance=[0.1, 1.0, 1.0], wrong=[True, False, False]), graphs=1).worst.result
+    'gradient of w'
     """
 
     table: pd.DataFrame
@@ -175,6 +181,12 @@ def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool
 
     It cannot where these are further from it than `FURTHEST` of their size and than any movement of the inputs has
     led, as when a GPU draws other random numbers in float64.
+
+    >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    >>> [_is_measure({"loss": one}, {"loss": two}, [{"loss": nudged}]) for nudged in (two, -two)]
+    [False, True]
+    >>> _is_measure({"loss": one, "output": one}, {"loss": two, "output": one}, [{"loss": two, "output": one}])
+    False
     """
     names = [name for name in written if name == "loss"] or [name for name in written if name.startswith("output")]
     for name in names:

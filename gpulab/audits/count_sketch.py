@@ -29,7 +29,11 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers lie in memory by its strides, as they are."""
+    """Whether a tensor's numbers lie in memory by its strides, as they are.
+
+    >>> is_plain(torch.eye(2)), is_plain(torch.eye(2).to_sparse())
+    (True, False)
+    """
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
@@ -55,7 +59,11 @@ def rounds(tensor: Tensor) -> bool:
 
 
 def name(tensor: Tensor) -> str:
-    """A name for content, type and shape: the same on every device."""
+    """A name for content, type and shape: the same on every device.
+
+    >>> name(torch.arange(3.0))  # which traces that were recorded name it by
+    '1cb49f68f94f8002eb0f1fdf'
+    """
     text = f"{tensor.dtype}{tuple(tensor.shape)}{content(tensor)}"
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -71,6 +79,15 @@ def sketch(tensor: Tensor) -> np.ndarray:
     The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two tensors
     can be told from their sketches; float64. The signs depend on the place alone, on every machine. Infinity
     counts as `LARGEST`, and NaN as nothing.
+
+    >>> sketch(torch.arange(5000.0))[:4].tolist()  # as in traces that were recorded elsewhere
+    [-6788.0, 10228.0, -36556.0, -14178.0]
+    >>> sketch(torch.arange(BLOCK + 3.0))[:3].tolist()
+    [-75081126.0, -32706342.0, -20844827.0]
+    >>> holed, nothing = torch.ones(5000), torch.ones(5000)
+    >>> holed[7], nothing[7] = torch.nan, 0.0
+    >>> bool((sketch(holed) == sketch(nothing)).all())
+    True
     """
     tensor = where_float64_is(tensor.detach())
     if tensor.is_complex():
@@ -117,7 +134,11 @@ def _signs(device: str) -> Tensor:
 
 
 def factors(like: Tensor, draw: int, by: float) -> Tensor:
-    """1 plus or minus `by`, at random by the looks, for each number of a tensor, others for each `draw`: float64."""
+    """1 plus or minus `by`, at random by the looks, for each number of a tensor, others for each `draw`: float64.
+
+    >>> factors(torch.zeros(8), 3, 0.5).tolist()
+    [0.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.5, 1.5]
+    """
     count = like.numel()
     start = draw * 7919 % (BLOCK - min(count, BLOCK) + 1)
     signs = _signs(str(like.device))[start : start + count]

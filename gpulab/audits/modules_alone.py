@@ -116,7 +116,11 @@ def named_tensors(what: str, values: Any) -> Results:
 
 
 def rounding_unit(setting: Setting) -> float:
-    """The largest relative error of one rounding of a product under a setting that is in force."""
+    """The largest relative error of one rounding of a product under a setting that is in force.
+
+    >>> rounding_unit(Setting.parse("cpu")) == 2**-24
+    True
+    """
     if setting.kind == "cuda" and "tf32" in arithmetic().values():
         return 2.0**-11
     dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype

@@ -165,7 +165,11 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel."""
+    """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel.
+
+    >>> _has_nan(torch.tensor([torch.inf, -torch.inf])), _has_nan(torch.tensor([1.0, torch.nan]))
+    (False, True)
+    """
     if not isinstance(value, Tensor):
         return value
     if not sk.is_plain(value) or value.is_conj() or value.is_neg() or not value.numel():

@@ -105,6 +105,10 @@ def ahead(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[W
     """The windows of data; where a device computes, the next is made meanwhile, by several threads.
 
     Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
+
+    >>> windows = iter(())
+    >>> ahead(windows, Setting.parse("cpu"), None) is windows
+    True
     """
     if setting.kind == "cpu" or not has_its_device_alone(setting):
         return windows

@@ -112,7 +112,11 @@ def _film(file: Path) -> Iterator[Any]:
 
 
 def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
-    """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked."""
+    """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked.
+
+    >>> _split("film", 100, None), _split("film", 100, 30), _split("film", 100, 95), _split("film", 22, 19)
+    ((91, 9), (30, 3), (91, 9), (19, 2))
+    """
     if count < 4:
         raise DataError(f"{name}: {count} frames; at least 4 are needed")
     held = max(2, count // (HELD_OUT + 1))

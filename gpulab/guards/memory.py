@@ -294,7 +294,11 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in the order in which they lie in memory, each once; a copy only if there are gaps."""
+    """The elements in the order in which they lie in memory, each once; a copy only if there are gaps.
+
+    >>> _flat(torch.arange(6).reshape(2, 3).T).tolist(), _flat(torch.ones(1, 1).expand(4, 1)).tolist()
+    ([0, 1, 2, 3, 4, 5], [1.0])
+    """
     if not tensor.is_contiguous():
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
@@ -319,6 +323,9 @@ def content(tensor: Tensor) -> int:
     """A number of 64 bits that stands for the content of an ordinary tensor.
 
     A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
+
+    >>> content(torch.arange(3.0)), content(torch.arange(2**24 + 1))  # which the names of recorded values come from
+    (7541795801147682588, 12559343085713087326)
     """
     ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return int(fingerprint(ordered if ordered.numel() > FEW else ordered.cpu()))  # type: ignore[arg-type]

@@ -157,6 +157,13 @@ class PredNet(Trainable):
 
         Raises:
             UsageError: For frames of another shape.
+
+        Examples:
+            >>> import torch
+            >>> import gpulab as gl
+            >>> predictions, state = gl.models.PredNet((3, 4), (16, 16))(torch.zeros(1, 1, 3, 16, 16))
+            >>> predictions.shape, len(state)
+            (torch.Size([1, 1, 3, 16, 16]), 2)
         """
         expected = (self.channels[0], *self.size)
         if frames.ndim != 5 or tuple(frames.shape[2:]) != expected:

@@ -446,6 +446,8 @@ def recorded_escapes() -> pd.DataFrame:
         >>> import gpulab as gl
         >>> bool(gl.saddles.recorded_escapes().recorded.all())
         True
+        >>> gl.saddles.recorded_escapes().index.is_unique
+        True
     """
     import pandas as pd
 

@@ -66,6 +66,10 @@ def stuck(losses: ArrayLike) -> np.ndarray:
     Examples:
         >>> stuck([0.05, 0.14, 0.04, 0.06, 0.05, 0.04, 0.05, 0.05, 0.06, 0.04]).nonzero()[0].tolist()
         [1]
+        >>> stuck([0.04, 0.05, 0.06] * 2 + [0.14] * 4).nonzero()[0].tolist()
+        [6, 7, 8, 9]
+        >>> bool(stuck([0.04] * 5 + [0.14] * 5).any())  # of halves nobody can tell which is stuck
+        False
     """
     values = np.asarray(losses, float)
     in_order = np.sort(values)
@@ -127,6 +131,8 @@ def sign_flip_p(differences: ArrayLike) -> float:
     Examples:
         >>> sign_flip_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # 2 of 64
         0.03125
+        >>> [sign_flip_p([0.1 * unit, 0.2 * unit, 0.3 * unit, -0.3 * unit]) for unit in (1.0, 1e15)]  # 0.1 + 0.2 is 0.3
+        [0.75, 0.75]
     """
     values = np.sort(np.asarray(differences, float))
     values = values[values != 0]
@@ -230,6 +236,9 @@ def sd_lower_limit(values: ArrayLike, n: Any = None) -> Any:
     more: the delta method on ln s (as in Bonett 2006). Unlike the textbook's (χ²), it was found to hold for heavy
     tails and two humps as well (with at most 6 % errors). With n, one number or several, it is the limit that a sample
     of as many would have.
+
+    >>> [round(float(sd_lower_limit(sample)), 4) for sample in ([1, 2, 3], [1, 2, 3, 4], [1, 1, 1, 1, 1, 9])]
+    [0.1163, 0.3521, 0.6426]
     """
     values = np.sort(np.asarray(values, float))
     if not (sd := sample_sd(values)) > 0:

@@ -98,7 +98,15 @@ def _level_numbers(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> dict[
 
 
 def _correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
-    """Write the corrected p values and the levels of the intervals; return alpha for each family of intervals."""
+    """Write the corrected p values and the levels of the intervals; return alpha for each family of intervals.
+
+    >>> table = pd.DataFrame({"one_diverged": [5, 4], "p_different": [0.5, 0.4], "p_diverged": [0.0625, 0.125]})
+    >>> levels = _correct(table := table.assign(p_equivalent=[0.01, 0.2]), 0.0625)
+    >>> table.p_diverged_holm.tolist()  # of four runs that diverged nothing could be shown: it is not corrected
+    [0.1875, 0.125]
+    >>> [round(float(level), 4) for level in levels]
+    [0.0208, 0.0625]
+    """
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
     testable = 2.0 ** (1 - table.one_diverged.to_numpy(float)) <= alpha
@@ -128,6 +136,11 @@ def _seeds_needed(sd: float, margins: Any, alpha: float, yes_or_no: bool) -> flo
     It is for normal differences of the standard deviation `sd`; `margins` are those of as many seeds. A difference as
     large as the margin is shown about as often, with `fewest_pairs` or more. Of yes and no as many are needed as
     exclude the margin where none switches. Infinite where no number is enough.
+
+    >>> [_seeds_needed(1.0, np.full(len(SEEDS), margin), 0.05, yes_or_no=False) for margin in (0.5, 1e-9)]
+    [37.0, inf]
+    >>> [_seeds_needed(0.1, np.full(len(SEEDS), margin), 0.05, yes_or_no=True) for margin in (0.2, 1e-9)]
+    [14.0, inf]
     """
     from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats
 
@@ -143,7 +156,11 @@ def _seeds_needed(sd: float, margins: Any, alpha: float, yes_or_no: bool) -> flo
 
 
 def fewest_pairs(alpha: float) -> int:
-    """So many differences of one sign are the fewest that show anything at `alpha`: the sign flips' p is 2^(1 − n)."""
+    """So many differences of one sign are the fewest that show anything at `alpha`: the sign flips' p is 2^(1 − n).
+
+    >>> fewest_pairs(0.05), fewest_pairs(0.0625)
+    (6, 5)
+    """
     return math.ceil(1 - math.log2(alpha))
 
 
@@ -153,7 +170,20 @@ def is_identical(row: Any) -> bool:
 
 
 def decide(row: Any, alpha: float) -> str:
-    """The decision on a level, a row of a verdict's table, from its corrected p values."""
+    """The decision on a level, a row of a verdict's table, from its corrected p values.
+
+    >>> from types import SimpleNamespace
+    >>> row = {"seeds": 10, "one_diverged": 0, "p_different": 0.02, "same_bits": 0, "p_diverged_holm": 1.0}
+    >>> for different, equivalent in ((0.05, 1.0), (0.05, 0.05), (0.06, 0.05), (0.06, 0.06)):
+    ...     p = {"p_different_holm": different, "p_equivalent_holm": equivalent}
+    ...     print(decide(SimpleNamespace(**row, **p), alpha=0.05))
+    different
+    different but negligible
+    equivalent
+    inconclusive
+    >>> decide(SimpleNamespace(**row | {"p_diverged_holm": 0.05}), alpha=0.05)
+    'different'
+    """
     if is_identical(row):
         return "equivalent"
     if row.p_diverged_holm <= alpha:
@@ -187,6 +217,12 @@ def margin_size(margin: str | float, losses: np.ndarray, yes_or_no: bool = False
 
     One in standard deviations is of their lower 97.5 % limit as it were for n seeds, by default as many as there are;
     NaN where the losses do not differ. Of yes and no a margin is a share of the seeds.
+
+    >>> margin_size("10%", np.array([0.0, 1.0]), yes_or_no=True), margin_size("10%", np.array([4.0, 6.0]))
+    (0.1, np.float64(0.5))
+    >>> margin_size(1, np.array([0.0, 1.0]), yes_or_no=True)
+    Traceback (most recent call last):
+    gpulab.errors.UsageError: margin 1: of yes and no it is a share of the seeds below 1, such as 0.1
     """
     number, unit = parse_margin(margin)
     share = number / 100 if unit == "%" else number

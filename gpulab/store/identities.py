@@ -165,7 +165,11 @@ def run_id(identity: dict[str, Any]) -> str:
 
 
 def of_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration in which a film or a folder of frames goes by its content instead of by its place."""
+    """A configuration in which a film or a folder of frames goes by its content instead of by its place.
+
+    >>> of_content({"data": "video:walk.mp4", "seed": 0}, {"content": "1c9a"})
+    {'data': 'video:1c9a', 'seed': 0}
+    """
     by_path = re.match(r"(video|frames):", configuration.get("data", ""))
     if not record.get("content") or not by_path:
         return configuration

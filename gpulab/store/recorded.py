@@ -165,7 +165,14 @@ def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.T
 
 
 def as_history(file: str | Path, columns: Any, row: int | None = None) -> pyarrow.Table:
-    """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is none."""
+    """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is none.
+
+    >>> import pyarrow
+    >>> columns = {"window": [0, 1], "step": [1, 2], "loss": [0.5, None], "seconds": [0.1, 0.2]}
+    >>> as_history("history.parquet", pyarrow.table(columns))
+    Traceback (most recent call last):
+    gpulab.errors.DataError: history.parquet: a history with empty cells
+    """
     import pyarrow
 
     with files.reading(file, "not a history"):

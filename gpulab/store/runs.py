@@ -176,6 +176,8 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
         >>> some = gl.recorded_runs().head(2)
         >>> gl.store.history(some).groupby("id").loss.last().size
         2
+        >>> gl.store.history(some).columns[:6].tolist()
+        ['window', 'step', 'loss', 'seconds', 'frames_seen', 'id']
     """
     import numpy as np
     import pandas as pd
@@ -236,7 +238,17 @@ def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Record, pyarrow.Table]
 
 
 def entries(store: Path) -> list[str]:
-    """The paths of the runs in a store, in order, and then of its files of packed ones."""
+    """The paths of the runs in a store, in order, and then of its files of packed ones.
+
+    >>> import tempfile
+    >>> store = Path(tempfile.mkdtemp())
+    >>> for name in ("b", "a", ".hidden"):
+    ...     (store / name).mkdir()
+    >>> for name in ("packed.parquet", ".half.parquet"):
+    ...     (store / name).touch()
+    >>> [Path(path).name for path in entries(store)]
+    ['a', 'b', 'packed.parquet']
+    """
     if not store.is_dir():
         return [str(store)] if os.path.lexists(store) else []
     paths = sorted(os.path.join(store, name) for name in os.listdir(store) if name[0] != ".")

@@ -278,6 +278,10 @@ def _network(net: Any, usual: Protocol, options: dict[str, Any]) -> tuple[Traina
     """A network of gpulab's: a copy of the one that is given, or a new one; and what makes it, for the record.
 
     That are its options; or of one that was handed in its layers, and the weights if it has any.
+
+    >>> own = MODELS["prednet"](channels=(3, 4), size=(16, 16))
+    >>> _network(own, PROTOCOLS["prednet", "smoke"], {})[1]["held"]
+    {'channels': [3, 4], 'size': [16, 16], 'truncation': 'loss'}
     """
     if not isinstance(net, str):
         model = copy.deepcopy(net)
