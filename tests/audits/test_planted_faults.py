@@ -48,7 +48,7 @@ ON_A_CPU = [
 
 
 # Where roundings are magnified, or the kernels of a processor decide which of several results is furthest off.
-LOOSE = {"one_row_alone_minus_the_same_in_a_batch", "decoder_in_another_environment", "small_gpt"}
+LOOSE = {"one_row_alone_minus_the_same_in_a_batch", "batch_norm_of_two", "decoder_in_another_environment", "small_gpt"}
 # Whose shares and bounds depend on the numbers that are drawn, or on the processor's kernels.
 ELSEWHERE = {"noise_of_numpy", "decoder_in_bfloat16", "attention_of_a_tutorial", *LARGE}
 
@@ -59,7 +59,8 @@ def test_audit_of_a_public_case_names_the_cause_and_is_as_recorded(one, as_recor
     first = report.findings[0]
     assert first.kind == one.kind, report
     assert re.search(one.operation, first.operation), report
-    lines = [
+    lines = [str(report).partition("\n")[0].partition(". ")[2]]
+    lines += [
         f"{found.kind}: {found.operation} ({found.phase}) in {found.module}, share {found.share:.2g}; {found.detail}"
         for found in report.findings
         if found.kind != "rounding"

@@ -135,14 +135,18 @@ RIGHT = {
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30], ids=str)
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_results_stay_within_what_rounding_explains(name, scale):
+def test_right_results_stay_within_what_rounding_explains(name, scale, as_recorded):
     if scale != 1 and name in ("norm", "complex numbers", "layer norm"):
         pytest.skip("its squares are too small for float32: the error is one of range")
     torch.manual_seed(0)
     seen = watched(RIGHT[name], scale * drawn(24, 12))
     assert [(n, e.error, e.bound) for n, e in seen if e.error is not None and not ratio(e) <= 1] == []
     assert [(n, e) for n, e in seen if e.format] == []
-    assert scale != 1 or any(e.error is not None for _, e in seen)
+    if scale == 1:
+        assert any(e.error is not None for _, e in seen)
+        # Which gradient is furthest off, and what is left of what cancels, the processor's kernels decide.
+        loose = name in ("attention", "a product that cancels")
+        as_recorded(name, [f"{n}: {e.bound or 0:.4g}" for n, e in seen], "torch", rtol=0.5 if loose else 0.05)
 
 
 # --- wrong kernels --------------------------------------------------------------------------------------------
