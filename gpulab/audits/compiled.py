@@ -322,6 +322,11 @@ def _how_far(worst: Any) -> str:
 
 
 def _listed(names: list[str]) -> str:
+    """Three names, and how many more there are.
+
+    >>> _listed(["a", "b", "c"]), _listed(["a", "b", "c", "d"])
+    ('a, b, c', 'a, b, c and 1 more')
+    """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

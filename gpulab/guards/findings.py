@@ -147,6 +147,19 @@ class Overwritten:
         return replace(known, explanation=f"{known.explanation}; it shares memory with {holder.words}", remedy=remedy)
 
     def __str__(self) -> str:
+        """The finding in lines.
+
+        >>> import torch
+        >>> step = {"saved by": Line("train.py", 7, "step")}
+        >>> found = Overwritten.of("replaced", "MulBackward0", torch.ones(3), step)
+        >>> print(str(found).partition(" was given ")[2])
+        a tensor, float32 of shape (3,) on cpu, overwritten since it was saved
+          saved by step, train.py:7
+          why: other values were assigned to its `.data`
+          do: assign to it after backward
+        >>> print(str(replace(found, operand="other", count=2)).splitlines()[0].partition(" was given ")[2])
+        its `other`, float32 of shape (3,) on cpu, overwritten since it was saved (2 times)
+        """
         operand = f"its `{self.operand}`" if self.operand else "a tensor"
         tensor = f"{self.dtype} of shape {self.shape} on {self.device}"
         headline = CAUSES[self.cause][0].format_map({**vars(self), "operand": operand, "tensor": tensor})

@@ -135,7 +135,11 @@ class Autoencoder(_Images):
         return loss, loss.detach().expand(len(batch)), None
 
     def extra_repr(self) -> str:
-        """Add the batch size to the printed network, unless it is 1."""
+        """Add the batch size to the printed network, unless it is 1.
+
+        >>> Autoencoder().extra_repr(), Autoencoder(batch_size=20).extra_repr()
+        ('', 'batch_size=20')
+        """
         return "" if self.batch_size == 1 else f"batch_size={self.batch_size}"
 
 

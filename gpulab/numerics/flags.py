@@ -91,7 +91,11 @@ def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
 
 
 def _keeps_denormals(threads: int) -> bool | None:
-    """Whether products that are denormal numbers come out as such; None where some do and some do not."""
+    """Whether products that are denormal numbers come out as such; None where some do and some do not.
+
+    >>> _keeps_denormals(2)
+    True
+    """
     long = torch.full((threads << 16,), 1e-30, dtype=torch.float32)  # so that each thread computes a part of it
     kept = (long * 1e-10).ne(0)
     return bool(kept[0]) if kept.min() == kept.max() else None

@@ -341,7 +341,12 @@ def _own_columns(options: dict[str, Any], metrics: dict[str, Any]) -> Row:
 
 
 def _learned(record: dict[str, Any]) -> dict[str, Any]:
-    """What was to be learned, which a factor among the options of a model should not change."""
+    """What was to be learned, which a factor among the options of a model should not change.
+
+    >>> configuration = {"model_options": {"channels": [3, 4], "truncation": "loss"}}
+    >>> _learned({"configuration": configuration})
+    {'model_options': {'channels': [3, 4]}}
+    """
     configuration = of_content(record["configuration"], record)
     if "source" in configuration:
         return {"source": configuration["source"], **({"content": record["content"]} if "content" in record else {})}

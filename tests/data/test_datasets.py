@@ -281,7 +281,9 @@ def test_grey_images_must_be_asked_for_in_grey_and_keep_their_shades(tmp_path, s
     write_images(tmp_path, np.stack(6 * [shades]), suffix)
     with pytest.raises(gl.DataError, match=r"000\.\w+: is grey .*grey=True"):
         gl.load(f"frames:{tmp_path}")
-    (frame,) = gl.load(f"frames:{tmp_path}", size=SMALL, grey=True).stream(0, 1)
+    data = gl.load(f"frames:{tmp_path}", size=SMALL, grey=True)
+    assert data.channels == 1
+    (frame,) = data.stream(0, 1)
     assert (frame[0] == ramp).all()
 
 

@@ -43,6 +43,8 @@ def test_roofline_counts_operations_and_bytes_in_every_precision(small):
     # 3×3, 5·16 channels in, 4·16 out, on a map of 24×32
     flop, moved = 2 * 9 * 80 * 64 * 24 * 32, 4 * (9 * 80 * 64 + (80 + 64) * 24 * 32)
     assert counts["PredNet (quick), gates"] == (flop, moved)
+    elsewhere = gl.device.recorded_rooflines().query("kind == 'network'").set_index("operation").flop
+    assert small[small.kind == "network"].set_index("operation").flop.to_dict() == elsewhere.to_dict()
     precise = small[small.kind == "precision"]
     assert list(precise.precision) == ["float32", "bfloat16", "float16", "float64"]
     edges = precise.operation.str.extract(r"matrix product (\d+), ")[0].astype(int)

@@ -86,6 +86,14 @@ def test_escapes_from_a_saddle_that_was_found():
     assert abs(seen.steps - seen.expected) <= 0.05 * seen.expected
 
 
+def test_escapes_by_every_optimiser_are_as_recorded(as_recorded):
+    options = {"optimizers": ["sgd", "momentum", "rmsprop", "adam"], "perturbations": [1e-3], "batch_sizes": [None, 20]}
+    escapes = gl.saddles.escape_table(SADDLE, [FLOAT64], **options, seeds=1, progress=False)
+    table = escapes.table.drop(columns="machine")
+    as_recorded("escapes", table.to_csv(index=False, float_format="%.4g").splitlines(), "torch", rtol=0.02)
+    assert escapes.paths.index.is_unique
+
+
 def test_escape_table_has_a_row_for_each_training_and_its_figure_says_who_left():
     options = {"batch_sizes": [None, 20], "seeds": 2, "optimizers": {"sgd": [0.3]}, "progress": False}
     escapes = gl.saddles.escape_table(SADDLE, [FLOAT64, "cpu:emulate=bfloat16"], **options)

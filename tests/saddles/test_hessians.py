@@ -189,6 +189,8 @@ def test_loss_and_gradient_are_the_models_and_some_parameters_make_a_block(metho
     assert H.loss == loss().item()
     gradients = torch.autograd.grad(loss(), list(model.parameters()))
     torch.testing.assert_close(H.gradient, parameters_to_vector(gradients), rtol=0, atol=1e-15)
+    with pytest.raises(gl.UsageError, match=r"H @ \(\d+, 1, 1\): expected"):
+        H @ H.gradient[:, None, None]
     block = hessian_by(method, model, loss, parameters=["layers.2", "layers.0.bias"])
     assert list(block.parameters) == ["layers.0.bias", "layers.2.weight", "layers.2.bias"]
     inside = torch.cat([torch.full((t.numel(),), name in block.parameters) for name, t in H.parameters.items()])

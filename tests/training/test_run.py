@@ -226,6 +226,7 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
 
 WRONG = {
     r"net is a Linear.* or the function that trains yours, train\(seed, setting\)": {"net": nn.Linear(2, 2)},
+    "net is a PredNet, model_options={'channels'": {"net": gl.models.PredNet((3, 4), (24, 32)), "channels": (3,)},
     "19.*20": {"frames": 19},
     "digits is a set of images; PredNet learns from a sequence": {"data": "digits"},
     r"\(3, 24, 32\).*\(3, 8, 12\)": {"data_options": {"size": (24, 32)}},
