@@ -60,6 +60,12 @@ def setting_words(setting: str | Setting) -> str:
 
     >>> setting_words("cpu:threads=1"), setting_words("cuda:tf32=on"), setting_words("cuda:tf32=off again")
     ('CPU, one thread', 'GPU, TF32', 'GPU, no TF32, again')
+    >>> setting_words("cpu:threads=3,denormals=off"), setting_words("cpu:isa=avx512,precision=float64")
+    ('CPU, 3 threads, tiniest numbers as zero', 'CPU, AVX-512, float64')
+    >>> setting_words("cuda:1:tf32=off,cudnn=off,deterministic=on"), setting_words("mine")
+    ('GPU 1, no TF32, no cuDNN, deterministic', 'mine')
+    >>> setting_words("cpu:emulate=tf32,order=pairwise")
+    'CPU, emulating TF32, sums pairwise'
     """
     text = str(setting)
     if text.endswith(AGAIN):
@@ -110,6 +116,10 @@ def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
 
     >>> names(["copied", "reused"], "loader")
     {'copied': 'copied frames', 'reused': 'overwritten frames'}
+    >>> names(["copied", "window"], "loader"), names(["cpu:threads=1", "cpu: threads=1"])
+    ({'copied': 'copied', 'window': 'window'}, {'cpu:threads=1': 'cpu:threads=1', 'cpu: threads=1': 'cpu: threads=1'})
+    >>> names(["cpu", 3], "width")
+    {'cpu': 'cpu', 3: '3'}
     """
     words = {"setting": setting_words, "loader": lambda loader: LOADERS.get(loader, str(loader))}.get(factor, str)
     called = {level: words(level) for level in levels}
@@ -238,7 +248,13 @@ def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
 
 
 def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
-    """A metric in words for an axis; the loss of networks of gpulab's with its unit."""
+    """A metric in words for an axis; the loss of networks of gpulab's with its unit.
+
+    >>> metric_label("final_loss", ["prednet"]), metric_label("heldout_loss", ["autoencoder", "autoencoder"])
+    ('final loss (mean squared error per frame)', 'held-out loss (mean squared error per image)')
+    >>> metric_label("final_loss"), metric_label("final_loss", ["prednet", "mine"]), metric_label("index_fraction")
+    ('final loss', 'final loss', 'share of directions that lead down')
+    """
     words, units = METRICS.get(metric, metric.replace("_", " ")), {UNITS.get(name) for name in experiments}
     if not metric.endswith("loss") or None in units or len(units) != 1:
         return words
@@ -246,7 +262,11 @@ def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
 
 
 def power_of_ten(value: float, _: Any = None) -> str:
-    """A power of ten, as a label of an axis."""
+    """A power of ten, as a label of an axis.
+
+    >>> power_of_ten(0), power_of_ten(1e-3), power_of_ten(-100.0)
+    ('0', '10⁻³', '−10²')
+    """
     if value == 0:
         return "0"
     exponent = str(round(np.log10(abs(value)))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

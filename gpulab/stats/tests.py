@@ -30,6 +30,8 @@ def mean_p(differences: ArrayLike) -> float:
         >>> values = [-4.0, 2.0, 2.5, 3.0, 2.0, 3.0, 2.5, 3.0, 2.0, 2.5]
         >>> round(mean_p(values), 3), round(sign_flip_p(values), 3)
         (0.104, 0.027)
+        >>> mean_p([2.9, 2.8, 2.9, 2.7, 2.8, 2.8, 1.6])  # 2 of 128: an outlier does not hide what all say
+        0.015625
     """
     flipped, values = sign_flip_p(differences), np.sort(np.asarray(differences, float))
     if not sample_sd(values) > 0:
@@ -133,6 +135,16 @@ def sign_flip_p(differences: ArrayLike) -> float:
         0.03125
         >>> [sign_flip_p([0.1 * unit, 0.2 * unit, 0.3 * unit, -0.3 * unit]) for unit in (1.0, 1e15)]  # 0.1 + 0.2 is 0.3
         [0.75, 0.75]
+        >>> sign_flip_p([3.0, 2.0, -1.0])  # |sum| is 4 or more for ±(3, 2, −1) and ±(3, 2, 1)
+        0.5
+        >>> sign_flip_p([0.0, 1.0, 2.0, 4.0, 0.0]), sign_flip_p([1.0, 2.0, -4.0])  # a difference of nothing has no sign
+        (0.25, 1.0)
+        >>> sign_flip_p([0.0] * 5), sign_flip_p([0.1, 0.2, -0.3])  # which sums to 5.6e-17, not to 0
+        (1.0, 1.0)
+        >>> round(sign_flip_p([1] * 15 + [-1] * 5 + [0] * 100), 4)  # of one size: McNemar's test
+        0.0414
+        >>> sign_flip_p(np.arange(1.0, 61))  # (1 + 0) / (1 + 9999): what is drawn never gives zero
+        0.0001
     """
     values = np.sort(np.asarray(differences, float))
     values = values[values != 0]
@@ -172,6 +184,8 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
     Examples:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
         0.0024
+        >>> [equivalence_p([0.5] * 4, margin) for margin in (0.6, 0.4, math.nan)], equivalence_p([0.0] * 4, math.nan)
+        ([0.0, 1.0, 1.0], 0.0)
     """
     values = np.sort(np.asarray(differences, float))
     if not (sd := sample_sd(values)) > 0:
@@ -205,6 +219,8 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     Examples:
         >>> sign_flip_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # at 5 % the first and the last of 63 means
         (1.0, 6.0)
+        >>> sign_flip_interval([1.0] * 5), sign_flip_interval([])
+        ((nan, nan), (nan, nan))
     """
     values = np.sort(np.asarray(differences, float))
     n, total = len(values), values.sum()
@@ -249,14 +265,22 @@ def sd_lower_limit(values: ArrayLike, n: Any = None) -> Any:
 
 
 def sample_sd(values: np.ndarray) -> float:
-    """The standard deviation of a sample, shape (n,); NaN for fewer than two."""
+    """The standard deviation of a sample, shape (n,); NaN for fewer than two.
+
+    >>> sample_sd(np.full(10, 0.1)), round(sample_sd(np.array([1.0, 3.0])), 4)
+    (0.0, 1.4142)
+    """
     if len(values) < 2:
         return math.nan
     return float(values.std(ddof=1)) if np.ptp(values) else 0.0  # for equal ones NumPy's is not always zero
 
 
 def clopper_pearson_upper(count: float, n: int, alpha: float = 0.05) -> float:
-    """The upper limit at 1 − alpha of the share behind `count` cases among n (Clopper and Pearson 1934, one-sided)."""
+    """The upper limit at 1 − alpha of the share behind `count` cases among n (Clopper and Pearson 1934, one-sided).
+
+    >>> clopper_pearson_upper(4, 4), clopper_pearson_upper(0, 0)
+    (1.0, 1.0)
+    """
     # scipy's binomtest(count, n).proportion_ci searches for the same number, in ten times the time.
     return float(scipy.stats.beta.ppf(1 - alpha, count + 1, n - count)) if count < n else 1.0
 

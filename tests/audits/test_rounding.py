@@ -143,7 +143,6 @@ def test_right_results_stay_within_what_rounding_explains(name, scale, as_record
     assert [(n, e.error, e.bound) for n, e in seen if e.error is not None and not ratio(e) <= 1] == []
     assert [(n, e) for n, e in seen if e.format] == []
     if scale == 1:
-        assert any(e.error is not None for _, e in seen)
         # Which gradient is furthest off, and what is left of what cancels, the processor's kernels decide.
         loose = name in ("attention", "a product that cancels")
         as_recorded(name, [f"{n}: {e.bound or 0:.4g}" for n, e in seen], "torch", rtol=0.5 if loose else 0.05)

@@ -17,6 +17,7 @@ SEEN = ("text", "position", "xydata", "offsets", "segments", "xy", "array", "siz
 SEEN += ("alpha", "linewidth", "linestyle", "marker", "markersize", "markerfacecolor", "fontsize", "ha", "va", "zorder")
 SEEN += ("xlim", "ylim", "xscale", "yscale", "xlabel", "ylabel", "size_inches", "label")
 
+SADDLE = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
 THREE_VALUES = torch.diag(torch.tensor([-1.0] * 10 + [0.0] * 60 + [4.0] * 30))
 
 
@@ -37,10 +38,6 @@ def histories(settings):
     frame = runs()[lambda frame: frame.setting.isin(settings)].fillna({"final_loss": 9.0})
     windows = [(20 * n, frame.final_loss * (1 + 9 / n) * (1 + n % 3)) for n in range(1, 130)]
     return pd.concat([frame.assign(frames_seen=seen, loss=loss) for seen, loss in windows], ignore_index=True)
-
-
-def saddle():
-    return gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
 
 
 def step():
@@ -79,7 +76,7 @@ FIGURES = {
     "reconstructions": lambda: gl.plots.reconstructions(untrained("autoencoder")),
     "frames": lambda: gl.plots.frames(gl.load("walk", frames=100, size=(24, 32)), every=10),
     "spectrum": lambda: gl.plots.spectrum(gl.saddles.spectral_density(THREE_VALUES, steps=20)),
-    "surface": lambda: gl.saddles.surface(saddle(), places=7).plot(),
+    "surface": lambda: gl.saddles.surface(SADDLE, places=7).plot(),
     "escape law": lambda: gl.plots.escape_law(gl.saddles.recorded_escapes()),
 }
 

@@ -12,7 +12,6 @@ from matplotlib.text import Text
 from PIL import Image
 
 import gpulab as gl
-from gpulab.plots.style import metric_label, names
 
 SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
 
@@ -43,30 +42,6 @@ def test_differences_of_one_seed_have_no_spread_to_compare_with(runs):
     assert title(gl.plots.differences(one)) == "One seed has no spread to compare with"
 
 
-def test_the_title_of_curves_compares_final_losses_as_training_has_them():
-    loss = np.array([9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 2.0, 4.0])
-    usual = {"experiment": "prednet", "setting": "cpu", "recorded": True, "frames_seen": range(10), "rerun": 0}
-    runs = [
-        pd.DataFrame(usual).assign(id=f"{loader}{seed}", seed=seed, loader=loader, loss=times * loss)
-        for loader, times in (("copied", 1.0), ("imitated", 2.0))
-        for seed in range(2)
-    ]
-    picture = gl.plots.curves(pd.concat(runs), factor="loader")
-    words = "2 times as high, on average, for overwritten frames as for copied frames"
-    assert title(picture) == f"The final loss is {words}"
-
-
-def test_the_roofline_names_the_least_used_layer():
-    frame = gl.device.recorded_rooflines()
-    here = frame[frame.machine == frame.machine.iloc[0]].drop(columns="machine")
-    for table in (here, pd.concat([here, frame])):
-        picture = gl.plots.roofline(table)
-        named = table.assign(setting=table.get("machine", pd.Series("", table.index)).fillna("") + table.setting)
-        least = gl.device.bounds(named).sort_values("reached").iloc[0]
-        told = f"{least.operation}: of the networks' layers it reaches least of its ceiling, {least.reached:.1%}"
-        assert title(picture) == told
-
-
 def test_what_a_network_of_a_function_makes_is_not_known():
     run = gl.train(lambda seed: 0.1 * seed, progress=False)
     for plot in (gl.plots.predictions, gl.plots.reconstructions):
@@ -74,18 +49,8 @@ def test_what_a_network_of_a_function_makes_is_not_known():
             plot(run)
 
 
-def test_frames_and_predictions_are_shown_beside_what_they_should_be():
-    picture = gl.plots.frames(gl.load("walk", frames=100, size=(24, 32)), every=10)
-    assert [len(axes.images) for axes in picture.figure.axes] == [1] * 10
-    shapes = (("prednet", gl.plots.predictions, 4 * 5), ("autoencoder", gl.plots.reconstructions, 3 * 8))
-    for net, plot, panels in shapes:
-        run = gl.train(net, setting="cpu", profile="smoke", frames=20, progress=False)
-        picture = plot(run)
-        assert len(picture.figure.axes) == panels
-        assert "Mean squared error of these" in title(picture)
-    images, output = run.predict()
-    last = np.stack([axes.images[0].get_array() for axes in picture.figure.axes[-8:]])
-    assert np.allclose(last, (output - images).abs()[:8, 0].numpy().clip(0, 1), atol=1e-6), "what is off"
+def test_an_error_of_next_to_nothing_is_not_called_zero():
+    run = gl.train("autoencoder", setting="cpu", profile="smoke", frames=20, progress=False)
     for tensor in run.model.state_dict().values():
         tensor.mul_(1e-5)
     run.data.held = np.full_like(run.data.held, 128)  # of which half is what a network without weights makes
@@ -121,34 +86,8 @@ def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path,
     assert figure.metadata["image/png"]["alt"] == words
 
 
-def test_an_axis_says_the_quantity_in_words_and_the_unit_where_it_is_known():
-    label = metric_label
-    assert label("final_loss", ["prednet"]) == "final loss (mean squared error per frame)"
-    assert label("heldout_loss", ["autoencoder", "autoencoder"]) == "held-out loss (mean squared error per image)"
-    assert label("final_loss") == label("final_loss", ["prednet", "mine"]) == "final loss"
-    assert label("index_fraction", ["prednet"]) == "share of directions that lead down"
-
-
 def test_rows_put_below_each_other_may_bear_the_same_numbers(runs):
     """As two experiments do that were concatenated."""
     twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
     drawn, drawn_again = (gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True)))
     assert drawn.png() == drawn_again.png()
-
-
-def test_settings_have_names_in_words_and_keep_their_own_where_two_would_be_called_alike():
-    settings = {
-        "cpu": "CPU",
-        "cpu:threads=3,denormals=off": "CPU, 3 threads, tiniest numbers as zero",
-        "cpu:isa=avx512,precision=float64": "CPU, AVX-512, float64",
-        "cuda:1:tf32=off,cudnn=off,deterministic=on": "GPU 1, no TF32, no cuDNN, deterministic",
-        "cpu:emulate=tf32,order=pairwise": "CPU, emulating TF32, sums pairwise",
-        "cuda:tf32=on again": "GPU, TF32, again",
-        "mine": "mine",
-    }
-    assert names(settings) == settings
-    alike = ["cpu:threads=1", "cpu: threads=1"]
-    assert names(alike) == dict(zip(alike, alike, strict=True))
-    assert names(["copied", "imitated"], "loader") == {"copied": "copied frames", "imitated": "overwritten frames"}
-    assert names(["copied", "window"], "loader") == {"copied": "copied", "window": "window"}
-    assert names(["cpu", 3], "width") == {"cpu": "cpu", 3: "3"}

@@ -26,24 +26,6 @@ def test_sign_flips_agree_with_scipy(n):
     assert inference.sign_flip_p(many) == pytest.approx(stats.ttest_1samp(many, 0).pvalue, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("differences", "p"),
-    [
-        ([1.0, 2.0, 4.0], 2 / 8),
-        ([1.0, 2.0, -4.0], 8 / 8),
-        ([3.0, 2.0, -1.0], 4 / 8),  # |sum| is 4 or more for ±(3, 2, -1) and ±(3, 2, 1)
-        ([0.0] * 5, 1),
-        ([0.0, 1.0, 2.0, 4.0, 0.0], 2 / 8),  # a difference of nothing has no sign
-        ([0.1, 0.2, -0.3], 1),  # sums to 5.6e-17, not to 0
-        ([1] * 15 + [-1] * 5 + [0] * 100, stats.binomtest(5, 20).pvalue),  # of one size: McNemar's test
-        (np.arange(1.0, 61), 1e-4),  # (1 + 0) / (1 + 9999): what is drawn never gives zero
-    ],
-)
-def test_sign_flips_are_counted_by_hand(differences, p):
-    assert inference.sign_flip_p(differences) == pytest.approx(p, rel=1e-14, abs=0)
-    assert inference.mean_p([2.9, 2.8, 2.9, 2.7, 2.8, 2.8, 1.6]) == 2 / 2**7, "an outlier does not hide what all say"
-
-
 @pytest.mark.parametrize("margin", [0.1, 0.5, 1.0])
 def test_equivalence_is_two_one_sided_t_tests_where_nothing_is_skewed(margin):
     draws = np.random.default_rng(4).standard_normal(6)
@@ -51,13 +33,6 @@ def test_equivalence_is_two_one_sided_t_tests_where_nothing_is_skewed(margin):
     theirs = DescrStatsW(differences).ttost_mean(-margin, margin)[0]
     assert inference.equivalence_p(differences, margin) == pytest.approx(theirs)
     assert inference.equivalence_p(-differences, margin) == pytest.approx(theirs)
-
-
-def test_few_values_and_those_without_spread_or_difference():
-    assert [inference.equivalence_p([0.5] * 4, margin) for margin in (0.6, 0.4, math.nan)] == [0, 1, 1]
-    assert inference.equivalence_p([0.0] * 4, math.nan) == 0
-    assert all(np.isnan(inference.sign_flip_interval([1.0] * n)).all() for n in (0, 1, 5))
-    assert inference.sample_sd(np.full(10, 0.1)) == 0
 
 
 @pytest.mark.parametrize("n", [6, 16, 20])
@@ -115,8 +90,6 @@ def test_the_upper_limit_of_a_share_is_clopper_and_pearsons():
     assert inference.clopper_pearson_upper(0, 10) == pytest.approx(1 - 0.05 ** (1 / 10))
     theirs = stats.binomtest(3, 12, alternative="less").proportion_ci(0.95, "exact").high
     assert inference.clopper_pearson_upper(3, 12) == pytest.approx(theirs)
-    assert inference.clopper_pearson_upper(4, 4) == 1
-    assert inference.clopper_pearson_upper(0, 0) == 1
 
 
 @pytest.mark.parametrize("p", [[], [0.03], [0.04, 0.01, 0.01, 0.9, 0.5], [0.02, math.nan, 0.03], [math.nan] * 2])
