@@ -241,7 +241,12 @@ def _pieces(seed: int, blocks: int) -> tuple[Floats, Whole, Whole, Whole]:
 
 
 def _walked(seed: int, distance: Floats) -> tuple[Floats, Floats]:
-    """Where the walker is after each distance (x and y, first axis), and where he faces (radians)."""
+    """Where the walker is after each distance (x and y, first axis), and where he faces (radians).
+
+    >>> place, heading = _walked(0, np.array([10.0, 5000.0]))
+    >>> place.round(2).tolist(), heading.round(2).tolist()
+    ([[6.42, 83.77], [6.91, -173.0]], [-0.43, -78.54])
+    """
     distance = np.maximum(distance, 0.0)
     crossings = int(distance.max(initial=0.0) / (BLOCK - STREET + np.pi / 2))  # at most: to go straight on is longer
     starts, places, headings, turns = _pieces(seed, 1 + crossings // AT_A_TIME)

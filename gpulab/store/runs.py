@@ -242,12 +242,12 @@ def entries(store: Path) -> list[str]:
 
     >>> import tempfile
     >>> store = Path(tempfile.mkdtemp())
-    >>> for name in ("b", "a", ".hidden"):
-    ...     (store / name).mkdir()
-    >>> for name in ("packed.parquet", ".half.parquet"):
-    ...     (store / name).touch()
+    >>> for folder in ("b", "a.parquet", ".hidden"):
+    ...     (store / folder).mkdir()
+    >>> for file in ("packed.parquet", ".half.parquet", "notes.txt"):
+    ...     (store / file).touch()
     >>> [Path(path).name for path in entries(store)]
-    ['a', 'b', 'packed.parquet']
+    ['a.parquet', 'b', 'packed.parquet']
     """
     if not store.is_dir():
         return [str(store)] if os.path.lexists(store) else []
