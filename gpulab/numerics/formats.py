@@ -101,6 +101,12 @@ def rounded_format(x: Tensor) -> str | None:
     """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`, `bfloat16` or None.
 
     float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give None.
+
+    >>> numbers = torch.tensor([0.1, 0.2, 0.7, 0.3])
+    >>> rounded_format(numbers.bfloat16().float()), rounded_format(numbers), rounded_format(torch.arange(9.0))
+    ('bfloat16', None, None)
+    >>> rounded_format(numbers[:3].bfloat16().float()) is None  # so few may be short by chance
+    True
     """
     flat = x.detach().reshape(-1)
     if flat.numel() > A_FEW and _length(_significands(flat[:A_FEW])[0]) > FORMATS["tf32"].precision:

@@ -218,7 +218,11 @@ def named(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, d
 
 
 def is_recorded(frame: pd.DataFrame) -> pd.Series:
-    """Which rows were recorded elsewhere; none where the frame does not say."""
+    """Which rows were recorded elsewhere; none where the frame does not say.
+
+    >>> [is_recorded(pd.DataFrame(table)).tolist() for table in ({"recorded": [True, False]}, {"seed": [0]})]
+    [[True, False], [False]]
+    """
     return frame.get("recorded", pd.Series(False, frame.index)).astype(bool)
 
 

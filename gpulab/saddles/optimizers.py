@@ -91,7 +91,16 @@ class Law:
 
     @classmethod
     def of(cls, optimizer: optim.Optimizer) -> Law | None:
-        """That of one of torch's optimisers; None where there is none."""
+        """That of one of torch's optimisers; None where there is none.
+
+        >>> weights = [torch.zeros(2, requires_grad=True)]
+        >>> Law.of(optim.Adam(weights, lr=0.25, betas=(0.5, 0.9), eps=0.125))
+        Law(rate=1.0, momentum=0.5, longest=0.25, floor=0.125)
+        >>> Law.of(optim.RMSprop(weights, lr=0.25, eps=0.125))
+        Law(rate=2.0, momentum=0.0, longest=0.25, floor=0.125)
+        >>> Law.of(optim.SGD(weights, lr=0.25, momentum=0.5, nesterov=True)) is None
+        True
+        """
         options = optimizer.param_groups[0]
         if any(map(options.get, LAWLESS)) or not options.get("eps", 1) or len(optimizer.param_groups) > 1:
             return None

@@ -220,6 +220,11 @@ def margin_size(margin: str | float, losses: np.ndarray, yes_or_no: bool = False
 
     >>> margin_size("10%", np.array([0.0, 1.0]), yes_or_no=True), margin_size("10%", np.array([4.0, 6.0]))
     (0.1, np.float64(0.5))
+    >>> losses = np.arange(12.0)
+    >>> margin_size("0.5sd", losses, n=np.array([10, 12, 14])).round(4).tolist()  # wider with more seeds
+    [1.0577, 1.1276, 1.1802]
+    >>> margin_size("0.5sd", losses) == 0.5 * inference.sd_lower_limit(losses)
+    np.True_
     >>> margin_size(1, np.array([0.0, 1.0]), yes_or_no=True)
     Traceback (most recent call last):
     gpulab.errors.UsageError: margin 1: of yes and no it is a share of the seeds below 1, such as 0.1

@@ -93,8 +93,9 @@ def test_audit_says_which_setting_alone_makes_an_infinite_loss():
 
 
 def test_audit_says_identical_where_all_bits_are_the_same():
-    report = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), drawn(3, 4)), A, A)
-    assert "identical to the last bit" in str(report).partition("\n")[0]
+    step = gl.Step(seeded(lambda: nn.Linear(4, 2)), drawn(3, 4))
+    for b, said in ((A, "identical to the last bit"), ("cpu:precision=float64", "all is well: rounding alone")):
+        assert said in str(audited(step, A, b)).partition("\n")[0]
 
 
 def test_audit_says_last_what_both_settings_share():

@@ -157,6 +157,8 @@ def test_mnist_is_found_under_its_usual_names(tmp_path, place):
         write_idx(tmp_path / place.format(split), noise(count, 28, 28))
     data = gl.load(f"mnist:{tmp_path}")
     assert (len(data.train), len(data.held)) == (30, 20)
+    (tmp_path / place.format("train")).unlink()
+    assert len(gl.load(f"mnist:{tmp_path}").held) == 20 // 10, "of one part the last tenth"
 
 
 def sha256(file):
@@ -261,6 +263,7 @@ def test_any_video_may_be_asked_for_in_grey(tmp_path):
     frames = noise(20, 45, 61)
     write_video(tmp_path / "grey.mkv", frames, pixels="gray")
     data = gl.load(f"video:{tmp_path / 'grey.mkv'}", size=(45, 61), grey=True)
+    assert data.channels == 1
     assert (every_frame(data)[:, 0] == frames).all()
 
 

@@ -18,7 +18,6 @@ SEEN += ("alpha", "linewidth", "linestyle", "marker", "markersize", "markerfacec
 SEEN += ("xlim", "ylim", "xscale", "yscale", "xlabel", "ylabel", "size_inches", "label")
 
 SADDLE = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
-THREE_VALUES = torch.diag(torch.tensor([-1.0] * 10 + [0.0] * 60 + [4.0] * 30))
 
 
 def runs():
@@ -75,7 +74,9 @@ FIGURES = {
     "predictions": lambda: gl.plots.predictions(untrained("prednet")),
     "reconstructions": lambda: gl.plots.reconstructions(untrained("autoencoder")),
     "frames": lambda: gl.plots.frames(gl.load("walk", frames=100, size=(24, 32)), every=10),
-    "spectrum": lambda: gl.plots.spectrum(gl.saddles.spectral_density(THREE_VALUES, steps=20)),
+    "spectrum": lambda: gl.plots.spectrum(
+        gl.saddles.spectral_density(torch.tensor([-1.0, 0, 4]).repeat(9).diag(), steps=9)
+    ),
     "surface": lambda: gl.saddles.surface(SADDLE, places=7).plot(),
     "escape law": lambda: gl.plots.escape_law(gl.saddles.recorded_escapes()),
 }

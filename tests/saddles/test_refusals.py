@@ -126,7 +126,9 @@ REQUESTS = {
     "no pair of tensors": lambda: escape(replace(SADDLE, objective=replace(SADDLE.objective, batches=[SIX_SCALES]))),
     "'lion': expected sgd, momentum, rmsprop, adam, or a function": lambda: escape(optimizer="lion"),
     "expected a torch.optim.Optimizer that uses": lambda: escape(optimizer=lambda weights, **_: weights),
-    "the learning rate it is given": lambda: escape(optimizer=lambda w, lr: torch.optim.SGD(w, min(lr, 1e-9))),
+    "the learning rate it is given": lambda: escape(
+        optimizer=lambda w, lr: torch.optim.SGD([{"params": w[:1], "lr": 1e-9}, {"params": w[1:]}], lr)
+    ),
 }
 DATA = {
     "H @ v has values that are not finite": lambda: gl.saddles.spectral_density(torch.eye(4) * math.nan, probes=1),

@@ -55,7 +55,7 @@ def test_an_export_of_mlflow(table):
     [
         "seed;setting;loss\n0;cpu;0,5\n1;cpu;0,001\n0;cuda;inf\n1;cuda;\n",
         "seed\tsetting\tloss\n0\tcpu\t0.5\n1\tcpu\t0.001\n0\tcuda\tinf\n1\tcuda\t\n",
-        "\ufeffseed, setting , loss\n0,cpu, 0.5\n1,cpu, 0.001\n\n0,cuda,-inf\n1,cuda,nan\n",
+        "\ufeffseed, setting , loss\n0, cpu, 0.5\n1,cpu, 0.001\n\n0,cuda,-inf\n1,cuda,nan\n",
     ],
     ids=["semicolon", "tab", "byte-order mark and blanks"],
 )
