@@ -165,7 +165,13 @@ def fewest_pairs(alpha: float) -> int:
 
 
 def is_identical(row: Any) -> bool:
-    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed."""
+    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed.
+
+    >>> from types import SimpleNamespace
+    >>> row = {"one_diverged": 0, "p_different": math.nan}
+    >>> [is_identical(SimpleNamespace(**row, seeds=n, same_bits=same)) for n, same in ((1, 1), (2, 2), (2, 1))]
+    [False, True, False]
+    """
     return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
 
 
