@@ -141,8 +141,8 @@ def recorded_runs(study: str | None = None) -> pd.DataFrame:
 
     Examples:
         >>> import gpulab as gl
-        >>> bool(gl.recorded_runs().recorded.all())
-        True
+        >>> bool(gl.recorded_runs().recorded.all()), bool(gl.recorded_runs().frames_per_second.notna().any())
+        (True, True)
         >>> sorted(set(gl.recorded_runs("longer").experiment))
         ['prednet']
     """
