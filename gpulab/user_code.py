@@ -33,6 +33,17 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
 
     Raises:
         UsageError: Where there is none, with what the import raised.
+
+    Examples:
+        >>> find_function("math:sqrt", "step")
+        <built-in function sqrt>
+        >>> for name in ("math", "math:2"):
+        ...     try:
+        ...         find_function(name, "step")
+        ...     except UsageError as error:
+        ...         print(error)
+        step 'math': expected module:name or file.py:name, such as my_training:step
+        step 'math:2': expected module:name or file.py:name, such as my_training:step
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():

@@ -213,6 +213,8 @@ def load(
         >>> data = gl.load("walk", frames=100, size=(24, 32))
         >>> data
         walk: 100 frames of 3×24×32 to train on, 20 held out
+        >>> gl.load("walk")
+        walk: 1,000 frames of 3×48×64 to train on, 100 held out
         >>> next(data.windows(10)).frames.shape
         (10, 3, 24, 32)
 

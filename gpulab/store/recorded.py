@@ -73,7 +73,11 @@ def read_measured(kind: str) -> list[dict[str, Any]]:
 
 
 def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
-    """A table of all that was measured of a kind, with the `machine` that recorded each row."""
+    """A table of all that was measured of a kind, with the `machine` that recorded each row.
+
+    >>> recorded_table("rooflines").index.is_unique
+    True
+    """
     import pandas as pd
 
     documents = [document for document in read_measured(kind) if table in document]

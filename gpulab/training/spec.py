@@ -233,7 +233,13 @@ class RunSpec:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """What the training needs in force: its setting, and no more threads than the model can use."""
+        """What the training needs in force: its setting, and no more threads than the model can use.
+
+        >>> from gpulab.settings import setting
+        >>> with setting("cpu:threads=2"), RunSpec.of("autoencoder", profile="smoke").in_force():
+        ...     torch.get_num_threads()  # more would be waited for
+        1
+        """
         with self.setting.apply(), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
             if self.setting.threads is None and (threads := getattr(self.model, "threads", None)):
                 torch.set_num_threads(min(threads, torch.get_num_threads()))

@@ -65,8 +65,8 @@ def test_audit_of_a_public_case_names_the_cause_and_is_as_recorded(one, as_recor
         for found in report.findings
         if found.kind != "rounding"
     ]
-    for row in report.table.itertuples():
-        lines.append(f"{row.operation} ({row.phase}): {row.kind} {row.bound_a:.4g} {row.bound_b:.4g}")
+    rows = report.table.itertuples()
+    lines += [f"{row.operation} ({row.phase}): {row.kind} {row.bound_a:.4g} {row.bound_b:.4g}" for row in rows]
     if one.name not in ELSEWHERE:
         as_recorded(one.name, lines, "torch", rtol=0.5 if one.name in LOOSE else 0.05)
 

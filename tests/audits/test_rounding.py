@@ -129,6 +129,7 @@ RIGHT = {
     "conv3d": lambda x: F.conv3d(x.view(1, 1, 4, -1, 12), drawn(2, 1, 3, 3, 3)),
     "transposed convolution": lambda x: F.conv_transpose2d(x[None, None], drawn(1, 3, 3, 3), stride=2),
     "depthwise convolution": lambda x: F.conv1d(x[None], drawn(len(x), 1, 3), groups=len(x)),
+    "solve": lambda x: torch.linalg.solve(x[:12].T @ x[:12] + 9 * torch.eye(12), x.T),
     "complex numbers": lambda x: (torch.complex(x, 2 * x) @ torch.complex(x.T, x.T)).abs(),
 }
 

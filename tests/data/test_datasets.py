@@ -270,7 +270,7 @@ def test_any_video_may_be_asked_for_in_grey(tmp_path):
 @pytest.mark.parametrize(("asked", "trained", "held"), [(None, 40, 4), (20, 20, 2), (1000, 40, 4), (41, 40, 4)])
 def test_a_video_gives_the_frames_asked_for_and_holds_the_next_ones_out(files, asked, trained, held):
     data = gl.load(f"video:{files.mkv}", frames=asked, size=ODD)
-    assert data.options() == {"size": [45, 61], "frames": trained, "heldout": held}
+    assert (data.channels, data.options()) == (3, {"size": [45, 61], "frames": trained, "heldout": held})
     assert (next(data.heldout(20)).frames == files.frames[trained : trained + held]).all()
 
 

@@ -28,10 +28,6 @@ def runs():
     return pd.DataFrame(rows).assign(experiment="prednet", profile="smoke", protocol="p", rerun=0)
 
 
-def title(picture):
-    return picture.figure._suptitle.get_text()
-
-
 def test_losses_of_two_experiments_are_refused(runs):
     with pytest.raises(gl.UsageError, match="the frame mixes"):
         gl.plots.losses(pd.concat([runs, runs.assign(experiment="autoencoder")]))
@@ -39,7 +35,7 @@ def test_losses_of_two_experiments_are_refused(runs):
 
 def test_differences_of_one_seed_have_no_spread_to_compare_with(runs):
     one = gl.verdict(runs[runs.seed == 0].assign(loader=runs.setting), factor="loader", reference="cpu")
-    assert title(gl.plots.differences(one)) == "One seed has no spread to compare with"
+    assert gl.plots.differences(one).figure.get_suptitle() == "One seed has no spread to compare with"
 
 
 def test_what_a_network_of_a_function_makes_is_not_known():
@@ -54,7 +50,7 @@ def test_an_error_of_next_to_nothing_is_not_called_zero():
     for tensor in run.model.state_dict().values():
         tensor.mul_(1e-5)
     run.data.held = np.full_like(run.data.held, 128)  # of which half is what a network without weights makes
-    assert not re.search(r" 0\.0*$", title(gl.plots.reconstructions(run)))
+    assert not re.search(r" 0\.0*$", gl.plots.reconstructions(run).figure.get_suptitle())
 
 
 def test_a_name_with_dollars_is_no_mathematics(runs):
