@@ -198,7 +198,12 @@ def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool
 
 
 def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor], measure: bool) -> dict[str, Any]:
-    """How far a result is from float64 and from itself without the compiler; a NaN that both have is no difference."""
+    """How far a result is from float64 and from itself without the compiler; a NaN that both have is no difference.
+
+    >>> numbers = [torch.tensor([number]) for number in (2.0, 2.5, 4.0, 2.75)]
+    >>> _apart(*numbers[:3], nudged=numbers[3:], measure=False)
+    {'difference': 0.75, 'error': 1.0, 'plain_error': 0.25, 'tolerance': 0.25, 'wrong': True, 'finite': True}
+    """
     finite = bool(written.isfinite().all())
     if torch.equal(written.isnan(), found.isnan()):
         exact, written, found, *nudged = (tensor.nan_to_num() for tensor in (exact, written, found, *nudged))

@@ -279,6 +279,13 @@ class SpectralDensity:
 
         Returns:
             The share, from 0 to 1, as `value`, and its standard `error`, NaN with a single probe.
+
+        Examples:
+            >>> nodes, weights = np.array([[-1.0, 2.0], [-1.5, 2.0]]), np.array([[0.5, 0.5], [0.25, 0.75]])
+            >>> SpectralDensity(nodes, weights, size=8).mass_below(0.0)
+            Estimate(value=0.375, error=0.125)
+            >>> SpectralDensity(nodes[:1], weights[:1], size=8).mass_below(2.0)
+            Estimate(value=0.5, error=nan)
         """
         shares = (self.weights * (self.nodes < x)).sum(1)
         count = len(shares)

@@ -280,7 +280,8 @@ STORED = [("png", np.uint8), ("png", np.uint16), ("tiff", np.uint8), ("tiff", ">
 @pytest.mark.parametrize(("suffix", "kind"), STORED)
 def test_grey_images_must_be_asked_for_in_grey_and_keep_their_shades(tmp_path, suffix, kind):
     ramp = np.linspace(0, 255, 24 * 32).astype(np.uint8).reshape(24, 32)
-    shades = (ramp.astype(np.uint16) * (257 if np.dtype(kind).itemsize == 2 else 1)).astype(kind)
+    # Of 16 bits the shades are 257 apart, and a number belongs to the nearest.
+    shades = (ramp.astype(np.uint16) * 257 + 128 * (ramp < 255) if np.dtype(kind).itemsize == 2 else ramp).astype(kind)
     write_images(tmp_path, np.stack(6 * [shades]), suffix)
     with pytest.raises(gl.DataError, match=r"000\.\w+: is grey .*grey=True"):
         gl.load(f"frames:{tmp_path}")

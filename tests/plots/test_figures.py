@@ -36,7 +36,7 @@ def runs():
 
 def histories(settings):
     frame = runs()[lambda frame: frame.setting.isin(settings)].fillna({"final_loss": 9.0})
-    windows = [(20 * n, frame.final_loss * (1 + 9 / n) * (1 + n % 3)) for n in range(1, 130)]
+    windows = [(20 * n, frame.final_loss * (1 + 9 / n) * (1 + n % 3)) for n in range(1, 121)]
     return pd.concat([frame.assign(frames_seen=seen, loss=loss) for seen, loss in windows], ignore_index=True)
 
 
