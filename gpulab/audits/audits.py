@@ -210,7 +210,15 @@ def audit(
 
 
 def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
-    """Two traces of two names: their own; or else by file, or by order."""
+    """Two traces of two names: their own; or else by file, or by order.
+
+    >>> trace = Trace("cpu", [], [], {}, [])
+    >>> for files in (("before", "after"), ("same", "same"), ("", "")):
+    ...     print(*(one.title for one in _named_apart(trace, trace, files)))
+    cpu (before) cpu (after)
+    cpu (first) cpu (second)
+    cpu (first) cpu (second)
+    """
     if a.title != b.title:
         return [a, b]
     names = files if all(files) and files[0] != files[1] else ("first", "second")

@@ -246,7 +246,15 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
 
 @contextlib.contextmanager
 def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
-    """The step as a function without arguments, under a setting that is in force."""
+    """The step as a function without arguments, under a setting that is in force.
+
+    >>> for step in (lambda: "alone", lambda *rest: len(rest), lambda where: str(where)):
+    ...     with ready(step, Setting.parse("cpu")) as once:
+    ...         once()
+    'alone'
+    0
+    'cpu'
+    """
     if hasattr(step, "prepared"):
         with step.prepared(setting) as once:
             yield once

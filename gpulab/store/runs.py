@@ -178,6 +178,8 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
         2
         >>> gl.store.history(some).columns[:6].tolist()
         ['window', 'step', 'loss', 'seconds', 'frames_seen', 'id']
+        >>> gl.store.history(some).groupby("id").frames_seen.agg(["min", "max"]).values.tolist()
+        [[20, 60000], [20, 60000]]
     """
     import numpy as np
     import pandas as pd
