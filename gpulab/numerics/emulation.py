@@ -192,7 +192,11 @@ def _added_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """The exponent of each float32 number; that of the smallest normal one for zeros and subnormal numbers."""
+    """The exponent of each float32 number; that of the smallest normal one for zeros and subnormal numbers.
+
+    >>> _exponents(torch.tensor([1.0, 6.0, 0.0])).tolist()
+    [0, 2, -126]
+    """
     return (x.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_min_(1).sub_(127)
 
 

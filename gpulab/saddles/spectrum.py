@@ -296,6 +296,13 @@ class SpectralDensity:
 
         Returns:
             The estimate, with how many eigenvalues are too close to zero to tell their signs.
+
+        Examples:
+            >>> nodes, weights = np.array([[-1.0, 2.0], [-1.5, 2.0]]), np.array([[0.5, 0.5], [0.25, 0.75]])
+            >>> halfway = SpectralDensity(nodes[:, 1:], np.ones((2, 1)), size=8)
+            >>> found = SpectralDensity(nodes, weights, size=8, halfway=halfway).index()
+            >>> found.value, round(found.error, 3)  # of eight 8 (0.125² + 0.375²)½
+            (3.0, 3.162)
         """
         threshold = ZERO * max(abs(end) for end in self.extremes)
         negative, up_to = self.mass_below(-threshold), self.mass_below(threshold)
