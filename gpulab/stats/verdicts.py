@@ -201,7 +201,12 @@ def decide(row: Any, alpha: float) -> str:
 
 
 def may_diverge_apart(row: Any) -> bool:
-    """Whether more seeds than may be passed over could diverge under one of the two alone."""
+    """Whether more seeds than may be passed over could diverge under one of the two alone.
+
+    >>> from types import SimpleNamespace
+    >>> [may_diverge_apart(SimpleNamespace(one_diverged=n, diverged_apart_at_most=0.9)) for n in (0, 1)]
+    [False, True]
+    """
     return row.one_diverged > 0 and row.diverged_apart_at_most > DIVERGED_APART
 
 
