@@ -47,10 +47,10 @@ ON_A_CPU = [
 ]
 
 
-# Where roundings are magnified, or the kernels of a processor decide which of several results is furthest off.
-LOOSE = {"one_row_alone_minus_the_same_in_a_batch", "batch_norm_of_two", "decoder_in_another_environment", "small_gpt"}
-# Whose shares and bounds depend on the numbers that are drawn, or on the processor's kernels.
-ELSEWHERE = {"noise_of_numpy", "decoder_in_bfloat16", "attention_of_a_tutorial", *LARGE}
+# Whose bounds depend on the processor's kernels: roundings are magnified, or one of several results is furthest off.
+LOOSE = {"one_row_alone_minus_the_same_in_a_batch", "batch_norm_of_two", "decoder_in_another_environment", "fused_adam"}
+# Whose findings do: other numbers are drawn each time, or shares lie close together.
+ELSEWHERE = {"noise_of_numpy", "decoder_in_bfloat16", "attention_of_a_tutorial", "small_gpt", *LARGE}
 
 
 @pytest.mark.parametrize("one", ON_A_CPU)
@@ -65,10 +65,11 @@ def test_audit_of_a_public_case_names_the_cause_and_is_as_recorded(one, as_recor
         for found in report.findings
         if found.kind != "rounding"
     ]
-    rows = report.table.itertuples()
-    lines += [f"{row.operation} ({row.phase}): {row.kind} {row.bound_a:.4g} {row.bound_b:.4g}" for row in rows]
-    if one.name not in ELSEWHERE:
-        as_recorded(one.name, lines, "torch", rtol=0.5 if one.name in LOOSE else 0.05)
+    for row in report.table.itertuples():
+        bounds = "" if one.name in LOOSE else f" {row.bound_a:.4g} {row.bound_b:.4g}"
+        lines.append(f"{row.operation} ({row.phase}): {row.kind}{bounds}")
+    if one.name not in ELSEWHERE and one.kind != "another valid answer":  # which each processor's kernels choose
+        as_recorded(one.name, lines, "torch", rtol=0.05)
 
 
 # --- programs that are drawn, and changed in one place ------------------------------------------------------
