@@ -41,10 +41,10 @@ lab: $(INSTALLED) ## open copies of the notebooks in JupyterLab, without outputs
 
 site: $(DEVELOPED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
 	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source
-	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/sphinx/doctrees build/sphinx/source build/site
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/_tools -d build/sphinx/doctrees build/sphinx/source build/site
 
 slides: $(DEVELOPED) ## turn the notebooks into slides in build/slides, which open from disk, and print the hand-outs
-	$(BIN)/python docs/slides.py build/slides
+	$(BIN)/python docs/_tools/slides.py build/slides
 
 clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -31,8 +31,8 @@ CONDA_NAMES = {"matplotlib": "matplotlib-base", "seaborn": "seaborn-base", "xxha
 
 
 def script(name):
-    """A script of docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    """A script of docs/_tools/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -67,7 +67,8 @@ def test_pages_name_only_commands_that_exist():
 
 def test_the_tables_of_commands_are_those_of_the_commands():
     commands = script("commands")
-    assert commands.MARKS.findall(DOCS["command_line.md"]) == [commands.tables()], "write anew: python docs/commands.py"
+    written = commands.MARKS.findall(DOCS["command_line.md"])
+    assert written == [commands.tables()], "write them anew: python docs/_tools/commands.py"
 
 
 EXAMPLES = [
@@ -149,7 +150,7 @@ def test_every_link_of_a_page_leads_somewhere(folder):
 def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     answer = script("answer")
     drawn = answer.picture()
-    assert re.findall(r"!\[(.+)\]\((docs/answer.svg)\)", README) == [(drawn.alt, "docs/answer.svg")]
+    assert re.findall(r"!\[(.+)\]\((docs/_static/answer.svg)\)", README) == [(drawn.alt, "docs/_static/answer.svg")]
     answer.write(drawn, tmp_path / "answer.svg")
     kept, anew = answer.FILE.read_text(encoding="utf-8"), (tmp_path / "answer.svg").read_text(encoding="utf-8")
     assert len(kept) <= 200_000
@@ -157,21 +158,21 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     point = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #ffffff'
     places = [[float(number) for place in re.findall(point, text) for number in place] for text in (kept, anew)]
     assert len(places[0]) == 2 * len(answer.pairs())
-    assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/answer.py"
+    assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/_tools/answer.py"
 
 
 def test_public_names_and_their_parameters_are_those_that_are_promised():
     names = script("names")
     assert names.PAGE.read_text(encoding="utf-8") == names.page(), (
-        "a name or parameter has changed: python docs/names.py"
+        "a name or parameter has changed: python docs/_tools/names.py"
     )
 
 
 def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_tools"))
     paper = script("paper")
     for file in paper.PAPERS:
-        assert file.read_text(encoding="utf-8") == paper.paper(file), "write it anew: python docs/paper.py"
+        assert file.read_text(encoding="utf-8") == paper.paper(file), "write it anew: python docs/_tools/paper.py"
     cited = {name for file in paper.PAPERS for name in re.findall(r"@(\w+)", paper.paper(file))}
     assert cited == set(re.findall(r"^@\w+\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M))
 

@@ -41,7 +41,7 @@ def site(tmp_path_factory):
     """Built as `make site` does."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "source").mkdir()
-    places = [ROOT / "docs", "-d", folder / "doctrees", folder / "source", folder / "site"]
+    places = [ROOT / "docs" / "_tools", "-d", folder / "doctrees", folder / "source", folder / "site"]
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", *places]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_every_figure_has_words(pages):
 
 
 def test_every_notebook_has_slides(tmp_path):
-    subprocess.run([sys.executable, ROOT / "docs" / "slides.py", tmp_path], check=True, timeout=300)
+    subprocess.run([sys.executable, ROOT / "docs" / "_tools" / "slides.py", tmp_path], check=True, timeout=300)
     decks = {"single", *(file.stem for file in (ROOT / "notebooks").glob("*.ipynb"))}
     slides = [file for file in tmp_path.glob("*.slides.html") if "reveal" in file.read_text(encoding="utf-8")]
     assert decks == {file.name.removesuffix(".slides.html") for file in slides}

@@ -70,7 +70,7 @@ def bind(results: list[Result], profile: str) -> Any:
     failed = [result.name for result in results if result.error]
     seconds = sum(result.seconds for result in results)
     here = passport()
-    figure = CLONE / "docs" / "answer.svg"
+    figure = CLONE / "docs" / "_static" / "answer.svg"
     introduction = INTRODUCTION.format(
         figure=base64.b64encode(figure.read_bytes() if figure.is_file() else b"").decode(),
         outcome=f"**{len(failed)} of {len(results)} notebooks failed: {', '.join(failed)}.**"

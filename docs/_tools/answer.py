@@ -1,4 +1,4 @@
-"""The figure on the front page and in the papers, from the recorded runs. `python docs/answer.py` draws it anew.
+"""The figure on the front page and in the papers, from the recorded runs. `python docs/_tools/answer.py` draws it anew.
 
 Every seed twice: with copied frames, and with overwritten frames, where all frames of a window lie in one array, as the
 published line has it on a CPU. Five rows are the authors' own network in Chainer, the
@@ -17,8 +17,9 @@ import gpulab as gl
 from companion.findings import listed
 from gpulab.plots.style import BESIDE, COPIED, INK, ON_CPU, ON_GPU, OVERWRITTEN, Picture, canvas, points, themed
 
-FILE = Path(__file__).with_name("answer.svg")
-IN_PAPERS = FILE.parent / "paper" / "answer.png"  # journals' tools take no SVG
+DOCS = Path(__file__).parents[1]
+FILE = DOCS / "_static" / "answer.svg"
+IN_PAPERS = DOCS / "paper" / "answer.png"  # journals' tools take no SVG
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
 COLUMNS = 1.03, 1.38, 1.66  # of words at the right, in widths of the axes
 PORT = {"paper": "160×120", "quick": "64×48"}

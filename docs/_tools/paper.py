@@ -1,4 +1,4 @@
-"""The papers, their numbers from the recorded runs. `python docs/paper.py` writes anew what has a file `*.in`."""
+"""Write the papers from their templates `*.in` and the recorded runs: `python docs/_tools/paper.py`."""
 
 import functools
 import re
@@ -9,7 +9,7 @@ import answer
 import companion
 import gpulab as gl
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
 PAPERS = (PAPER, PAPER.with_name("rescience.md"), PAPER.with_name("metadata.yaml"))
 

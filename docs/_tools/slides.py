@@ -21,7 +21,7 @@ from nbconvert.filters import markdown2html
 from companion.report import figure_of
 from gpulab.plots.style import DPI, image
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DECK = 20  # slides at most, which is a lecture of three quarters of an hour
 WORDS = 45  # that a slide may have beside its answer
 FOUND = 80  # words of a finding; the notebook has the rest
@@ -175,7 +175,7 @@ def main(folder):
     """Write a deck for each notebook, one for the single session, the hand-outs, and a page that leads to them."""
     reveal = files("sphinx_revealjs") / "_static" / "revealjs" / "dist"
     resources = {f"reveal_{kind}": (reveal / f"reveal.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")}
-    resources["slides_css"] = (ROOT / "docs" / "slides.css").read_text(encoding="utf-8")
+    resources["slides_css"] = (ROOT / "docs" / "_static" / "slides.css").read_text(encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
     pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("s*.md"))}
     titles, decks = {}, {}

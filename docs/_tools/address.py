@@ -1,4 +1,4 @@
-"""Where the repository is public: `python docs/address.py github.com/OWNER/NAME` puts buttons into the README.
+"""Where the repository is public: `python docs/_tools/address.py github.com/OWNER/NAME` puts buttons into the README.
 
 They open this repository in Binder and Colab, and CITATION.cff names it. Each notebook has a cell
 below its title that does nothing but on Colab: there it fetches what lies beside the notebook, and installs
@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIRST = "00_start_here.ipynb"
 CELL = """# On Colab only: fetch the notebooks, and install gpulab, with the torch that is there if it is new enough.
 import sys
@@ -40,7 +40,9 @@ def settle(address, root=ROOT):
 def _buttons(name):
     binder = f"https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/notebooks/{FIRST}"
     colab = f"https://colab.research.google.com/github/{name}/blob/HEAD/notebooks/{FIRST}"
-    return f"[![Open in Binder](docs/binder.svg)]({binder}) [![Open in Colab](docs/colab.svg)]({colab})"
+    buttons = {"Binder": ("binder.svg", binder), "Colab": ("colab.svg", colab)}
+    links = [f"[![Open in {name}](docs/_static/{badge})]({link})" for name, (badge, link) in buttons.items()]
+    return " ".join(links)
 
 
 def _change(file, pattern, text):

@@ -1,17 +1,17 @@
-"""The public names, as `python docs/names.py` writes them into `public_names.md`. A test compares."""
+"""Write the public names into `public_names.md`: `python docs/_tools/names.py`. A test compares."""
 
 import inspect
 from pathlib import Path
 
 import gpulab as gl
 
-PAGE = Path(__file__).with_name("public_names.md")
+PAGE = Path(__file__).parents[1] / "public_names.md"
 MADE = ("Experiment", "Step", "Autoencoder", "LinearAutoencoder", "PredNet", "Whitener")
 HEAD = "# Public names\n\n" + (
     "From 1.0 on, these names stay, and so do the names of their parameters. One that has to go is kept for a year, in "
     "which it warns and says what takes its place. New parameters come after the others, with a default. Everything "
     "else may change: modules that are not named here, what is printed, `notebooks/companion`, `benchmarks`.\n\n"
-    "`python docs/names.py` writes this page, and a test compares it with the code.\n"
+    "`python docs/_tools/names.py` writes this page, and a test compares it with the code.\n"
 )
 
 

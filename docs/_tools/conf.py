@@ -17,7 +17,7 @@ import gpulab
 from companion.report import figure_of
 from gpulab.plots.style import DPI, image
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
 ADDRESS = re.search(r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
 CONTENTS = "\n```{toctree}\n:hidden:\n:glob:\n%s\n```\n"
@@ -43,7 +43,7 @@ autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 napoleon_use_ivar = True
 html_theme = "furo"
-html_static_path = ["site.css"]
+html_static_path = ["../_static/site.css"]
 html_css_files = ["site.css"]
 html_domain_indices = html_copy_source = html_show_copyright = html_show_sphinx = False
 html_math_renderer = "mathml"
@@ -172,7 +172,7 @@ def gather(source):
 
 
 def setup(app):
-    """Sphinx's door."""
+    """Gather the sources and register the adaptations; Sphinx calls this function."""
 
     def docstring(*arguments):  # a bar is one, and opens no substitution
         lines = arguments[-1]

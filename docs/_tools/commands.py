@@ -1,4 +1,4 @@
-"""The tables of commands and options in `command_line.md`, from the commands. `python docs/commands.py` writes them."""
+"""Write the tables of commands and options into `command_line.md`: `python docs/_tools/commands.py`."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from companion.__main__ import app as notebooks
 from gpulab.cli import app
 from gpulab.store.identities import OPTIONS
 
-PAGE = Path(__file__).with_name("command_line.md")
+PAGE = Path(__file__).parents[1] / "command_line.md"
 MARKS = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- /commands -->)", re.DOTALL)
 
 
