@@ -47,12 +47,21 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def shared():
-    """Real data for development, which lies beside the checkout and is no part of the project."""
-    folder = Path(__file__).parents[2] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip("the folder shared/data with real MNIST and a real video is not beside the checkout")
-    return folder
+def real_data():
+    """A function that finds a file of real data, or skips the test. CONTRIBUTING.md lists the files."""
+    folder = os.environ.get("GPULAB_REAL_DATA")
+
+    def find(name):
+        if not folder:
+            pytest.skip(f"needs {name}: GPULAB_REAL_DATA names no folder of real data")
+        if not Path(folder).is_dir():
+            pytest.fail(f"GPULAB_REAL_DATA={folder!r}: expected a folder; unset it to skip the tests on real data")
+        file = Path(folder).resolve() / name
+        if not file.is_file():
+            pytest.skip(f"needs {name}: the folder that GPULAB_REAL_DATA names does not hold it")
+        return file
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -87,10 +87,10 @@ def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied(loader):
 
 
 @pytest.fixture(scope="module")
-def chainer(shared):
-    with np.load(shared / "chainer" / "prednet_small_expected.npz") as archive:
+def chainer(real_data):
+    with np.load(real_data("chainer/prednet_small_expected.npz")) as archive:
         expected = {name: archive[name] for name in archive.files}
-    return gl.models.PredNet.from_chainer(shared / "chainer" / "prednet_small.model"), expected
+    return gl.models.PredNet.from_chainer(real_data("chainer/prednet_small.model")), expected
 
 
 @pytest.mark.parametrize("name", BUFFERED)
