@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
+from gpulab.guards import shared_reads
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 CASES = importlib.import_module("shared_memory_cases")
@@ -124,7 +125,7 @@ def test_guards_of_two_threads_end_in_another_order_than_they_began():
 
 
 def test_guard_tells_the_overwritten_part_of_a_large_memory_from_others():
-    block = gl.guards.shared_reads.BLOCK // 4
+    block = shared_reads.BLOCK // 4
     array = np.zeros((3, block), np.float32)
     array[2, -1] = 1
     with gl.guard(reads="any"):
@@ -145,7 +146,7 @@ def test_guard_forgets_tensors_whose_memory_is_gone():
     with guard:
         for array in np.zeros((3000, 4), np.float32):
             torch.from_numpy(array)
-    assert len(guard._shared.births) <= gl.guards.shared_reads.FEW
+    assert len(guard._shared.births) <= shared_reads.FEW
 
 
 def kept_beside_a_temporary():

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 import gpulab as gl
+from gpulab.data.datasets import Images
 from gpulab.training import spec
 from gpulab.training.functions import plain
 
@@ -38,7 +39,7 @@ def test_frames_are_known_by_what_is_in_them_and_not_by_their_name(tmp_path):
 
 
 def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
-    class Brighter(gl.data.datasets.Images):
+    class Brighter(Images):
         def windows(self, length, seed=0, start=0):
             yield from super().windows(length, seed, start)
 
