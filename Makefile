@@ -37,7 +37,7 @@ check: $(DEVELOPED) ## style, format, types, and which module imports which, wit
 
 lab: $(INSTALLED) ## open copies of the notebooks in JupyterLab, without outputs, in lab/
 	$(BIN)/python -m companion copies lab
-	PYTHONPATH=$(CURDIR)/notebooks $(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/00_start_here.ipynb
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/00_start_here.ipynb
 
 site: $(DEVELOPED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
 	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source

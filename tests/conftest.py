@@ -16,9 +16,6 @@ os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads that wait by spinning starve the other test processes.
 os.environ["GOMP_SPINCOUNT"] = "0"
-# Other processes find the notebooks' `companion`, as this one does.
-COMPANION = str(Path(__file__).parents[1] / "notebooks")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [COMPANION, os.environ.get("PYTHONPATH")]))
 
 # Of the notebooks, `make test` executes those that daily work breaks; `make test-all` the others.
 EVERY_DAY = ("00_start_here", "03_autoencoder", "05_the_anomaly", "10_verdict")

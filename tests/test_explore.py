@@ -6,14 +6,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import psutil
 import pytest
 
 pytest.importorskip("voila")
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +21,7 @@ def server(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folders = {f"JUPYTER_{name}_DIR": str(home / name) for name in ("CONFIG", "RUNTIME")}
-    packages = os.pathsep.join([str(ROOT), str(ROOT / "notebooks")])
-    environment = os.environ | folders | {"IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": packages}
+    environment = os.environ | folders | {"IPYTHONDIR": str(home / "ipython")}
     command = [sys.executable, "-m", "companion", "explore", "--port", str(port)]
     with subprocess.Popen(command, cwd=home, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == f"http://127.0.0.1:{port}\n"

@@ -13,7 +13,6 @@ import nbformat
 
 from companion.run import KERNEL
 
-NOTEBOOKS = Path(__file__).parents[1]
 HOST = "127.0.0.1"  # which no other machine reaches
 
 
@@ -30,7 +29,7 @@ class Page:
     def source(self) -> nbformat.NotebookNode:
         """The page as Voilà wants it: a notebook of a text and one cell."""
         text = f"# {self.title}\n\n{self.move} {self.see}\n\nThe notebook `{self.notebook}` explains it."
-        code = f"import sys\n\nsys.path.append({str(NOTEBOOKS)!r})\n\nimport companion\n\ncompanion.{self.call}()"
+        code = f"import companion\n\ncompanion.{self.call}()"
         cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell(code)]
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
         return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel, "title": self.title})
