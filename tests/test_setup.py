@@ -4,10 +4,12 @@ import ast
 import importlib.util
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from typer.main import get_command
 
@@ -175,6 +177,51 @@ def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
         assert file.read_text(encoding="utf-8") == paper.paper(file), "write it anew: python docs/_tools/paper.py"
     cited = {name for file in paper.PAPERS for name in re.findall(r"@(\w+)", paper.paper(file))}
     assert cited == set(re.findall(r"^@\w+\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M))
+
+
+def test_address_is_written_into_every_file_that_names_it(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    for name in ("README.md", "CITATION.cff", "pyproject.toml", "notebooks/00_start_here.ipynb"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    address = script("address")
+    address.settle("github.com/first/name", tmp_path)
+    address.settle("https://github.com/second/other.git", tmp_path)
+    texts = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.rglob("*.*") if file.is_file()}
+    assert [name for name, text in texts.items() if "first/name" in text] == []
+    public = "https://github.com/second/other"
+    assert yaml.safe_load(texts["CITATION.cff"])["repository-code"] == public
+    urls = tomllib.loads(texts["pyproject.toml"])["project"]["urls"]
+    added = {"Repository": public, "Issues": f"{public}/issues", "Changelog": f"{public}/blob/HEAD/CHANGELOG.md"}
+    assert urls == PROJECT["urls"] | added
+    badges = re.findall(r"\]\((docs/[\w/]+\.svg)\)\]\(https:", texts["README.md"])
+    assert len(badges) == 2
+    assert [badge for badge in badges if not (ROOT / badge).is_file()] == []
+    cells = json.loads(texts["00_start_here.ipynb"])["cells"]
+    assert ["colab" in cell["metadata"].get("tags", []) for cell in cells[:3]] == [False, True, False]
+    assert f"git clone -q {public} " in "".join(cells[1]["source"])
+    with pytest.raises(SystemExit, match="OWNER/NAME"):
+        address.settle("example.org/name", tmp_path)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda file: file.name)
+def test_workflows_name_what_exists(file):
+    workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert workflow["jobs"]
+    for name, job in workflow["jobs"].items():
+        commands = "\n".join(step.get("run", "") for step in job["steps"])
+        named = re.findall(r"\btests/[\w/.]+", commands)
+        called = set(re.findall(r"^make ([a-z-]+)", commands, re.M))
+        assert named or called, f"{name} tests nothing"
+        assert called <= targets, name
+        assert [path for path in named if not (ROOT / path).exists()] == [], name
+
+
+def test_dependabot_looks_at_every_kind_of_dependency_once_a_week():
+    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))["updates"]
+    assert {update["package-ecosystem"] for update in updates} == {"pip", "github-actions"}
+    assert {update["schedule"]["interval"] for update in updates} == {"weekly"}
+    assert all(update["groups"] for update in updates)
 
 
 def test_every_option_of_a_setting_is_listed():

@@ -1,8 +1,8 @@
-"""Where the repository is public: `python docs/_tools/address.py github.com/OWNER/NAME` puts buttons into the README.
+"""Write the public address of the repository: `python docs/_tools/address.py github.com/OWNER/NAME`.
 
-They open this repository in Binder and Colab, and CITATION.cff names it. Each notebook has a cell
-below its title that does nothing but on Colab: there it fetches what lies beside the notebook, and installs
-gpulab, with the torch that is there if that will do.
+The README gets buttons that open the notebooks in Binder and Colab, CITATION.cff and pyproject.toml get the
+address, and each notebook gets a cell below its title. The cell acts on Colab only: it fetches the files beside
+the notebook and installs gpulab, with the installed torch if that is new enough.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FIRST = "00_start_here.ipynb"
+URLS = r"(?<=\n\[project\.urls\]\n)((Repository|Issues|Changelog) = .*\n)*"
 CELL = """# On Colab only: fetch the notebooks, and install gpulab, with the torch that is there if it is new enough.
 import sys
 
@@ -22,7 +23,7 @@ if "google.colab" in sys.modules:
 
 
 def settle(address, root=ROOT):
-    """Write the address wherever it belongs; again, or another one, does no harm."""
+    """Write the address into all files that name it, in place of an earlier one."""
     found = re.fullmatch(r"(?:https://)?github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", address)
     if not found:
         raise SystemExit(f"{address!r}: expected an address such as github.com/OWNER/NAME")
@@ -33,6 +34,7 @@ def settle(address, root=ROOT):
         r"(?m)(^repository-code: .*\n)?^license:",
         f'repository-code: "https://github.com/{name}"\nlicense:',
     )
+    _change(root / "pyproject.toml", URLS, _urls(name))
     for file in sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         _add_cell(file, CELL.format(address=f"github.com/{name}"))
 
@@ -43,6 +45,17 @@ def _buttons(name):
     buttons = {"Binder": ("binder.svg", binder), "Colab": ("colab.svg", colab)}
     links = [f"[![Open in {name}](docs/_static/{badge})]({link})" for name, (badge, link) in buttons.items()]
     return " ".join(links)
+
+
+def _urls(name):
+    """The lines of pyproject.toml's `[project.urls]` that name the repository."""
+    address = f"https://github.com/{name}"
+    urls = {
+        "Repository": address,
+        "Issues": f"{address}/issues",
+        "Changelog": f"{address}/blob/HEAD/CHANGELOG.md",
+    }
+    return "".join(f'{label} = "{url}"\n' for label, url in urls.items())
 
 
 def _change(file, pattern, text):
