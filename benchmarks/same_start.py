@@ -15,7 +15,8 @@ from companion.first_windows import Computed
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
-from gpulab.training.spec import LAST_FIFTH, RunSpec
+from gpulab.training.profiles import LAST_FIFTH
+from gpulab.training.spec import RunSpec
 
 PRECISIONS = (None, "float32", "float64")
 

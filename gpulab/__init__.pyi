@@ -13,7 +13,6 @@ from gpulab import store as store
 from gpulab import training as training
 from gpulab.audits.audits import audit as audit
 from gpulab.audits.recording import record as record
-from gpulab.audits.steps import Step as Step
 from gpulab.data.datasets import load as load
 from gpulab.device.rooflines import roofline as roofline
 from gpulab.errors import DataError as DataError
@@ -30,12 +29,13 @@ from gpulab.settings import Setting as Setting
 from gpulab.settings import available_settings as available_settings
 from gpulab.settings import setting as setting
 from gpulab.stats.verdicts import verdict as verdict
-from gpulab.store.runs import recorded_runs as recorded_runs
-from gpulab.store.runs import runs as runs
+from gpulab.steps import Step as Step
+from gpulab.store.tables import recorded_runs as recorded_runs
+from gpulab.store.tables import runs as runs
 from gpulab.training.experiment import Experiment as Experiment
 from gpulab.training.experiment import seed_runs as seed_runs
+from gpulab.training.profiles import profile as profile
 from gpulab.training.run import train as train
-from gpulab.training.spec import profile as profile
 
 __version__: str
 PACKAGES: tuple[str, ...]

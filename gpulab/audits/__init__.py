@@ -3,7 +3,7 @@
 from gpulab.audits.audits import Audit, audit
 from gpulab.audits.compiled import CompiledAudit
 from gpulab.audits.recording import record
-from gpulab.audits.steps import Step
 from gpulab.audits.traces import Trace
+from gpulab.steps import Step
 
 __all__ = ["Audit", "CompiledAudit", "Step", "Trace", "audit", "record"]

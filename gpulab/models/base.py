@@ -97,18 +97,6 @@ class Trainable(nn.Module):
         return super().load_state_dict(state_dict, *args, **options)
 
 
-def graph_nodes(result: Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph of a result."""
-    waiting: list[Any] = [result.grad_fn]
-    met: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in met:
-            met.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            yield node
-
-
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
     """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn on the generator's device in float32."""
     drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device=generator.device).cpu()

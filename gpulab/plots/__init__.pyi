@@ -1,11 +1,11 @@
+from gpulab.plots.film_strips import frames as frames
+from gpulab.plots.film_strips import predictions as predictions
+from gpulab.plots.film_strips import reconstructions as reconstructions
 from gpulab.plots.instruments import roofline as roofline
 from gpulab.plots.runs import curves as curves
 from gpulab.plots.runs import differences as differences
-from gpulab.plots.runs import frames as frames
 from gpulab.plots.runs import losses as losses
-from gpulab.plots.runs import predictions as predictions
-from gpulab.plots.runs import reconstructions as reconstructions
 from gpulab.plots.saddles import escape_law as escape_law
 from gpulab.plots.saddles import saddle_surface as saddle_surface
 from gpulab.plots.saddles import spectrum as spectrum
-from gpulab.plots.style import Picture as Picture
+from gpulab.plots.theme import Picture as Picture

@@ -1,10 +1,12 @@
 """Saddle points: Hessians as linear operators, their spectra, critical points, and ways out of them."""
 
-from gpulab.saddles.critical import CriticalPoint, Landscape, Surface, find_critical_point, landscape, surface
+from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.curvature import curvature_along, recorded_curvature
+from gpulab.saddles.eigenpairs import extreme_eigenpairs
 from gpulab.saddles.escapes import EscapeTable, escape_table, recorded_escapes
 from gpulab.saddles.hessians import Hessian, hessian
-from gpulab.saddles.spectrum import SpectralDensity, extreme_eigenpairs, index, spectral_density
+from gpulab.saddles.landscapes import Landscape, Surface, landscape, surface
+from gpulab.saddles.spectrum import SpectralDensity, index, spectral_density
 from gpulab.saddles.theory import LinearAutoencoderSaddle, linear_autoencoder_saddle
 
 __all__ = [

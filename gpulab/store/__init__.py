@@ -3,9 +3,9 @@
 from gpulab._lazy import attach
 
 NAMES = {
-    "history": "runs",
-    "pack": "runs",
-    "recorded_runs": "runs",
+    "history": "tables",
+    "pack": "tables",
+    "recorded_runs": "tables",
     "write_run": "runs",
 }
 

@@ -5,7 +5,7 @@ from gpulab._lazy import attach
 NAMES = {
     "Experiment": "experiment",
     "Run": "run",
-    "profile": "spec",
+    "profile": "profiles",
     "seed_runs": "experiment",
     "train": "run",
 }

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from gpulab import files
-from gpulab.audits.steps import seeded
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
-from gpulab.store.runs import COLUMNS, OPEN
+from gpulab.steps import seeded
+from gpulab.store.tables import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
 from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
 

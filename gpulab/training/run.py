@@ -34,9 +34,11 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
 from gpulab.store.identities import Identity, weights_digest
+from gpulab.store.tensors import read_tensors, write_tensors
 from gpulab.training import loop
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.spec import LAST_FIFTH, RunSpec
+from gpulab.training.profiles import LAST_FIFTH
+from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -256,7 +258,7 @@ def train(
         checkpoint = folder and folder / stores.WORK / f"{identity.id}.safetensors"
         run = stored_run(spec, folder, identity, keep_weights) if folder else None
         if run is None:
-            record = stores.begun(identity, passport(), **notes)
+            record = stores.begin_record(identity, passport(), **notes)
             if spec.function:
                 end, history = spec.function.train(spec.asked["option"], spec.setting, spec.seed)
             else:
@@ -273,7 +275,7 @@ def train(
 
 def stored_run(spec: RunSpec, folder: Path, identity: Identity, keep_weights: bool) -> Run | None:
     """The run as the store has it; None where it has none, or none with weights that are to be kept."""
-    existing = stores.find(folder, identity)
+    existing = stores.find_run(folder, identity)
     if existing is None or (existing[2] is None and spec.model and keep_weights):
         return None
     record, columns, weights = existing
@@ -331,7 +333,7 @@ def save_checkpoint(training: loop.Training, file: Path | None) -> None:
     for number, layer in enumerate(layers):
         tensors |= {f"state.{number}.{part}": tensor for part, tensor in enumerate(layer)}
     notes = {"history": training.history, "state": [*map(len, layers)], "ways": sorted(training.ways)}
-    stores.write_tensors(file, tensors, notes)
+    write_tensors(file, tensors, notes)
 
 
 def resume_checkpoint(training: loop.Training, file: Path | None) -> bool:
@@ -343,7 +345,7 @@ def resume_checkpoint(training: loop.Training, file: Path | None) -> bool:
         return False
     own, device = _weights_and_moments(training), next(training.model.parameters()).device
     try:
-        tensors, notes = stores.read_tensors(file)
+        tensors, notes = read_tensors(file)
         if any(tensors[name].shape != tensor.shape for name, tensor in own.items()):
             raise DataError("its tensors have other shapes")
         names = [[f"state.{number}.{part}" for part in range(parts)] for number, parts in enumerate(notes["state"])]
@@ -353,7 +355,7 @@ def resume_checkpoint(training: loop.Training, file: Path | None) -> bool:
         step = history[-1].step
     except Exception as error:  # whatever a checkpoint of another training leads to
         why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
-        moved = stores.set_aside(file.parents[1], file)
+        moved = stores.quarantine(file.parents[1], file)
         warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=4)
         return False
     with torch.no_grad():

@@ -14,9 +14,9 @@ from torch import Tensor
 import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
-from gpulab.plots.style import COPIED, OVERWRITTEN
 from gpulab.store.recorded import recorded_table
 from gpulab.training.spec import RunSpec
+from gpulab.wording import COPIED, OVERWRITTEN
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from saddle_problems import DOUBLE, symmetric
 
 import gpulab as gl
-from gpulab.saddles.spectrum import random_signs
+from gpulab.saddles.operators import random_signs
 
 
 def density(A, **options):

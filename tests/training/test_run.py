@@ -12,6 +12,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.store import runs as stores
+from gpulab.store.tensors import read_tensors, write_tensors
 from gpulab.training.run import train
 from gpulab.training.spec import RunSpec
 
@@ -170,9 +171,9 @@ def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
 def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=80)
     (file,) = (tmp_path / stores.WORK).glob("*.safetensors")
-    tensors, notes = stores.read_tensors(file)
+    tensors, notes = read_tensors(file)
     tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}
-    stores.write_tensors(file, tensors, notes)
+    write_tensors(file, tensors, notes)
     with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew"):
         assert same(trained(store=tmp_path), reference())
 

@@ -16,8 +16,9 @@ import gpulab as gl
 from gpulab.cli import app
 from gpulab.data.feed import LOADERS
 from gpulab.store import recorded
-from gpulab.store.identities import factors_of_record
-from gpulab.training.spec import CODE_VERSION, RunSpec, protocol
+from gpulab.store.records import factors_of_record
+from gpulab.training.profiles import protocol
+from gpulab.training.spec import CODE_VERSION, RunSpec
 
 
 def planned(net, **options):
