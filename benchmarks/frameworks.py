@@ -32,8 +32,8 @@ from companion.first_windows import FirstWindow
 from companion.workloads import REPEATS, Row
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
+from gpulab.training.profiles import protocol
 from gpulab.training.run import train
-from gpulab.training.spec import protocol
 
 NETWORKS = ("autoencoder", "prednet")
 LIBRARIES = ("jax", "keras")

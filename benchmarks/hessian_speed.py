@@ -28,7 +28,7 @@ from measuring import keep, race, run, seconds, table
 from torch import Tensor, nn
 
 import gpulab as gl
-from gpulab.training.spec import protocol
+from gpulab.training.profiles import protocol
 
 CHECKED = 4  # products compared with float64
 Product = Callable[[Tensor], Any]

@@ -31,9 +31,9 @@ from threadpoolctl import threadpool_limits
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import Rendered, load
 from gpulab.errors import UsageError
+from gpulab.run_options import whole_numbers
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
-from gpulab.store.identities import whole_numbers
 from gpulab.training.experiment import Experiment
 
 LOADERS = ("reused", "copied", "shared")

@@ -13,7 +13,6 @@ from . import store as store
 from . import training as training
 from .audits.audits import audit as audit
 from .audits.recording import record as record
-from .audits.steps import Step as Step
 from .data.datasets import load as load
 from .device.rooflines import roofline as roofline
 from .errors import DataError as DataError
@@ -30,12 +29,13 @@ from .settings import Setting as Setting
 from .settings import available_settings as available_settings
 from .settings import setting as setting
 from .stats.verdicts import verdict as verdict
-from .store.runs import recorded_runs as recorded_runs
-from .store.runs import runs as runs
+from .steps import Step as Step
+from .store.tables import recorded_runs as recorded_runs
+from .store.tables import runs as runs
 from .training.experiment import Experiment as Experiment
 from .training.experiment import seed_runs as seed_runs
+from .training.profiles import profile as profile
 from .training.run import train as train
-from .training.spec import profile as profile
 
 __version__: str
 PACKAGES: tuple[str, ...]

@@ -15,8 +15,8 @@ import typer
 from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
+from gpulab.run_options import FACTORS, OPTIONS, whole_numbers
 from gpulab.settings import Setting
-from gpulab.store.identities import FACTORS, OPTIONS, whole_numbers
 
 PYTHONS_WARNINGS = warnings.formatwarning
 
@@ -37,10 +37,10 @@ def say(text: object, to: IO[str] | None = None) -> None:
 
 def say_runs(frame: Any, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
-    from gpulab.store import runs as stores
+    from gpulab.store import tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
-    of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]
+    of_functions = [name for name in frame.columns if name not in (*tables.COLUMNS, "options", "loss")]
     columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
     columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
     say(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
@@ -226,16 +226,16 @@ def verdict(
     A run that finished with NaN or infinity diverged, which is counted. One whose `status` is neither `finished` nor
     `diverged` is left out, which is said.
     """
-    from gpulab.stats.pairs import read_table, rows_where
+    from gpulab.stats.pairs import rows_where
+    from gpulab.stats.tables import read_table
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.store import recorded
-    from gpulab.store import runs as stores
+    from gpulab.store import recorded, tables
 
     is_store = file.is_dir()
     if file.suffix == ".parquet":
         with contextlib.suppress(DataError):
             is_store = bool(recorded.read_packed(file))
-    frame = rows_where(stores.runs(file) if is_store else read_table(file), pairs(where))
+    frame = rows_where(tables.runs(file) if is_store else read_table(file), pairs(where))
     answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
     say(answer)
     save_plot(answer, picture)
@@ -251,11 +251,12 @@ def runs(
     """List the runs in a store."""
     from gpulab.stats.pairs import rows_where
     from gpulab.store import runs as stores
+    from gpulab.store import tables
 
     folder = stores.store_folder(store)
     if not recorded and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
-    frame = rows_where(stores.recorded_runs() if recorded else stores.runs(folder), pairs(where))
+    frame = rows_where(tables.recorded_runs() if recorded else tables.runs(folder), pairs(where))
     if csv:
         say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
@@ -330,7 +331,7 @@ def guard_script(
 
     A script that ends with an error or a status of its own ends so.
     """
-    from gpulab.guards import guards
+    from gpulab.guards import guards, scripts
 
     report = guards.guard("raise" if stop else "warn", reads)
     if not is_module and not Path(script).is_file():
@@ -338,7 +339,7 @@ def guard_script(
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
-            failed = guards.run_script(script, arguments or (), report, is_module)
+            failed = scripts.run_script(script, arguments or (), report, is_module)
         except SystemExit as ended:
             if ended.code or not report.findings:  # the script's own status
                 raise

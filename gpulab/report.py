@@ -1,7 +1,7 @@
-"""A result's faces: a picture, HTML and plain text; and while it is computed, a bar.
+"""The base class of results (text, HTML and figure), and the progress bar.
 
-A result derives from `Report` and knows nothing of plots. The function that draws it registers with
-`gpulab.plots.style.draw`, as in `@draw.register`, and is found when the picture is asked for.
+A result derives from `Report` and imports nothing of `gpulab.plots`, so that matplotlib stays optional. The function
+that draws it is looked up in `gpulab.plots.drawing` when a figure is asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from tqdm.auto import tqdm
@@ -21,19 +21,18 @@ from gpulab.errors import extra
 if TYPE_CHECKING:
     import pandas as pd
 
-    from gpulab.plots.style import Picture
+    from gpulab.picture import Picture
 
 
 class Report:
     """A result that `print` says in sentences, `plot` draws, and a notebook shows with both."""
 
-    plots: ClassVar[str] = "gpulab.plots"  # where the function that draws it is registered
-
     def plot(self) -> Picture:
         """The result as a figure."""
         with extra("notebooks"):
-            importlib.import_module(self.plots)
-        return importlib.import_module("gpulab.plots.style").draw(self)
+            drawing = importlib.import_module("gpulab.plots.drawing")
+            picture: Picture = drawing.draw(self)
+        return picture
 
     def words(self) -> Markup:
         """The result without a picture as a piece of HTML, in which every text is escaped."""

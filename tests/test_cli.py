@@ -17,6 +17,7 @@ import gpulab as gl
 import gpulab.cli
 from gpulab.passports import cpu_description
 from gpulab.store import runs as stores
+from gpulab.store import tables
 
 SMOKE = ["train", "autoencoder", "--profile", "smoke", "--option", "frames=40"]
 
@@ -75,12 +76,12 @@ def test_train_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
     command = "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --option frames=40"
-    assert stores.read_run(Path(run.path))[0]["command"] == command
+    assert stores.read_run(Path(run.path)).record["command"] == command
     assert f"kept in other{os.sep}{run.id}" in output(*train, "--store", "other")
     assert output("runs", ".") == "no runs in .\n"
     assert re.search(r"1 runs\n.*cpu:threads=1", output("runs"), re.DOTALL)
     frame = pd.read_csv(io.StringIO(output("runs", "runs", "--csv")), float_precision="round_trip")
-    assert list(frame.columns) == stores.COLUMNS
+    assert list(frame.columns) == tables.COLUMNS
     assert (frame.weights.tolist(), frame.final_loss.tolist()) == ([run.weights], [run.final_loss])
 
 
@@ -125,7 +126,7 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
     experiment = ["experiment", "whitener", "--profile", "smoke", "--seeds", "1", "--setting", "cpu:threads=1"]
     assert answer(*experiment, "--option", "covariance=centred", "--option", "code=20").status == 0
     (run,) = gl.runs(tmp_path / "runs").itertuples()
-    record = stores.read_run(Path(run.path))[0]
+    record = stores.read_run(Path(run.path)).record
     assert (run.covariance, record["configuration"]["model_options"]["code"]) == ("centred", 20)
     assert record["command"].endswith("--option covariance=centred --option code=20")
     assert answer(*experiment, "--option", "=centred").status == 2
@@ -136,7 +137,7 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
 def test_train_with_an_older_instruction_set(tmp_path):
     command = [sys.executable, "-m", "gpulab", *SMOKE, "--setting", "cpu:isa=avx2"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-    record = stores.read_run(Path(gl.runs(tmp_path / "runs").path[0]))[0]
+    record = stores.read_run(Path(gl.runs(tmp_path / "runs").path[0])).record
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 
@@ -281,7 +282,7 @@ def test_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tm
     one = output("train", "own.py:train", "--seed", "1", "--option", "learning_rate=0.5")
     assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", one)
     assert re.search("5 runs.*learning_rate.*size", output("runs"), re.DOTALL)
-    ((record, _),) = stores.with_histories(gl.runs(tmp_path / "runs").query("learning_rate == 0.5"))
+    ((record, _),) = tables.with_histories(gl.runs(tmp_path / "runs").query("learning_rate == 0.5"))
     command = "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
     assert record["command"] == command
     output(*own, "--seeds", "0,1", "--picture", "runs.png")

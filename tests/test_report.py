@@ -11,7 +11,7 @@ import torch
 
 import gpulab as gl
 from gpulab import files, report
-from gpulab.audits.steps import Step
+from gpulab.steps import Step
 
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 

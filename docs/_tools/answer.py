@@ -15,7 +15,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 import companion
 import gpulab as gl
 from companion.findings import listed
-from gpulab.plots.style import BESIDE, COPIED, INK, ON_CPU, ON_GPU, OVERWRITTEN, Picture, canvas, points, themed
+from gpulab.picture import Picture
+from gpulab.plots.theme import BESIDE, INK, ON_CPU, ON_GPU, canvas, points, themed
+from gpulab.wording import COPIED, OVERWRITTEN
 
 DOCS = Path(__file__).parents[1]
 FILE = DOCS / "_static" / "answer.svg"

@@ -7,7 +7,7 @@ from typer.main import get_command
 
 from companion.__main__ import app as notebooks
 from gpulab.cli import app
-from gpulab.store.identities import OPTIONS
+from gpulab.run_options import OPTIONS
 
 PAGE = Path(__file__).parents[1] / "command_line.md"
 MARKS = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- /commands -->)", re.DOTALL)

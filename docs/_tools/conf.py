@@ -15,7 +15,7 @@ from PIL import Image
 import companion
 import gpulab
 from companion.report import figure_of
-from gpulab.plots.style import DPI, image
+from gpulab.picture import DPI, image
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")

@@ -19,7 +19,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from nbconvert.filters import markdown2html
 
 from companion.report import figure_of
-from gpulab.plots.style import DPI, image
+from gpulab.picture import DPI, image
 
 ROOT = Path(__file__).parents[2]
 DECK = 20  # slides at most, which is a lecture of three quarters of an hour

@@ -23,10 +23,10 @@ from gpulab.audits.count_sketch import WITH_FLOAT64
 from gpulab.audits.findings import KINDS, Answer, Finding, described, named
 from gpulab.audits.judgement import judge
 from gpulab.audits.recording import record
-from gpulab.audits.steps import check_step
 from gpulab.audits.traces import RESULT, Trace
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
+from gpulab.steps import check_step
 
 
 class Audit(Answer):
@@ -46,8 +46,6 @@ class Audit(Answer):
         >>> answer.kind, answer.faulty
         ('reduced precision', False)
     """
-
-    plots = "gpulab.plots.instruments"
 
     def __init__(self, comparison: Comparison, findings: list[Finding]) -> None:
         self.comparison, self.findings = comparison, findings

@@ -24,11 +24,11 @@ from gpulab.audits import tolerances as tol
 from gpulab.audits.findings import ADVICE, Answer, Finding
 from gpulab.audits.modules_alone import FURTHEST, LEEWAY, ModuleCall, Results, module_calls, results_of
 from gpulab.audits.recording import record
-from gpulab.audits.steps import Step
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import passport
 from gpulab.report import Progress
 from gpulab.settings import Setting
+from gpulab.steps import Step
 
 NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
 KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.guards.memory import component_tensors, content
+from gpulab._torch_internals import component_tensors
+from gpulab.guards.fingerprints import content
 
 # How many numbers stand for a tensor, and one of so many is kept as it is. Distances between sketches are right to
 # about a fifth.

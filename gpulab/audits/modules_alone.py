@@ -12,10 +12,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from gpulab.audits.count_sketch import rounds, where_float64_is
 from gpulab.audits.recording import SEED
-from gpulab.audits.steps import PreparedStep, Step, loss_of, seeded
 from gpulab.errors import GpulabError
 from gpulab.numerics.flags import arithmetic
 from gpulab.settings import Setting
+from gpulab.steps import PreparedStep, Step, loss_of, seeded
 
 Results = dict[str, Tensor]
 # How many times as far as one rounding leads a right result may be. The numbers are moved so far, and not the movement

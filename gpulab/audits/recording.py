@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.steps import PreparedStep, check_step, ready, refused, seeded
 from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import RESULT, Trace, aligned
 from gpulab.errors import OverwrittenWarning, UsageError
@@ -20,6 +19,7 @@ from gpulab.guards.guards import guard
 from gpulab.numerics.flags import arithmetic
 from gpulab.passports import passport
 from gpulab.settings import Setting
+from gpulab.steps import PreparedStep, check_step, ready, refused, seeded
 
 SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
 

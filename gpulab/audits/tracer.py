@@ -18,13 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from gpulab._torch_internals import UncompiledDispatchMode, is_composite
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.rounding import forward_error
-from gpulab.audits.steps import State
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, named_arguments, outcome, writes
-from gpulab.guards.memory import Callers, at_work, own_work
-from gpulab.numerics.emulation import UncompiledDispatchMode, is_composite
+from gpulab.guards.call_sites import Callers
+from gpulab.guards.reentrancy import at_work, own_work
+from gpulab.steps import State
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 # What computes nothing: changes of shape, and memory that has not been written yet.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpulab.data.base import Data, Window
 from gpulab.errors import UsageError
+from gpulab.run_options import OPTIONS
 from gpulab.settings import Setting
-from gpulab.store.identities import OPTIONS
 
 LOADERS = OPTIONS["loader"].choices
 

@@ -20,16 +20,16 @@ import pandas as pd
 import torch
 from torch.nn import functional as F
 
+from gpulab._torch_internals import UncompiledDispatchMode
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.steps import PreparedStep, ready
 from gpulab.audits.tracer import EMPTY, OVERWRITES
 from gpulab.audits.twins import outcome
 from gpulab.errors import UsageError, check_count
-from gpulab.numerics.emulation import UncompiledDispatchMode
 from gpulab.numerics.flags import precision_allowed
 from gpulab.passports import machine, passport
 from gpulab.report import Progress, Report
 from gpulab.settings import Setting
+from gpulab.steps import PreparedStep, ready
 from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
@@ -179,8 +179,6 @@ class Placement(Report):
         >>> found.intensity, found.gflops, found.bound, found.reached
         (10.0, 100.0, 'arithmetic', 0.5)
     """
-
-    plots = "gpulab.plots.instruments"
 
     setting: str  # what it was done under
     operations: int  # calls of torch's operations that compute or move something; one may be several kernels

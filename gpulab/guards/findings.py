@@ -9,7 +9,9 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from gpulab.guards.memory import Holder, Line, Span
+from gpulab._torch_internals import Span
+from gpulab.guards.call_sites import Line
+from gpulab.guards.memory import Holder
 
 SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
 READ = "{function} read a tensor, {tensor}: "

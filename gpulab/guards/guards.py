@@ -12,36 +12,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import runpy
 import sys
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from gpulab._torch_internals import Span, span_of, uncompiled
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
+from gpulab.guards.call_sites import Line, user_line
 from gpulab.guards.findings import Overwritten, Step
-from gpulab.guards.memory import (
-    Holder,
-    Line,
-    Span,
-    at_work,
-    fingerprint,
-    nearest_holder,
-    overlap,
-    own_work,
-    span_of,
-    uncompiled,
-    user_line,
-)
+from gpulab.guards.fingerprints import fingerprint
+from gpulab.guards.memory import Holder, nearest_holder, overlap
+from gpulab.guards.reentrancy import at_work, own_work
 from gpulab.guards.shared_reads import SharedReads
 
 FORBIDDEN = "torch forbids the guard's hooks here ({}); put it around what calls backward, not around torch.func"
@@ -338,9 +328,6 @@ class _Saved:
         return Overwritten.of(cause, operation, self.tensor, {"saved by": self.line}, operand)
 
 
-# --- what a finding says -----------------------------------------------------------------------------------
-
-
 def _current_node(caller: types.FrameType | None) -> Any:
     """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
     node = torch._C._current_autograd_node()
@@ -366,51 +353,3 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     """
     own = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
     return getattr(node, "_saved_training", False) and any(_saved_names(node, tensor, own))
-
-
-def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
-    """Run a script or a module as Python would, with its arguments, inside the guard `report`.
-
-    What Python knows of the program, `sys.argv` and the first of `sys.path`, is the script's from here on.
-
-    Args:
-        script: a file, or the name of a module, as for `python -m`.
-        arguments: what the script is given.
-        report: the guard; what was found is in it, however the script ended.
-        is_module: whether `script` is the name of a module.
-
-    Returns:
-        Whether an error ended the script. Its traceback is printed as Python would print it. `SystemExit` comes out.
-    """
-    sys.argv, sys.path[0] = [script, *arguments], str(Path.cwd() if is_module else Path(script).resolve().parent)
-    try:
-        with report:
-            if is_module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
-    except Exception as error:
-        if not (isinstance(error, OverwrittenError) and report.findings):  # which the report tells
-            keep_own_frames(error)
-            sys.excepthook(type(error), error, error.__traceback__)
-        return True
-    return False
-
-
-def keep_own_frames(error: BaseException) -> None:
-    """Leave in the traceback of a script's error what it would have without runpy and the guard.
-
-    An operation of torch that the guard watches is called by the guard through `torch._ops`.
-    """
-    kept: list[types.TracebackType] = []
-    trace, ours = error.__traceback__, False
-    while trace:
-        module = trace.tb_frame.f_globals.get("__name__", "")
-        ours = module == "runpy" or module.startswith("gpulab.guards.") or (ours and module == "torch._ops")
-        if not ours:
-            kept.append(trace)
-        trace = trace.tb_next
-    error.__traceback__ = None
-    for trace in reversed(kept):
-        trace.tb_next = error.__traceback__
-        error.__traceback__ = trace

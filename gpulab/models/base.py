@@ -28,6 +28,7 @@ class Trainable(nn.Module):
             says otherwise.
         threads: The number of CPU threads beyond which the model gains nothing; None where that is not known.
         compiled_part: The method that is compiled under a setting with `compile`.
+        size: The height and width of the frames that it learns from.
         fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict` makes it False:
             training then starts from the loaded weights.
     """
@@ -35,6 +36,7 @@ class Trainable(nn.Module):
     sequential: ClassVar[bool] = False
     threads: ClassVar[int | None] = None
     compiled_part: ClassVar[str] = "training_loss"
+    size: tuple[int, int]
     fresh: bool = True
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:
@@ -95,18 +97,6 @@ class Trainable(nn.Module):
         """
         self.fresh = False
         return super().load_state_dict(state_dict, *args, **options)
-
-
-def graph_nodes(result: Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph of a result."""
-    waiting: list[Any] = [result.grad_fn]
-    met: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in met:
-            met.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            yield node
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 import re
@@ -22,16 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import eval_frame
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass_type,
 )
 
+from gpulab._torch_internals import UncompiledDispatchMode, is_composite
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
 from gpulab.numerics.formats import FORMATS, round_to
@@ -300,36 +298,6 @@ def float32_products() -> Iterator[None]:
     with tf32_restored(), emulate("float32") if emulators() else contextlib.nullcontext():
         switch_tf32(False)
         yield
-
-
-# --- below autograd --------------------------------------------------------------------------------------
-
-
-class UncompiledDispatchMode(TorchDispatchMode):
-    """A dispatch mode that torch's compiler leaves alone, with all that it calls, where a compiled model is at work.
-
-    torch wraps the method of every other mode to that end; the wrapper imports the compiler, which takes 120 MB. An
-    older torch (2.6) wraps nothing, and compiles nothing where such a mode is entered.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
-        if hasattr(eval_frame, "_FrameAction"):
-            skip = eval_frame._FrameAction.SKIP
-            strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
-            eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
-
-
-@functools.cache
-def is_composite(operation: Any) -> bool:
-    """Whether an operation consists of others, which a mode sees instead of it except in inference mode.
-
-    One that also has a kernel of a device, as the backward pass of SiLU has, is an operation of its own.
-    """
-    keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "MPS")
-    composite, *own = (torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in keys)
-    return composite and not any(own)
 
 
 # --- which operations ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Figures, one visual language for all notebooks: from finished results only.
 
-`style` holds the theme, `names` the words for settings; the other modules draw what their names say, with seaborn and
-matplotlib. They are imported when a figure is first drawn; `__init__.pyi` lists what they draw.
+`theme` holds colours, axes and legends; the other modules draw runs, saddle points and instruments with seaborn and
+matplotlib. They are imported when a figure is first drawn; `__init__.pyi` lists the public functions.
 """
 
 import lazy_loader

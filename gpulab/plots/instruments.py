@@ -9,14 +9,17 @@ import pandas as pd
 
 from gpulab.audits.audits import Audit
 from gpulab.device.rooflines import UNDER_THE_ROOF, Placement, bounds
-from gpulab.plots import style
-from gpulab.plots.style import FAINT, INK, Picture, draw, setting_words
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.plots.drawing import drawn
+from gpulab.plots.theme import FAINT, INK
+from gpulab.wording import setting_words
 
 ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
 
 
-@draw.register
-@style.themed
+@drawn.register
+@theme.themed
 def audit(report: Audit) -> Picture:
     """The error of each operation of a training step, against the same one in float64 from the same inputs.
 
@@ -25,8 +28,8 @@ def audit(report: Audit) -> Picture:
     table = report.table.reset_index(drop=True)
     errors = table[["error_a", "error_b"]]
     drawn = errors.replace(0, np.nan)
-    first, second = (style.colour(trace.setting) for trace in (report.a, report.b))
-    figure, (axes,) = style.canvas(height=3.8)
+    first, second = (theme.colour(trace.setting) for trace in (report.a, report.b))
+    figure, (axes,) = theme.canvas(height=3.8)
     bounds_of = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
     axes.plot(table.index, bounds_of, ".", color=FAINT, ms=3, label="rounding explains")
     for side, trace, tint in (("a", report.a, first), ("b", report.b, second if second != first else INK)):
@@ -39,14 +42,14 @@ def audit(report: Audit) -> Picture:
         axes.annotate(" backward", (place, 0.98), xycoords=("data", "axes fraction"), va="top")
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
         axes.set(yscale="log", ylim=(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30)))
-        axes.yaxis.set_major_formatter(style.power_of_ten)
+        axes.yaxis.set_major_formatter(theme.power_of_ten)
     axes.set(xlabel="operation, in the order of the step", ylabel="error against float64 of the same inputs, relative")
     headline = f"First finding: {report.kind}; the largest error of one operation is {errors.max(axis=None):.1e}"
     alt = f"Relative error of each operation of a step against float64, under {report.a.title} and {report.b.title}."
-    return style.finished(figure, headline, alt, columns=4)
+    return theme.finished(figure, headline, alt, columns=4)
 
 
-@style.themed
+@theme.themed
 def roofline(frame: pd.DataFrame) -> Picture:
     """Draw a device's roofline: measured rates against arithmetic intensity, under the measured ceilings.
 
@@ -71,41 +74,41 @@ def roofline(frame: pd.DataFrame) -> Picture:
         Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model for multicore
         architectures* (Communications of the ACM 52:4).
     """
-    figure, (axes,) = style.canvas(height=4.4)
+    figure, (axes,) = theme.canvas(height=4.4)
     frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
     frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
         label = f"{setting_words(setting)}, {f'{machine} (recorded)' if machine else 'this machine'}"
-        tint = style.colour(setting)
+        tint = theme.colour(setting)
         _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
         for kind, rows in device[device.flop > 0].groupby("kind"):
-            style.points(axes, rows.intensity, rows.gflops, tint, bool(machine), marker=ROOFED[kind][0])
+            theme.points(axes, rows.intensity, rows.gflops, tint, bool(machine), marker=ROOFED[kind][0])
     layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
     below = axes.get_xaxis_transform()
     for row, layer in enumerate(layers.drop_duplicates("operation").sort_values("intensity").itertuples()):
         axes.axvline(layer.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
         axes.text(layer.intensity, 0.02 + 0.06 * row, f"{layer.operation} ", ha="right", transform=below)
     axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
-    style.log_scales(axes)
+    theme.log_scales(axes)
     least = layers.iloc[0]
     title = f"{least.operation}: of the networks' layers it reaches least of its ceiling, {least.reached:.1%}"
     alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
-    keys = [style.key(name, ls="", marker=marker, color=FAINT) for marker, name in ROOFED.values()]
-    return style.finished(figure, title, alt, keys)
+    keys = [theme.key(name, ls="", marker=marker, color=FAINT) for marker, name in ROOFED.values()]
+    return theme.finished(figure, title, alt, keys)
 
 
-def _roof(axes: style.Axes, device: pd.DataFrame, peak: float, last: float, **look: Any) -> None:
+def _roof(axes: theme.Axes, device: pd.DataFrame, peak: float, last: float, **look: Any) -> None:
     """The ceilings of bandwidth and of one rate, up to the `last` intensity."""
     bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
     axes.plot([0.03, peak / bandwidth, last], [0.03 * bandwidth, peak, peak], **look)
 
 
-@draw.register
-@style.themed
+@drawn.register
+@theme.themed
 def placement(step: Placement) -> Picture:
     """A step under the roofs of its device, and beside it what its bytes, FLOP and launches take at their ceilings."""
-    frame, tint = step.roofline, style.colour(step.setting)
-    figure, (left, right) = style.canvas(2, height=3.4)
+    frame, tint = step.roofline, theme.colour(step.setting)
+    figure, (left, right) = theme.canvas(2, height=3.4)
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
     last, above = 30 * max(step.intensity, 30.0), 0.0
     for precision, peak in peaks.items():
@@ -114,10 +117,10 @@ def placement(step: Placement) -> Picture:
         above = max(peak, 1.5 * above)  # where labels would lie on each other
         left.annotate(precision, (last, above), ha="right", va="bottom", fontsize=7, color=shade)
     if step.flop:
-        style.points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
+        theme.points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
         left.plot([step.intensity] * 2, [step.gflops, step.gflops / step.reached], color=INK, lw=0.8, ls=":")
     left.set(xlabel="flop per byte moved (star: the step)", ylabel="rate (Gflop/s)")
-    style.log_scales(left)
+    theme.log_scales(left)
     milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
     bars = right.barh(["measured", *step.at_least], milliseconds, color=[INK, *[tint] * 3], height=0.6)
     right.bar_label(bars, [f" {value:.3g}" for value in milliseconds])
@@ -125,4 +128,4 @@ def placement(step: Placement) -> Picture:
     right.set(xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step; below, at least, each alone")
     headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
     alt = f"A step under the roofline of {setting_words(step.setting)}, and the time of its parts at their ceilings."
-    return style.finished(figure, headline, alt)
+    return theme.finished(figure, headline, alt)

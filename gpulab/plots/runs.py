@@ -1,34 +1,31 @@
-"""Runs under several settings: their losses, how they came about, and what was decided of them.
-
-At the end, what networks see and make of it: frames, predictions and reconstructions as pictures in rows.
-"""
+"""Figures of runs under several settings: their losses, the losses along the way, and the verdict on them."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import seaborn as sns
-import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from gpulab.data.base import Data
-from gpulab.plots import style
-from gpulab.plots.style import AGAIN, BESIDE, FAINT, INK, Look, Picture, draw, names
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.plots.drawing import drawn
+from gpulab.plots.theme import BESIDE, FAINT, INK, Look
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
-from gpulab.training.run import Run
-from gpulab.training.spec import LAST_FIFTH
+from gpulab.training.profiles import LAST_FIFTH
+from gpulab.wording import AGAIN, metric_label, names
 
 SEEDS = "one seed against another"
 BAND: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
 
 
-@style.themed
+@theme.themed
 def losses(frame: pd.DataFrame) -> Picture:
     """Draw the final loss of each seed under each setting; thin lines join the same seed.
 
@@ -55,18 +52,18 @@ def losses(frame: pd.DataFrame) -> Picture:
         The final loss of each seed: CPU; CPU, one thread; GPU, no TF32; GPU, TF32; GPU, no cuDNN; GPU, deterministic
     """
     check_one_protocol(frame)
-    frame, tints = style.named(frame[frame.rerun == 0].astype({"final_loss": float}))
-    figure, (axes,) = style.canvas(height=1.6 + 0.4 * len(tints))
+    frame, tints = theme.named(frame[frame.rerun == 0].astype({"final_loss": float}))
+    figure, (axes,) = theme.canvas(height=1.6 + 0.4 * len(tints))
     _seeds(axes, frame, "final_loss", "name", "seed", tints)
     losses_by = [frame.groupby(by).final_loss for by in ("setting", "seed")]
     seeds, settings = ((losses.max() / losses.min()).max() for losses in losses_by)
     headline = f"From seed to seed the loss varies up to {seeds:.1f}-fold"
     headline += f", from setting to setting by at most {100 * (settings - 1):.2g} %"
     alt = f"The final loss of each seed: {'; '.join(tints)}. The same seeds joined by lines."
-    return style.finished(figure, headline, alt, style.origin_keys(frame))
+    return theme.finished(figure, headline, alt, theme.origin_keys(frame))
 
 
-@style.themed
+@theme.themed
 def curves(
     histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "", factor: str = "setting"
 ) -> Picture:
@@ -94,13 +91,13 @@ def curves(
         >>> print(picture.alt.partition(". ")[0])
         Loss against frames seen, one line for each of 60 runs, coloured by setting
     """
-    histories, tints = style.named(histories[histories.rerun == 0], factor)
+    histories, tints = theme.named(histories[histories.rerun == 0], factor)
     smooth = histories.groupby("id").loss.transform(
         lambda losses: losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
     )
     panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]
     rows = -(-len(panels) // 2)
-    figure, drawn = style.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
+    figure, drawn = theme.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
     for axes, shown in zip(drawn, panels, strict=False):
         look: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "errorbar": None, "ax": axes}
         lines = histories.assign(loss=smooth)[histories.name.isin(shown)]
@@ -108,10 +105,10 @@ def curves(
         sns.lineplot(lines, estimator="median", lw=2, **look)
         if baseline is not None:
             axes.axhline(baseline, color=INK, lw=1, ls=":", label=baseline_label)
-        style.log_scale(axes.yaxis)
+        theme.log_scale(axes.yaxis)
         axes.xaxis.set_major_formatter("{x:,g}")
         x_label = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
-        axes.set(xlabel=x_label, ylabel=style.metric_label("loss", histories.experiment))
+        axes.set(xlabel=x_label, ylabel=metric_label("loss", histories.experiment))
         axes.label_outer()
     final = histories.groupby(["name", "id"]).loss.agg(
         lambda losses: losses.tail(max(1, len(losses) // LAST_FIFTH)).mean()
@@ -122,11 +119,11 @@ def curves(
         times, (low, high) = means.iloc[1] / means.iloc[0], means.index
         headline = f"The final loss is {times:.3g} times as high, on average, for {high} as for {low}"
     alt = f"Loss against frames seen, one line for each of {len(final)} runs, coloured by {factor}."
-    return style.finished(figure, headline, alt, columns=3)
+    return theme.finished(figure, headline, alt, columns=3)
 
 
-@draw.register
-@style.themed
+@drawn.register
+@theme.themed
 def estimation(verdict: Verdict) -> Picture:
     """An estimation plot: every seed, and beside it the paired differences.
 
@@ -138,8 +135,8 @@ def estimation(verdict: Verdict) -> Picture:
     """
     factor, metric, table = verdict.factor, verdict.metric, verdict.table
     levels = [verdict.reference, *table[factor]]
-    called, tints = names(levels, factor), style.level_colours(factor, levels)
-    figure, (left, right) = style.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
+    called, tints = names(levels, factor), theme.level_colours(factor, levels)
+    figure, (left, right) = theme.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
     _seeds(left, verdict.runs, metric, factor, verdict.block, tints)
     unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
     _differences(right, verdict, verdict.pairs, tints, unit)
@@ -154,7 +151,7 @@ def estimation(verdict: Verdict) -> Picture:
     right.set_xlabel(f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})")
     alt = f"{metric} of each {verdict.block} under {'; '.join(called.values())}"
     alt += f"; and the differences from {called[verdict.reference]} with intervals and the margin."
-    return style.finished(figure, decided(verdict), alt, style.origin_keys(verdict.runs))
+    return theme.finished(figure, decided(verdict), alt, theme.origin_keys(verdict.runs))
 
 
 def decided(verdict: Verdict) -> str:
@@ -167,7 +164,7 @@ def decided(verdict: Verdict) -> str:
     return f"Against {reference}: {said or 'nothing to compare with'}"
 
 
-@style.themed
+@theme.themed
 def differences(verdict: Verdict) -> Picture:
     """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how far seeds are apart.
 
@@ -200,22 +197,22 @@ def differences(verdict: Verdict) -> Picture:
     moved["difference"] = moved.difference.abs()
     levels = [*verdict.table[factor], *again[factor].unique(), SEEDS]
     called = names([reference, *levels], factor)
-    figure, (axes,) = style.canvas(height=1.7 + 0.4 * len(levels))
-    _differences(axes, verdict, moved, style.level_colours(factor, levels) | {SEEDS: INK})
+    figure, (axes,) = theme.canvas(height=1.7 + 0.4 * len(levels))
+    _differences(axes, verdict, moved, theme.level_colours(factor, levels) | {SEEDS: INK})
     if (smallest := moved.difference[moved.difference > 0].min()) > 0:
         axes.set_xscale("symlog", linthresh=10 ** np.floor(np.log10(smallest)))
-        axes.xaxis.set_major_formatter(style.power_of_ten)
+        axes.xaxis.set_major_formatter(theme.power_of_ten)
     if (margin := verdict.table.margin.max()) > 0:
         axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **BAND)
     axes.set_yticks(range(len(levels)), [called[level] for level in levels])
-    unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
+    unit = metric_label(metric, verdict.runs.get("experiment", ()))
     axes.set(ylim=(len(levels) - 0.4, -0.6), xlabel=f"change of the same seed against {called[reference]}: {unit}")
     ratio = verdict.table.largest_difference.max() / (verdict.between_seeds or np.nan)
     headline = f"The {factor} moves a seed by up to {ratio:.2g} times the spread between seeds"
     if np.isnan(ratio):
         headline = "One seed has no spread to compare with"
     alt = f"Change of {metric} against {called[reference]}: {'; '.join([*called.values()][1:-1])}; and between seeds."
-    return style.finished(figure, headline, alt, style.origin_keys(verdict.runs))
+    return theme.finished(figure, headline, alt, theme.origin_keys(verdict.runs))
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Any]) -> pd.Series:
@@ -232,15 +229,15 @@ def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str,
     shown = runs[~diverged]
     lines: Look = {"units": block, "estimator": None, "orient": "y", "color": FAINT, "lw": 0.5, "zorder": 1}
     sns.lineplot(shown, x=metric, y="height", ax=axes, **lines)
-    style.points(axes, shown[metric], shown.height, shown.tint, style.is_recorded(shown), s=size)
+    theme.points(axes, shown[metric], shown.height, shown.tint, theme.is_recorded(shown), s=size)
     if diverged.any():
         across: Look = {"transform": axes.get_yaxis_transform(), "label": "diverged", "marker": "x", "zorder": 4}
         axes.scatter([0.97] * sum(diverged), runs.height[diverged], color=runs.tint[diverged], **across)
         axes.margins(x=0.12)  # room for the crosses
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(shown[metric]) == {0, 1}))
-    style.log_scale(axes.xaxis, least=4)
+    theme.log_scale(axes.xaxis, least=4)
     axes.set_yticks(range(len(tints)), [textwrap.fill(words, 22) for words in names(tints, factor).values()])
-    axes.set(ylim=(len(tints) - 0.5, -0.5), xlabel=style.metric_label(metric, runs.get("experiment", ())), ylabel="")
+    axes.set(ylim=(len(tints) - 0.5, -0.5), xlabel=metric_label(metric, runs.get("experiment", ())), ylabel="")
 
 
 def _differences(
@@ -248,10 +245,10 @@ def _differences(
 ) -> None:
     """A row for each level with the difference of every seed, and beside it the decision and the largest."""
     factor, pairs = verdict.factor, pairs[pairs.difference.notna()]
-    heights, hollow = _heights(pairs, factor, verdict.block, tints), style.is_recorded(verdict.runs).all()
+    heights, hollow = _heights(pairs, factor, verdict.block, tints), theme.is_recorded(verdict.runs).all()
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
     size = 20 if pairs[verdict.block].nunique() <= 40 else 5
-    style.points(axes, pairs.difference / unit, heights, pairs[factor].map(tints), hollow, s=size)
+    theme.points(axes, pairs.difference / unit, heights, pairs[factor].map(tints), hollow, s=size)
     for row, level in enumerate(tints):
         largest = (pairs.difference[pairs[factor] == level] / unit).abs().max()
         words = [verdict.decisions.get(level), f"largest {largest:.2g}" if largest else "exactly the same"]
@@ -272,108 +269,3 @@ def _intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     look: Look = {"fmt": "D", "ms": 4, "color": INK, "mec": "white", "mew": 0.5, "elinewidth": 1, "zorder": 5}
     axes.errorbar(table.difference / unit, heights, xerr=reach, label=mean, **look)
     axes.margins(x=0.08)
-
-
-# --- frames in rows ---------------------------------------------------------------------------------------
-
-NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
-
-
-def predictions(run: Run) -> Picture:
-    """Draw what a trained PredNet predicted, at five moments of the held-out film.
-
-    The rows are the frame before, the frame that came, the prediction of it, and the difference of the two.
-
-    Args:
-        run: A run of PredNet from `gpulab.train`.
-
-    Returns:
-        A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and that of repeating the
-        frame before.
-
-    Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not know.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> run = gl.train("prednet", profile="smoke", frames=40, progress=False)
-        >>> picture = gl.plots.predictions(run)
-        >>> print(picture.alt.partition(". ")[0])
-        Rows of pictures: frame t, frame t + 1, predicted, difference
-    """
-    next_frames, predicted = (tensor[:, 0] for tensor in run.predict())
-    settled = min(10, len(next_frames) // 2)  # so many frames fill the state first
-    moment = np.linspace(settled, len(next_frames) - 1, 5).astype(int)
-    before, after, guess = next_frames[moment - 1], next_frames[moment], predicted[moment]
-    rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
-    error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
-    headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {still:.3g}"
-    return in_rows(rows, [f"t = {t}" for t in moment], headline)
-
-
-def reconstructions(run: Run) -> Picture:
-    """Draw what a trained autoencoder makes of the first eight held-out images.
-
-    The rows are the image, its reconstruction, and the difference of the two.
-
-    Args:
-        run: A run of an autoencoder or a whitener from `gpulab.train`.
-
-    Returns:
-        A `gpulab.plots.Picture`. The title has the mean squared error of these images.
-
-    Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not know.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
-        >>> picture = gl.plots.reconstructions(run)
-        >>> print(picture.alt.partition(". ")[0])
-        Rows of pictures: image, reconstructed, difference
-    """
-    images, output = (tensor[:8] for tensor in run.predict())
-    rows = {"image": images, "reconstructed": output, "difference": (output - images).abs()}
-    error = ((output - images) ** 2).mean()
-    return in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.3g}")
-
-
-def frames(data: Data, every: int = 30) -> Picture:
-    """Draw ten training frames of a data set, in two rows.
-
-    Args:
-        data: From `gpulab.load`.
-        every: How many frames lie between two that are drawn, from the first one on. Images come in a random order.
-
-    Returns:
-        A `gpulab.plots.Picture`.
-
-    Raises:
-        DataError: Where a film has fewer than ten times `every` frames to train on.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> gl.plots.frames(gl.load("walk", frames=300, size=(24, 32))).alt
-        'Rows of pictures: frames, frames. walk: one frame in 30.'
-    """
-    shown = next(iter(data.windows(10 * every))).frames[::every][:10]
-    stream = torch.from_numpy(shown.astype(np.float32)) / 255
-    return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: one frame in {every}")
-
-
-@style.themed
-def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
-    """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand above the first."""
-    count = max(map(len, rows.values()))
-    height, width = next(iter(rows.values())).shape[-2:]
-    figure, panels = style.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES)
-    for row, (name, pictures) in enumerate(rows.items()):
-        line = panels[row * count : (row + 1) * count]
-        line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center")
-        for axes, picture in zip(line, pictures, strict=False):
-            pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
-            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")  # as they are, and a small file
-    for axes, title in zip(panels, titles, strict=False):
-        axes.set_title(title)
-    names = ", ".join(name.strip() or "frames" for name in rows)
-    return style.finished(figure, headline, f"Rows of pictures: {names}.")

@@ -7,12 +7,15 @@ import pandas as pd
 import seaborn as sns
 
 from gpulab.errors import UsageError
-from gpulab.plots import style
-from gpulab.plots.style import EMULATED, FAINT, INK, ON_CPU, ON_GPU, Look, Picture, draw
-from gpulab.saddles.critical import Surface
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.plots.drawing import drawn
+from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.saddles.escapes import EscapeTable
+from gpulab.saddles.landscapes import Surface
 from gpulab.saddles.spectrum import ZERO, SpectralDensity
 from gpulab.settings import TF32_CARDS, Setting
+from gpulab.wording import EMULATED
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
 # What takes a network off a saddle: how it is drawn.
@@ -22,7 +25,7 @@ PUSHES = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
 # --- the spectrum of a Hessian ---------------------------------------------------------------------------
 
 
-@style.themed
+@theme.themed
 def spectrum(density: SpectralDensity) -> Picture:
     """Draw how an operator's eigenvalues are distributed, as a histogram.
 
@@ -44,24 +47,24 @@ def spectrum(density: SpectralDensity) -> Picture:
         A histogram of eigenvalues
     """
     zero = ZERO * max(map(abs, density.extremes))
-    figure, (axes,) = style.canvas(height=3.4)
+    figure, (axes,) = theme.canvas(height=3.4)
     axes.set_xscale("symlog", linthresh=zero)
     counts = density.weights * density.size / len(density.nodes)  # a node stands for so many eigenvalues
     sns.histplot(x=density.nodes.ravel(), weights=counts.ravel(), bins=40, color=ON_CPU, ax=axes)
     axes.axvspan(-zero, zero, color=FAINT, alpha=0.2, lw=0, label="too close to zero to tell the sign")
     axes.set(yscale="log", ylim=(0.3, None), xlabel="eigenvalue", ylabel="eigenvalues in a bin")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(style.power_of_ten)
+        axis.set_major_formatter(theme.power_of_ten)
     below, above = density.mass_below(-zero), 1 - density.mass_below(zero).value
     headline = f"Of {density.size:,} eigenvalues {below.value:.2%} stand out below zero, {above:.2%} above"
-    return style.finished(figure, headline, "A histogram of eigenvalues.")
+    return theme.finished(figure, headline, "A histogram of eigenvalues.")
 
 
 # --- the loss around a network ---------------------------------------------------------------------------
 
 
-@draw.register
-@style.themed
+@drawn.register
+@theme.themed
 def saddle_surface(surface: Surface) -> Picture:
     """Draw the loss around a saddle, over the directions of the least and of the greatest curvature.
 
@@ -83,7 +86,7 @@ def saddle_surface(surface: Surface) -> Picture:
         A saddle at loss 2.222: 1 of 6 directions lead down
     """
     along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
-    figure, (left, right) = style.canvas(2, height=3.9)
+    figure, (left, right) = theme.canvas(2, height=3.9)
     quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
     filled = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
     left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
@@ -101,20 +104,20 @@ def saddle_surface(surface: Surface) -> Picture:
     for axes, height in ((left, 0), (right, loss)):
         axes.plot(0, height, "o", ms=7, color="white", mec=INK)
     alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
-    return style.finished(
-        figure, str(surface), alt, [style.key("of the curvature alone", color=INK, lw=0.9, ls="--")], 3
+    return theme.finished(
+        figure, str(surface), alt, [theme.key("of the curvature alone", color=INK, lw=0.9, ls="--")], 3
     )
 
 
 # --- ways out of a saddle --------------------------------------------------------------------------------
 
 
-@draw.register
+@drawn.register
 def _(escapes: EscapeTable) -> Picture:
     return escape_law(escapes.table)
 
 
-@style.themed
+@theme.themed
 def escape_law(table: pd.DataFrame) -> Picture:
     """Draw how long each escape from a saddle took, against the displacement with which it began.
 
@@ -153,7 +156,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         kind=np.select([table.batch_size > 0, table.perturbation > 0], ["minibatches", "pushed off"], "rounding alone"),
     )
     low = min(1e-8, shown.x.min())
-    figure, (axes,) = style.canvas(height=4.4)
+    figure, (axes,) = theme.canvas(height=4.4)
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
     keys: dict[str, Look] = {}  # a colour, a shape and a ring mean one thing each, so that each has one key
     for (kind, device, recorded), rows in shown[shown.left].groupby(["kind", "device", "recorded"]):
@@ -163,7 +166,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         keys |= {"recorded": {"marker": "o", "color": INK, "mfc": "none", "ms": 8}} if recorded else {}
     stayed = shown[~shown.left]
     axes.scatter(stayed.x, stayed.time, c=stayed.device.map(DEVICES), marker="x", label="never left: expected time")
-    style.log_scale(axes.xaxis)
+    theme.log_scale(axes.xaxis)
     axes.set(xlabel="displacement at the start, relative to the radius (δ/r)", ylabel="steps × ln(1 + ηλ)")
     alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
     # What rounded it off the saddle, or held it there.
@@ -176,7 +179,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         ratio = (timed.steps / timed.expected).median()
         headline = f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median); {headline}"
     alt = "Escape times against the initial displacement, with the line ln(r/δ)."
-    return style.finished(figure, headline, alt, [style.key(name, ls="", **look) for name, look in keys.items()], 4)
+    return theme.finished(figure, headline, alt, [theme.key(name, ls="", **look) for name, look in keys.items()], 4)
 
 
 def _arithmetic_label(setting: str) -> str:

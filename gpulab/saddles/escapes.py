@@ -30,8 +30,8 @@ from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import machine, passport
 from gpulab.report import Progress, Report
 from gpulab.saddles.critical import CriticalPoint
+from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
-from gpulab.saddles.spectrum import trained
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
 from gpulab.store.recorded import read_tables, recorded_folder
@@ -288,8 +288,6 @@ class EscapeTable(Report):
         >>> print(gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False))
         2 trainings from a saddle: 2 left, 0 were held there
     """
-
-    plots = "gpulab.plots.saddles"
 
     table: pd.DataFrame
     paths: pd.DataFrame

@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
+from gpulab._torch_internals import graph_nodes
 from gpulab.errors import DataError, UnsupportedError, UsageError
-from gpulab.models.base import graph_nodes
 from gpulab.saddles.objectives import Batch, Loss, Objective
-from gpulab.saddles.spectrum import check_symmetric
+from gpulab.saddles.operators import check_symmetric
 
 try:
     from gpulab.engines import hessian_product

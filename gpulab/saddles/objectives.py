@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from gpulab.audits.steps import loss_of
 from gpulab.errors import UsageError
+from gpulab.steps import loss_of
 
 Loss = Callable[..., Tensor]
 Batch = Any

@@ -1,191 +1,20 @@
-"""The spectrum of a symmetric operator, from its products with vectors alone.
-
-First what every method asks of an operator; then its extreme eigenpairs, by SciPy's `eigsh` for vectors of torch; then
-the density of all eigenvalues, and how many of them are negative.
-"""
+"""The density of the eigenvalues of a symmetric operator, and its index: how many of them are negative."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from gpulab.errors import DataError, UsageError, check_count
-from gpulab.numerics.emulation import float32_products
+from gpulab.errors import DataError, check_count
 from gpulab.report import Progress
-
-# --- operators --------------------------------------------------------------------------------------------
-
-
-class Operator(Protocol):
-    """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything with these.
-
-    Attributes:
-        shape: (n, n).
-        dtype: float32 or float64.
-        device: Where its vectors are.
-    """
-
-    shape: Any
-    dtype: torch.dtype
-    device: torch.device
-
-    def __matmul__(self, vectors: Any) -> Any:
-        """Return the product with a vector (n,), or with k vectors (n, k)."""
-
-
-def check_square(A: Operator) -> int:
-    """The size n of an operator (n, n); `UsageError` for anything else."""
-    shape = tuple(getattr(A, "shape", ()))
-    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
-        raise UsageError(f"an operator of shape {shape or type(A).__name__}: expected (n, n)")
-    if A.dtype not in (torch.float32, torch.float64):
-        raise UsageError(f"an operator of {A.dtype}: expected torch.float32 or torch.float64")
-    return shape[0]
-
-
-def check_products(products: Float[Tensor, "n k"]) -> None:
-    """`DataError` when a product is not finite."""
-    if not products.isfinite().all():
-        raise DataError(f"H @ v has {int((~products.isfinite()).sum()):,} values that are not finite")
-
-
-@float32_products()
-def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]) -> None:
-    """`DataError` unless the products are finite, and uᵀ(Av) = vᵀ(Au) for every two of the vectors, but for rounding.
-
-    The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry is compared with two
-    sizes:
-
-    1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of its digits is none.
-    2. The size that rounding has. Three times the product with a third of a vector is the product with the vector,
-       rounded otherwise; an asymmetry a hundred times as large as the difference between these two is no rounding.
-    """
-    check_products(products)
-    dtype = torch.float32 if products.device.type == "mps" else torch.float64
-    scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)  # whose square may be nothing
-    u, Av = vectors.to(dtype), products.to(dtype) / scale
-    pairs = u.T @ Av
-    asymmetry = float((pairs - pairs.T).abs().max())
-
-    def typical(columns: Tensor) -> float:
-        """What the product of a vector with such a column is, where it points anywhere: their lengths over √n."""
-        return float(u.norm(dim=0).max()) / len(u) ** 0.5 * float(columns.norm(dim=0).max())
-
-    if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical(Av):
-        return
-    rounding = typical(3 * (A @ (vectors / 3)).to(dtype) / scale - Av)
-    if asymmetry > 100 * rounding:
-        difference, size = asymmetry * float(scale), typical(Av) * float(scale)
-        raise DataError(f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, of {size:.3g}")
-
-
-def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]:
-    """Vectors of +1 and −1 (Rademacher), drawn on the CPU: the same ones on every device."""
-    drawn = torch.randint(0, 2, (k, n), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
-    return (2 * drawn - 1).T.to(A.device).to(A.dtype).contiguous()
-
-
-def dense(A: Operator) -> Float[Tensor, "n n"]:
-    """The matrix itself, symmetric and in float64 on the CPU, by n products."""
-    identity = torch.eye(check_square(A), dtype=A.dtype, device=A.device)
-    products = A @ identity
-    check_symmetric(A, identity, products)
-    matrix = products.cpu().double()
-    return (matrix + matrix.T) / 2
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model that require gradients."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-WRITTEN_OUT = 20  # up to this size ARPACK would build the whole matrix, too
-# --- extreme eigenpairs -----------------------------------------------------------------------------------
-
-RESTARTS = 300  # of some twenty products each
-
-
-def extreme_eigenpairs(
-    H: Operator, *, tolerance: float | None = None
-) -> tuple[Float[Tensor, " 2"], Float[Tensor, "n 2"]]:
-    """Find the least and the greatest eigenvalue of a symmetric operator, and an eigenvector of each.
-
-    It needs products with the operator only, which `scipy.sparse.linalg.eigsh` makes use of (Lanczos, implicitly
-    restarted). For more eigenpairs call it yourself; `docs/hessians.md` shows how. For the whole spectrum see
-    `gpulab.saddles.spectral_density`.
-
-    Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and has `shape`, `dtype`
-            (float32 or float64) and `device`.
-        tolerance: The residual ‖Hv − λv‖ to reach, as a share of the distance between the two eigenvalues; by default
-            eps^(2/3) of the operator's type, which is 4e-11 in float64 and 2e-5 in float32.
-
-    Returns:
-        The two eigenvalues, (2,), the least first, in float64 on the CPU; and unit eigenvectors in columns, (n, 2), in
-        the operator's type on its device.
-
-    Raises:
-        UsageError: For an operator that is not square, or not float32 or float64, and for a tolerance out of range.
-        DataError: For an operator that is not symmetric, whose products are not finite, or whose eigenvectors are not
-            found to the tolerance.
-
-    Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> values, vectors = gl.saddles.extreme_eigenpairs(torch.diag(torch.tensor([3.0, -1.0, 2.0])))
-        >>> [round(value, 4) for value in values.tolist()], vectors.shape
-        ([-1.0, 3.0], torch.Size([3, 2]))
-
-    References:
-        Lehoucq, Sorensen, Yang 1998, *ARPACK users' guide* (SIAM).
-    """
-    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
-
-    n = check_square(H)
-    if tolerance is None:
-        tolerance = torch.finfo(H.dtype).eps ** (2 / 3)
-    if not 0 < tolerance < 1:
-        raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
-    if n <= WRITTEN_OUT:
-        values, vectors = torch.linalg.eigh(dense(H))
-        return values[[0, -1]], vectors[:, [0, -1]].to(H.dtype).to(H.device)
-    signs = random_signs(n, 2, H, 0)
-    check_symmetric(H, signs, H @ signs)
-
-    def farthest_from(shift: float, known: np.ndarray) -> tuple[float, np.ndarray]:
-        """The eigenpair whose eigenvalue is farthest from a number; the search begins orthogonal to a known vector."""
-
-        def product(vector: np.ndarray) -> np.ndarray:
-            products = H @ torch.from_numpy(vector.ravel()).to(H.dtype).to(H.device)
-            check_products(products)
-            return products.cpu().double().numpy() - shift * vector.ravel()
-
-        start = np.random.default_rng(0).standard_normal(n)
-        start -= known @ start * known
-        if not product(start).any():  # every vector is an eigenvector
-            return shift, start / np.linalg.norm(start)
-        shifted = LinearOperator((n, n), product, dtype=np.float64)
-        try:
-            values, vectors = eigsh(shifted, 1, which="LM", v0=start, tol=tolerance, maxiter=RESTARTS)
-        except ArpackNoConvergence as error:
-            raise DataError(f"no eigenvector to a tolerance of {tolerance:.1g}: {error}; allow a larger one") from None
-        return float(values[0]) + shift, vectors[:, 0]
-
-    first = farthest_from(0.0, np.zeros(n))
-    pairs = sorted([first, farthest_from(*first)], key=lambda pair: pair[0])
-    values, vectors = zip(*pairs, strict=True)
-    return torch.tensor(values, dtype=torch.float64), torch.from_numpy(np.stack(vectors, 1)).to(H.dtype).to(H.device)
-
+from gpulab.saddles.operators import Operator, check_square, check_symmetric, dense, random_signs
 
 Array = np.ndarray
-# --- density and index ------------------------------------------------------------------------------------
-
 SMALL = 1_000  # the index of a matrix of this size is counted in the matrix itself
 ZERO = 1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
 

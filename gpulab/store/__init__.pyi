@@ -1,4 +1,4 @@
-from .runs import history as history
-from .runs import pack as pack
-from .runs import recorded_runs as recorded_runs
 from .runs import write_run as write_run
+from .tables import history as history
+from .tables import pack as pack
+from .tables import recorded_runs as recorded_runs

@@ -23,8 +23,8 @@ import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed, span
 from companion.first_windows import recorded_windows
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected
-from gpulab.plots.style import COPIED, OVERWRITTEN
 from gpulab.store.recorded import recorded_table
+from gpulab.wording import COPIED, OVERWRITTEN
 
 FULL = "160x120"  # the published size
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"

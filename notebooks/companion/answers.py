@@ -13,7 +13,7 @@ import torch
 from companion.findings import listed, names_in_text
 from gpulab.errors import printable
 from gpulab.stats.verdicts import Verdict
-from gpulab.store.runs import recorded_runs
+from gpulab.store.tables import recorded_runs
 
 CHECKS: dict[str, tuple[str, Callable[[Any], str]]] = {}  # of each exercise: what an answer is, and its check
 

@@ -19,16 +19,20 @@ from torch import Tensor, nn
 
 from companion.findings import in_words
 from companion.widgets import Explorer
-from gpulab.plots import style
+from gpulab.picture import Picture
+from gpulab.plots import theme
 from gpulab.plots.runs import decided
-from gpulab.plots.style import FAINT, INK, ON_GPU, Look, Picture, optimizer_words
+from gpulab.plots.theme import FAINT, INK, ON_GPU, Look
 from gpulab.report import paragraphs, table
-from gpulab.saddles.critical import CriticalPoint, Surface, find_critical_point, surface
+from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.escapes import Descent, Weights, choose_optimizer
+from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import Setting
-from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
-from gpulab.store.runs import recorded_runs
+from gpulab.stats.decisions import DECISIONS
+from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.store.tables import recorded_runs
+from gpulab.wording import metric_label, optimizer_words
 
 FORMATS = {"float64": "cpu:precision=float64", "float32": "cpu", "bfloat16": "cpu:precision=bfloat16"}
 PUSHES = [("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)]
@@ -257,12 +261,12 @@ ALONE = "This asks one question. Where several are asked at once, as in the note
 # --- their figures ---------------------------------------------------------------------------------------
 
 
-@style.themed
+@theme.themed
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     """The difference and its interval as seeds come in, by how many are in, coloured by what was decided."""
     counts = sorted(verdicts)
     rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
-    figure, (axes,) = style.canvas()
+    figure, (axes,) = theme.canvas()
     margin = f"margin, ±{rows.margin.iloc[-1]:.2g}"
     axes.fill_between(counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", label=margin)
     axes.axhline(0, color=INK, lw=0.8, zorder=1)
@@ -276,11 +280,11 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     latest = verdicts[counts[-1]]
-    metric = style.metric_label(latest.metric, latest.runs.get("experiment", ())).replace(" (", "\n(")
+    metric = metric_label(latest.metric, latest.runs.get("experiment", ())).replace(" (", "\n(")
     axes.set(xlabel=f"number of {latest.block}s", ylabel=f"difference in {metric}")
     headline = f"After {len(latest.pairs)} {latest.block}s: {decided(latest)}"
     alt = f"The mean difference and its interval against the number of {latest.block}s. {headline}."
-    return style.finished(figure, headline, alt, columns=3)
+    return theme.finished(figure, headline, alt, columns=3)
 
 
 def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str) -> Picture:
@@ -306,7 +310,7 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     axes.tick_params(labelsize=7)
     ball_words = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
     headline = f"{title}: after {len(path_so_far) - 1} steps the ball is {ball_words}"
-    return style.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
+    return theme.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
 
 
 buffer_explorer, saddle_explorer, seeds_explorer = BufferExplorer, SaddleExplorer, SeedsExplorer

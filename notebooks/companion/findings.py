@@ -10,9 +10,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED
-from gpulab.plots.style import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
 from gpulab.report import Report
-from gpulab.stats.verdicts import DECISIONS, Verdict
+from gpulab.stats.decisions import DECISIONS
+from gpulab.stats.verdicts import Verdict
+from gpulab.wording import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
 
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}

@@ -17,13 +17,14 @@ import pandas as pd
 
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
-from gpulab.plots.style import condition_words
 from gpulab.report import Progress
+from gpulab.stats.decisions import decide
 from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, decide, verdict
+from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.recorded import recorded_folder, recorded_table
-from gpulab.store.runs import recorded_runs, runs
-from gpulab.training.spec import LAST_FIFTH, protocol
+from gpulab.store.tables import recorded_runs, runs
+from gpulab.training.profiles import LAST_FIFTH, protocol
+from gpulab.wording import condition_words
 
 RENDERED = ("walk", "moving-digits")
 FILM = ("data", "frames", "frame_size", "scene_seed", "speed")  # what a film is rendered from
@@ -149,7 +150,7 @@ def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
 def motion_finding(frame: pd.DataFrame) -> str:
     """How many of these runs beat repeating the last frame, in a sentence.
 
-    >>> from gpulab.store.runs import recorded_runs
+    >>> from gpulab.store.tables import recorded_runs
     >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
     No run here predicts frames of a rendered film.
     """
@@ -175,7 +176,7 @@ def motion_finding(frame: pd.DataFrame) -> str:
 def conditions(frame: pd.DataFrame) -> pd.Series:
     """Of each run of gpulab's networks the condition in words: its frames were copied, or overwritten.
 
-    >>> from gpulab.store.runs import recorded_runs
+    >>> from gpulab.store.tables import recorded_runs
     >>> sorted(set(conditions(recorded_runs())))
     ['copied frames', 'overwritten frames']
     """

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pandas as pd
 
 from companion.findings import CheckedSentences, Part, finding, listed
-from gpulab.plots.style import optimizer_words
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict
+from gpulab.wording import optimizer_words
 
 PUBLISHED = "adam"  # the optimiser of the paper, which decides the answer
 CLEAR = 0.9  # the share of pairs from which on the answer is yes; chosen after the recorded escapes were seen

@@ -13,8 +13,8 @@ import pandas as pd
 
 import gpulab as gl
 from companion.findings import span
-from gpulab.plots.style import setting_words
 from gpulab.store.recorded import read_json
+from gpulab.wording import setting_words
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 

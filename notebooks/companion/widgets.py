@@ -12,9 +12,10 @@ import torch
 from matplotlib.patches import Rectangle
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
-from gpulab.plots import style
-from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU, PAGE_DPI, Picture, image
-from gpulab.saddles.critical import Landscape
+from gpulab.picture import PAGE_DPI, Picture, image
+from gpulab.plots import theme
+from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU
+from gpulab.saddles.landscapes import Landscape
 
 SHOWN = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters
@@ -59,13 +60,13 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
     return pattern[0], pattern[1:-fraction], pattern[-fraction:]
 
 
-@style.themed
+@theme.themed
 def bits_figure(x: float) -> Picture:
     """A number's bits in float32, and after it was rounded to other formats, as each stores them; filled boxes are 1.
 
     The fractions begin in one column, so that what a format drops is missing on the right.
     """
-    figure, (axes,) = style.canvas(height=0.7 + 0.4 * len(SHOWN))
+    figure, (axes,) = theme.canvas(height=0.7 + 0.4 * len(SHOWN))
     axes.set_axis_off()
     for row, name in enumerate(SHOWN):
         sign, exponent, fraction = format_bits(x, name)
@@ -84,7 +85,7 @@ def bits_figure(x: float) -> Picture:
         axes.text(middle, -0.15, label, ha="center", va="bottom", fontsize=8, color=tint)
     axes.set(xlim=(-7, 46), ylim=(len(SHOWN), -0.8))
     alt = f"Bits of {x:g}: sign, exponent and fraction in {', '.join(SHOWN)}."
-    return style.finished(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
+    return theme.finished(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
 
 
 class BitExplorer(Explorer):
@@ -182,13 +183,13 @@ class SliceExplorer(Explorer):
             slider.observe(self.draw, "value")
         self.draw()
 
-    @style.themed
+    @theme.themed
     def picture(self) -> Picture:
         """The slice that the sliders ask for."""
         landscape, angle = self.landscape, self.angle.value
         line = landscape.slice(angle, self.reach.value * landscape.extent)
         curvature, low, high = landscape.curvature(angle), min(line.loss.min(), landscape.loss), line.loss.max()
-        figure, (axes,) = style.canvas()
+        figure, (axes,) = theme.canvas()
         axes.plot(line.distance, line.loss, color=ON_GPU if curvature < 0 else ON_CPU, lw=1.8, label="loss")
         axes.plot(line.distance, line.quadratic, color=INK, lw=0.9, ls="--", label="slope and curvature alone")
         axes.plot(0, landscape.loss, "o", ms=7, color="white", mec=INK, label="the network")
@@ -196,7 +197,7 @@ class SliceExplorer(Explorer):
         axes.set(xlabel="distance of the weights from the network's", ylabel="loss")
         gain = 1 - line.loss.min() / landscape.loss
         headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
-        return style.finished(figure, headline, "The loss along a line through the weights.", columns=3)
+        return theme.finished(figure, headline, "The loss along a line through the weights.", columns=3)
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import gpulab as gl
-from gpulab.data import datasets
+from gpulab.data import images
 from gpulab.data.base import Sequence
-from gpulab.data.datasets import NAMES, Images
+from gpulab.data.datasets import NAMES
+from gpulab.data.images import Images
 
 ODD = (45, 61)
 
@@ -176,14 +177,14 @@ def mirror(tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
-        monkeypatch.setattr(datasets, "MIRRORS", [f"{address}nowhere/", address])
-        monkeypatch.setattr(datasets, "SHA256", {name: sha256(served / name) for name in datasets.SHA256})
+        monkeypatch.setattr(images, "MIRRORS", [f"{address}nowhere/", address])
+        monkeypatch.setattr(images, "SHA256", {name: sha256(served / name) for name in images.SHA256})
         monkeypatch.setattr("pooch.os_cache", lambda _: tmp_path / "cache")
         yield served
         server.shutdown()
 
 
-@pytest.mark.parametrize("name", datasets.SHA256)
+@pytest.mark.parametrize("name", images.SHA256)
 @pytest.mark.parametrize("how", ["missing", "of another content"])
 def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how):
     good = (mirror / name).read_bytes()
@@ -204,9 +205,9 @@ def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how
 
 
 def test_mnist_comes_from_https_alone_and_is_what_it_was(real_data):
-    assert all(mirror.startswith("https://") for mirror in datasets.MIRRORS)
+    assert all(mirror.startswith("https://") for mirror in images.MIRRORS)
     file = real_data("mnist/t10k-images-idx3-ubyte.gz")
-    assert sha256(file) == datasets.SHA256[file.name]
+    assert sha256(file) == images.SHA256[file.name]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("mkv", 44), ("mp4", 44), ("images", 22)])

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import gpulab as gl
-from gpulab.guards import guards, memory
-from gpulab.guards.memory import fingerprint
+from gpulab.guards import fingerprints, guards
+from gpulab.guards.fingerprints import fingerprint
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -302,7 +302,7 @@ def test_memory_is_freed_without_the_garbage_collector(end):
 
 def in_words(tensor):
     """The fingerprint that accelerators use, here."""
-    return int(memory._digest(tensor))
+    return int(fingerprints._digest(tensor))
 
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
@@ -337,7 +337,7 @@ KINDS = {
     "scalar expanded": lambda x: x[0, 0, 0, 0].expand(4),
     "windows": lambda x: x.flatten().unfold(0, 4, 1),
     "odd offset": lambda x: x.half().flatten()[1:],
-    "long": lambda x: x.repeat(memory.TABLE // 100, 1, 1, 1).flatten()[5:],
+    "long": lambda x: x.repeat(fingerprints.TABLE // 100, 1, 1, 1).flatten()[5:],
 }
 
 
@@ -352,19 +352,19 @@ def test_fingerprint_changes_in_memory_of_every_layout(take, kind):
 
 
 def test_fingerprint_of_a_tensor_of_several_chunks(monkeypatch):
-    x, chunk = torch.rand(5 * memory.TABLE + 3), 2 * memory.TABLE
-    monkeypatch.setattr(memory, "CHUNK", chunk)
+    x, chunk = torch.rand(5 * fingerprints.TABLE + 3), 2 * fingerprints.TABLE
+    monkeypatch.setattr(fingerprints, "CHUNK", chunk)
     others = [x.index_add(0, torch.tensor([place]), torch.ones(1)) for place in (0, chunk // 2, chunk, len(x) - 1)]
     others.append(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]]))
     state = torch.get_rng_state()
-    memory._table.cache_clear()
+    fingerprints._table.cache_clear()
     assert len({in_words(x), *map(in_words, others)}) == 6
     assert torch.equal(state, torch.get_rng_state()), "its table is drawn beside the generator of training"
 
 
 def test_comparison_at_the_end_of_backward_as_on_a_gpu(monkeypatch):
     """The comparison is put off to the end of backward; here with a CPU's tensors."""
-    monkeypatch.setattr(guards, "fingerprint", lambda tensor: memory._digest(tensor))
+    monkeypatch.setattr(guards, "fingerprint", lambda tensor: fingerprints._digest(tensor))
     net, x = Weight(3), torch.rand(3)
 
     def step(spoil):

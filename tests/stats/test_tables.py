@@ -3,7 +3,7 @@ from stats_runs import runs_of
 
 import gpulab as gl
 from gpulab.errors import DataError, UsageError
-from gpulab.stats.pairs import read_table
+from gpulab.stats.tables import read_table
 
 # As Weights & Biases' table of runs exports it, its column `State` renamed: every cell in quotes, configuration and
 # summary by their plain names.

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import gpulab as gl
-from gpulab.store import recorded
+from gpulab.store import recorded, tables
 from gpulab.store import runs as stores
 
 ROOMS = map(recorded.recorded_folder, ("atlas", "runs", "studies"))
@@ -16,7 +16,7 @@ PACKED = sorted(file for room in ROOMS for file in room.glob("*.parquet"))
 
 @pytest.mark.parametrize("file", PACKED, ids=lambda file: file.name)
 def test_recorded_runs_are_whole_and_do_not_contradict_themselves(file):
-    runs = [(record, load()) for record, _, load in stores.read_entry(str(file))]
+    runs = [(entry.record, entry.read_history()) for entry in stores.read_entry(str(file))]
     assert runs
     assert max(Counter(record["id"] for record, _ in runs).values()) == 1
     for record, history in runs:
@@ -50,7 +50,7 @@ def test_measured_tables_name_their_command_and_torch(file):
 
 
 def test_recorded_runs_keep_their_jpeg_decoder():
-    runs = stores.recorded_runs("factors")
+    runs = tables.recorded_runs("factors")
     assert runs.recorded.all()
     counts = runs.decoder.value_counts()
     assert counts.to_dict() == {"pillow": 18, "nvjpeg": 10, "av": 8}

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpulab as gl
-from gpulab.store import identities, recorded
+from gpulab.store import identities, recorded, tables
 from gpulab.store import runs as stores
 from gpulab.store.identities import weights_digest
+from gpulab.store.tensors import read_tensors, write_tensors
 
 HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
 TENSORS = st.builds(
@@ -65,11 +66,11 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, r
         assert (kept or {}).keys() == weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(kept[name], tensor, rtol=0, atol=0)
-        assert stores.pack(store, store / "all.parquet") == 1
+        assert tables.pack(store, store / "all.parquet") == 1
         frame = gl.runs(store / "all.parquet")
         assert frame.drop(columns="path").equals(gl.runs(store).drop(columns="path"))
-        assert [record for record, _ in stores.with_histories(frame)] == [back]
-        rows = stores.history(frame)
+        assert [record for record, _ in tables.with_histories(frame)] == [back]
+        rows = tables.history(frame)
         assert rows.loss.tolist() == losses
         assert (rows.seconds - 0.3).abs().max() <= 1 / 2048, "rounded to 1/1024"
 
@@ -78,7 +79,7 @@ def test_weights_that_are_not_those_of_a_run_are_not_added_to_it(written, tmp_pa
     folder = written(tmp_path, 1)
     with pytest.warns(UserWarning, match="run-1: trained again, it ended with other weights"):
         written(tmp_path, 1, weights={"a": torch.zeros(3)})
-    assert stores.read_run(folder)[2] is None
+    assert stores.read_run(folder).weights is None
 
 
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp_path):
@@ -155,7 +156,7 @@ def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_run
         assert all(f"{run}" in str(each.message) and each.filename == __file__ for each in warned)
         assert name == stores.RESULTS or listed.id.tolist() == ["run-2"]
         with pytest.warns(UserWarning, match="the run is trained again"):
-            assert stores.find(store, identities.Identity("run-1", {})) is None
+            assert stores.find_run(store, identities.Identity("run-1", {})) is None
         assert [path.name[:6] for path in (store / stores.DAMAGED).iterdir()] == ["run-1-"]
         assert gl.runs(store).id.tolist() == ["run-2"]
 
@@ -163,14 +164,14 @@ def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_run
 def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeypatch):
     file = tmp_path / "some.safetensors"
     for count in (3, 4):
-        stores.write_tensors(file, {"a": torch.arange(count)}, {"step": 2})
-    tensors, notes = stores.read_tensors(file)
+        write_tensors(file, {"a": torch.arange(count)}, {"step": 2})
+    tensors, notes = read_tensors(file)
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes == {"step": 2}
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     monkeypatch.setattr(recorded, "FORMAT", 99)
     with pytest.raises(gl.DataError, match="format '3'; this gpulab reads 99"):
-        stores.read_tensors(file)
+        read_tensors(file)
 
 
 def test_nothing_is_ever_unpickled_from_a_file():
@@ -183,7 +184,7 @@ def test_nothing_is_ever_unpickled_from_a_file():
         for hit in re.findall(pattern, file.read_text())
     ]
     # What a process sends its own worker, through the pipe between them.
-    assert found == [("experiment.py", 'pickle.loads(job), progress=False).record["id"]')]
+    assert found == [("workers.py", 'pickle.loads(job), progress=False).record["id"]')]
 
 
 # --- stores as tables --------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(writt
     monkeypatch.delenv("GPULAB_STORE")
     assert gl.runs().seed.tolist() == [2]
     assert gl.runs(tmp_path / "absent").empty
-    assert list(gl.runs(tmp_path / "absent").columns) == stores.COLUMNS
+    assert list(gl.runs(tmp_path / "absent").columns) == tables.COLUMNS
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def packed(written, record, tmp_path):
     for seed in range(3):
         summary = {**record["summary"], "final_loss": None if seed == 1 else 0.1 * seed}
         written(tmp_path / "store", seed, summary=summary, flip=seed, resumed_at=seed or None)
-    assert stores.pack(tmp_path / "store", tmp_path / "shared.parquet") == 3
+    assert tables.pack(tmp_path / "store", tmp_path / "shared.parquet") == 3
     return tmp_path
 
 
@@ -233,10 +234,10 @@ def test_a_store_may_hold_packed_runs_and_lists_each_once(packed, written):
     (packed / "shared.parquet").rename(file)
     frame = gl.runs(store)
     assert frame.path.tolist() == [str(store / "run-0"), str(store / "run-1"), str(file)]
-    assert len(stores.history(frame)) == 3 * len(HISTORY)
+    assert len(tables.history(frame)) == 3 * len(HISTORY)
     written(store, 3)
     for _ in range(2):
-        assert stores.pack(store, file) == 4
+        assert tables.pack(store, file) == 4
         assert gl.runs(file).seed.tolist() == [0, 1, 2, 3]
 
 
@@ -244,7 +245,7 @@ def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tm
     whole, store = (packed / "shared.parquet").read_bytes(), tmp_path / "files"
     recorded.write_table(store / "other.parquet", HISTORY, {"passport": {}})  # a recording, and none of runs
     with pytest.raises(gl.DataError, match="there are no runs in"):
-        stores.pack(store, tmp_path / "b.parquet")
+        tables.pack(store, tmp_path / "b.parquet")
     for name, content in {"empty": b"", "garbage": b"PAR1" * 100, "cut": whole[: len(whole) // 2]}.items():
         (store / f"{name}.parquet").write_bytes(content)
     (store / "whole.parquet").write_bytes(whole)

@@ -12,12 +12,13 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.store import runs as stores
+from gpulab.store.tensors import read_tensors, write_tensors
+from gpulab.training.experiment import plan_job
 from gpulab.training.run import train
-from gpulab.training.spec import RunSpec
 
 
 def planned(net, **options):
-    return RunSpec.of(net, **options).identity(gl.passport())
+    return plan_job({"net": net, **options}).identity(gl.passport())
 
 
 SMALL = {"channels": [3, 4], "size": [8, 12]}
@@ -160,7 +161,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(mode
 
 def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
     """It saves every so many seconds, and not at its end."""
-    monkeypatch.setattr("gpulab.training.run.CHECKPOINT_SECONDS", 0)
+    monkeypatch.setattr("gpulab.training.supervision.CHECKPOINT_SECONDS", 0)
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=120, error=RuntimeError)
     run = trained(store=tmp_path)
     assert run.record["resumed_at"] == 5
@@ -170,9 +171,9 @@ def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
 def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=80)
     (file,) = (tmp_path / stores.WORK).glob("*.safetensors")
-    tensors, notes = stores.read_tensors(file)
+    tensors, notes = read_tensors(file)
     tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}
-    stores.write_tensors(file, tensors, notes)
+    write_tensors(file, tensors, notes)
     with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew"):
         assert same(trained(store=tmp_path), reference())
 
@@ -227,7 +228,7 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
 WRONG = {
     r"net is a Linear.* or the function that trains yours, train\(seed, setting\)": {"net": nn.Linear(2, 2)},
     "net is a PredNet, model_options={'channels'": {"net": gl.models.PredNet((3, 4), (24, 32)), "channels": (3,)},
-    "19.*20": {"frames": 19},
+    "window=20, frames=19": {"frames": 19},
     "digits is a set of images; PredNet learns from a sequence": {"data": "digits"},
     r"\(3, 24, 32\).*\(3, 8, 12\)": {"data_options": {"size": (24, 32)}},
 }

@@ -14,15 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gpulab.engines.hessian_forward.capture import Coefficient, Combination, Operation, as_list, lift
-from gpulab.engines.hessian_forward.linear_maps import (
-    BiasGradient,
-    Convolution,
-    Geometry,
-    LinearMap,
-    Step,
-    without_the_unused,
-)
+from gpulab.engines.hessian_forward.capture import Operation, as_list
+from gpulab.engines.hessian_forward.combinations import Coefficient, Combination, lift
+from gpulab.engines.hessian_forward.convolutions import BiasGradient, Convolution, Geometry
+from gpulab.engines.hessian_forward.linear_maps import LinearMap, Step, without_the_unused
 from gpulab.errors import UnsupportedError
 
 aten = torch.ops.aten

@@ -1,0 +1,110 @@
+"""Which line of the user's source calls an operation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent)
+INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+OWN = str(Path(__file__).parent) + os.sep  # the guard, which is nobody's
+OUTSIDE = os.path.join(PACKAGE, "audits", "recording.py")  # what calls an audited step is none of its lines
+
+
+def is_notebook_cell(file: str) -> bool:
+    """Whether a file of source is a notebook's cell, to which a kernel gives the name of a temporary file.
+
+    >>> is_notebook_cell("/home/ada/train.py"), is_notebook_cell("/tmp/ipykernel_171/1402239833.py")
+    (False, True)
+    """
+    return Path(file).parent.name.startswith("ipykernel_")
+
+
+class Line(NamedTuple):
+    """A line of source."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The source of the line, empty where there is none."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        if is_notebook_cell(self.file):
+            return f"{self.function}, a notebook cell:{self.number}"
+        shown = Path(self.file)  # gpulab's files and those below the current folder without what is above
+        for folder in (Path(PACKAGE).parent, Path.cwd()):
+            if shown.is_relative_to(folder):
+                shown = shown.relative_to(folder)
+        return f"{self.function}, {shown.as_posix()}:{self.number}"
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
+    return not file.startswith((OWN, "<frozen")) and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
+
+
+def _frames(thread: int = 0) -> Iterator[types.FrameType]:
+    """The frames of this thread, the innermost first, and then those of another thread."""
+    frame: types.FrameType | None
+    for frame in (sys._getframe(), sys._current_frames().get(thread)):
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+def user_line(thread: int = 0) -> Line:
+    """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
+    users = (frame for frame in _frames(thread) if _is_users(frame.f_code.co_filename))
+    others = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((OWN, TORCH)))
+    return next(map(line_of, itertools.chain(users, others)), Line("<unknown>", 0, "<unknown>"))
+
+
+def line_of(frame: types.FrameType) -> Line:
+    """The line at which a frame is."""
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def innermost_line() -> str:
+    """The innermost line of this thread that is neither torch's nor gpulab's, its models apart: `file:line: text`."""
+    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename != OUTSIDE, _frames()):
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{frame.f_lineno}: {line_of(frame).text}"
+    return ""
+
+
+class Callers:
+    """Follows who calls operations below autograd: the phase, a module that it is told, and the user's line.
+
+    An operation of a backward pass has the module and the line of what it differentiates.
+    """
+
+    def __init__(self) -> None:
+        self.made_by: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
+
+    def of_this(self, module: str = "") -> tuple[str, str, str]:
+        """The phase, the module and the line (`file:line: text`) of the operation that is being called."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
+        line = innermost_line()
+        # The newest node is this operation's, if it has one; else it is known already.
+        self.made_by.setdefault(torch.autograd._get_sequence_nr() - 1, (module, line))
+        return "forward", module, line

@@ -1,0 +1,115 @@
+"""Fingerprints: a number that changes when the content of a tensor changes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import torch
+import xxhash
+from torch import Tensor
+
+from gpulab._torch_internals import component_tensors
+
+TABLE = 1 << 16  # random numbers, one for each place in a row of words
+NARROWEST = 1 << 6  # words in a row; a tensor that would have shorter ones is filled up with zeros
+CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes: the widest that a tensor consists of
+FEW = 1 << 12  # numbers that are brought from a GPU to be hashed
+
+
+def fingerprint(tensor: Tensor) -> int | Tensor | None:
+    """A number that stands for the content of a tensor, bit by bit and place by place.
+
+    On a CPU it is the XXH3 hash of the tensor's memory. On another device it is the sum of the 32-bit words, each times
+    a random 64-bit number of its place, modulo 2^64; of a large tensor each row has such a sum, and then the sums have
+    one. Two contents share a fingerprint by accident with a probability of about 2^-32. Dense memory is read where it
+    lies; a view with gaps is copied.
+
+    Args:
+        tensor: of any shape, type and layout.
+
+    Returns:
+        On a CPU a whole number; elsewhere an int64 tensor () that stays there, so that nobody has to wait for it;
+        None where torch gives no content away.
+
+    Examples:
+        >>> x = torch.arange(6.0)
+        >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.flip(0))
+        (True, False)
+
+    References:
+        Carter, Wegman 1979, *Universal classes of hash functions*.
+    """
+    ordinary = component_tensors(tensor.detach())
+    if not ordinary:
+        return None
+    with torch._C._DisableTorchDispatch():  # nobody who watches operations is to see these
+        if any(component.device.type != "cpu" for component in ordinary):
+            digests = [_digest(component) for component in ordinary]
+            return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
+        hashed = xxhash.xxh3_64()
+        for flat in map(_flat, ordinary):
+            hashed.update(memory(flat.data_ptr(), flat.data_ptr() + flat.nbytes))
+        return hashed.intdigest()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in the order in which they lie in memory, each once; a copy only if there are gaps.
+
+    >>> _flat(torch.arange(6).reshape(2, 3).T).tolist(), _flat(torch.ones(1, 1).expand(4, 1)).tolist()
+    ([0, 1, 2, 3, 4, 5], [1.0])
+    """
+    if not tensor.is_contiguous():
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def memory(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
+    """The host's memory from one address to before another, as it is whenever it is read."""
+    # Not through .numpy(), after which torch would refuse to resize the tensor.
+    return (ctypes.c_char * (end - begin)).from_address(begin)
+
+
+def memory_digest(begin: int, end: int) -> int:
+    """A number of 64 bits that stands for what lies in the host's memory from one address to before another."""
+    return xxhash.xxh3_64_intdigest(memory(begin, end))
+
+
+def content(tensor: Tensor) -> int:
+    """A number of 64 bits that stands for the content of an ordinary tensor.
+
+    A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
+
+    >>> content(torch.arange(3.0)), content(torch.arange(2**24 + 1))  # which the names of recorded values come from
+    (7541795801147682588, 12559343085713087326)
+    """
+    ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return int(fingerprint(ordered if ordered.numel() > FEW else ordered.cpu()))  # type: ignore[arg-type]
+
+
+def _digest(tensor: Tensor, level: int = 0) -> Tensor:
+    """Few kernels: on a GPU it is their launching that costs."""
+    flat = _flat(tensor)
+    size = flat.element_size()
+    words = flat.view(WORDS[math.gcd(4, size * len(flat), size * flat.storage_offset())])
+    table = _table(str(words.device), level)
+    if len(words) <= TABLE:
+        return (words * table[: len(words)]).sum()
+    if len(words) > CHUNK:
+        return _digest(torch.stack([_digest(chunk, level) for chunk in words.split(CHUNK)]), level + 2)
+    width = min(len(words) & -len(words), TABLE)  # the largest power of two that leaves no rest
+    if width < NARROWEST:
+        words, width = torch.nn.functional.pad(words, (0, -len(words) % TABLE)), TABLE
+    return _digest((words.view(-1, width) * table[:width]).sum(1), level + 1)
+
+
+@functools.cache
+def _table(device: str, level: int) -> Tensor:
+    generator = torch.Generator().manual_seed(level)  # the user's random numbers are left alone
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (TABLE,), generator=generator).to(device)

@@ -1,0 +1,112 @@
+"""Replacements of torch's functions that a dispatch mode does not see, while a guard listens.
+
+Three kinds of calls matter to a guard and are no operations of torch's dispatcher: creating a tensor over memory of
+another library (`torch.from_numpy`), reading a tensor without torch (`Tensor.numpy`), and asking whether a GPU is done
+(`Event.query`). While there is a listener, each of these functions is replaced by one that tells the listeners first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gpulab._torch_internals import uncompiled
+from gpulab.guards.async_copies import waiting
+
+
+class Listener(Protocol):
+    """What is told of the calls."""
+
+    def on_tensor_created(self, tensor: Tensor) -> None:
+        """A tensor was created that may share the memory of another library."""
+
+    def on_tensor_read(self, tensor: Tensor, function: str) -> None:
+        """A function is about to read a tensor without torch."""
+
+
+_listeners: list[Listener] = []  # one entry for each time that a listener was added, by any thread
+_lock = threading.Lock()  # held while functions are replaced and restored
+_thread = threading.local()
+_originals = contextlib.ExitStack()  # restores the functions of torch
+
+
+def is_listening(listener: Listener) -> bool:
+    """Whether a listener was added and not removed since."""
+    return listener in _listeners
+
+
+def is_copying() -> bool:
+    """Whether this thread is inside `torch.tensor`, which creates a tensor over foreign memory only to copy it."""
+    return getattr(_thread, "is_copying", False)
+
+
+def add_listener(listener: Listener) -> None:
+    """Tell a listener of the calls from now on. Threads may remove listeners in another order than they add them."""
+    with _lock:
+        if not _listeners:
+            for owner, name, replacement in REPLACED:
+                original = getattr(owner, name)
+                setattr(owner, name, _replacing(original, replacement))
+                _originals.callback(setattr, owner, name, original)
+        _listeners.append(listener)
+
+
+def remove_listener(listener: Listener) -> None:
+    """End what one call of `add_listener` began. Without any listener, torch has its own functions again."""
+    with _lock:
+        _listeners.remove(listener)
+        if not _listeners:
+            _originals.close()
+
+
+def _replacing(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `replacement` with the original function and the arguments."""
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return uncompiled(replaced)
+
+
+def _create(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    tensor = original(*args, **kwargs)
+    for listener in list(_listeners):
+        listener.on_tensor_created(tensor)
+    return tensor
+
+
+def _create_copy(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    _thread.is_copying = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _thread.is_copying = False
+
+
+def _read(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    for listener in list(_listeners):
+        listener.on_tensor_read(tensor, original.__name__)
+    return original(tensor, *args, **kwargs)
+
+
+def _query(original: Callable[[Any], bool], stream_or_event: Any) -> bool:
+    finished = original(stream_or_event)
+    if finished:
+        waiting()
+    return finished
+
+
+REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
+    *((torch, name, _create) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "tensor", _create_copy),
+    (torch.utils.dlpack, "from_dlpack", _create),
+    *((Tensor, name, _read) for name in ("numpy", "tolist")),
+    *((kind, "query", _query) for kind in (torch.cuda.Event, torch.cuda.Stream)),
+]

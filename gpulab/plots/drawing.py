@@ -1,0 +1,35 @@
+"""Which module draws which kind of result."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from gpulab.picture import Picture
+
+MODULES = {  # by the name of a result's class
+    "Audit": "gpulab.plots.instruments",
+    "EscapeTable": "gpulab.plots.saddles",
+    "Placement": "gpulab.plots.instruments",
+    "Surface": "gpulab.plots.saddles",
+    "Verdict": "gpulab.plots.runs",
+}
+
+
+def draw(result: Any) -> Picture:
+    """Draw a result with the function that its module has registered with `drawn`.
+
+    Raises:
+        TypeError: For a kind of result that no module draws.
+    """
+    module = MODULES.get(type(result).__name__)
+    if module:
+        importlib.import_module(module)
+    return drawn(result)
+
+
+@functools.singledispatch
+def drawn(result: Any) -> Picture:
+    """Return the figure of a result; `@drawn.register` adds the function that draws another kind."""
+    raise TypeError(f"no module of gpulab.plots draws a {type(result).__name__}")

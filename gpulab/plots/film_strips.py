@@ -1,0 +1,115 @@
+"""Frames, predictions and reconstructions as rows of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpulab.data.base import Data
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.training.run import Run
+
+NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
+
+
+def predictions(run: Run) -> Picture:
+    """Draw what a trained PredNet predicted, at five moments of the held-out film.
+
+    The rows are the frame before, the frame that came, the prediction of it, and the difference of the two.
+
+    Args:
+        run: A run of PredNet from `gpulab.train`.
+
+    Returns:
+        A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and that of repeating the
+        frame before.
+
+    Raises:
+        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> run = gl.train("prednet", profile="smoke", frames=40, progress=False)
+        >>> picture = gl.plots.predictions(run)
+        >>> print(picture.alt.partition(". ")[0])
+        Rows of pictures: frame t, frame t + 1, predicted, difference
+    """
+    next_frames, predicted = (tensor[:, 0] for tensor in run.predict())
+    settled = min(10, len(next_frames) // 2)  # so many frames fill the state first
+    moment = np.linspace(settled, len(next_frames) - 1, 5).astype(int)
+    before, after, guess = next_frames[moment - 1], next_frames[moment], predicted[moment]
+    rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
+    error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
+    headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {still:.3g}"
+    return in_rows(rows, [f"t = {t}" for t in moment], headline)
+
+
+def reconstructions(run: Run) -> Picture:
+    """Draw what a trained autoencoder makes of the first eight held-out images.
+
+    The rows are the image, its reconstruction, and the difference of the two.
+
+    Args:
+        run: A run of an autoencoder or a whitener from `gpulab.train`.
+
+    Returns:
+        A `gpulab.plots.Picture`. The title has the mean squared error of these images.
+
+    Raises:
+        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
+        >>> picture = gl.plots.reconstructions(run)
+        >>> print(picture.alt.partition(". ")[0])
+        Rows of pictures: image, reconstructed, difference
+    """
+    images, output = (tensor[:8] for tensor in run.predict())
+    rows = {"image": images, "reconstructed": output, "difference": (output - images).abs()}
+    error = ((output - images) ** 2).mean()
+    return in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.3g}")
+
+
+def frames(data: Data, every: int = 30) -> Picture:
+    """Draw ten training frames of a data set, in two rows.
+
+    Args:
+        data: From `gpulab.load`.
+        every: How many frames lie between two that are drawn, from the first one on. Images come in a random order.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        DataError: Where a film has fewer than ten times `every` frames to train on.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> gl.plots.frames(gl.load("walk", frames=300, size=(24, 32))).alt
+        'Rows of pictures: frames, frames. walk: one frame in 30.'
+    """
+    shown = next(iter(data.windows(10 * every))).frames[::every][:10]
+    stream = torch.from_numpy(shown.astype(np.float32)) / 255
+    return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: one frame in {every}")
+
+
+@theme.themed
+def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
+    """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand above the first."""
+    count = max(map(len, rows.values()))
+    height, width = next(iter(rows.values())).shape[-2:]
+    figure, panels = theme.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES)
+    for row, (name, pictures) in enumerate(rows.items()):
+        line = panels[row * count : (row + 1) * count]
+        line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center")
+        for axes, picture in zip(line, pictures, strict=False):
+            pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
+            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")  # as they are, and a small file
+    for axes, title in zip(panels, titles, strict=False):
+        axes.set_title(title)
+    names = ", ".join(name.strip() or "frames" for name in rows)
+    return theme.finished(figure, headline, f"Rows of pictures: {names}.")

@@ -1,0 +1,177 @@
+"""The theme of all figures: colours, filled and hollow markers, axes and legends. seaborn and matplotlib draw.
+
+A setting has the same colour in every figure; CPU settings are blue and green, GPU settings orange and purple. Runs
+made on this machine are filled, recorded runs are hollow, emulated runs are dashed. Every seed is a point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+
+from gpulab.picture import Picture
+from gpulab.wording import names
+
+# Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
+COLOURS = {
+    "cpu": "#0072B2",
+    "cpu:threads=1": "#56B4E9",
+    "cpu:isa=avx2": "#009E73",
+    "cpu:precision=float64": "#332288",
+    "cpu:threads=1,precision=float64": "#8877DD",
+    "cpu:threads=1,emulate=tf32": "#117733",
+    "cpu:threads=1,emulate=bfloat16": "#999933",
+    "cpu:threads=1,precision=bfloat16": "#44AA99",
+    "cuda:tf32=off": "#D55E00",
+    "cuda:tf32=on": "#E69F00",
+    "cuda:cudnn=off": "#CC79A7",
+    "cuda:deterministic=on": "#882255",
+    "cuda:precision=float64": "#AA4499",
+}
+OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
+INK, FAINT = "#262626", "#999999"
+ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
+Look = dict[str, Any]  # how matplotlib is to draw a thing
+BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
+THEME: Look = {**sns.axes_style("ticks"), **sns.plotting_context("paper", font_scale=0.9), "figure.titlesize": 10}
+THEME |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False)
+# Decorates each function that draws. `rc_context` makes a new context for each call, so such functions may be nested.
+themed: Any = rc_context(THEME)
+
+
+def canvas(panels: int = 1, height: float = 3.6, rows: int = 1, **shared: Any) -> tuple[Figure, Sequence[Axes]]:
+    """A figure as wide as a page, `height` in inches, with panels side by side, in one row or more."""
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    return figure, list(figure.subplots(rows, panels, squeeze=False, **shared).flat)
+
+
+def finished(figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2) -> Picture:
+    """The figure with its title above and its text alternative, title included.
+
+    Below it stand the keys: of all that has a label in a panel, and of what is given.
+    """
+    figure.suptitle(title)
+    labelled: dict[str, Any] = {}
+    for axes in figure.axes:
+        labelled |= {label: artist for artist, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        if legend := axes.get_legend():
+            labelled |= {text.get_text(): line for text, line in zip(legend.texts, legend.legend_handles, strict=True)}
+            legend.remove()
+    labelled |= {str(artist.get_label()): artist for artist in keys}
+    if labelled:
+        figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns)
+    return Picture(figure, alt if title in alt else f"{alt} {title}.")
+
+
+# --- colours and marks -----------------------------------------------------------------------------------
+
+
+def colour(setting: str) -> str:
+    """The colour that a setting has in every figure.
+
+    Usual settings have one of their own; every other has one of three for its device.
+
+    >>> colour("cpu"), colour("cuda:tf32=off")
+    ('#0072B2', '#D55E00')
+    """
+    palette = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU
+    return COLOURS.get(setting, palette[zlib.crc32(setting.encode()) % len(palette)])
+
+
+def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
+    """A colour for each level of a factor: a setting's own, or one after the other, of which none stands for a device.
+
+    Blue is a CPU and orange a GPU in all figures.
+    """
+    if factor == "setting":
+        return {level: colour(str(level)) for level in levels}
+    purple_and_on = sns.color_palette("Dark2").as_hex()[2:]
+    return dict(zip(levels, itertools.cycle(purple_and_on), strict=False))
+
+
+def named(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, dict[str, str]]:
+    """The frame with a column `name`, what each level is called, and the colour of each name, for seaborn's `hue`.
+
+    Settings come in the order of the palette, the unknown ones last; other levels as they stand in the frame.
+    """
+    levels = list(frame[factor].unique())
+    if factor == "setting":
+        levels.sort(key=[*COLOURS, *sorted(levels)].index)
+    called, tints = names(levels, factor), level_colours(factor, levels)
+    return frame.assign(name=frame[factor].map(called)), {called[level]: tints[level] for level in levels}
+
+
+def is_recorded(frame: pd.DataFrame) -> pd.Series:
+    """Which rows were recorded elsewhere; none where the frame does not say.
+
+    >>> [is_recorded(pd.DataFrame(table)).tolist() for table in ({"recorded": [True, False]}, {"seed": [0]})]
+    [[True, False], [False]]
+    """
+    return frame.get("recorded", pd.Series(False, frame.index)).astype(bool)
+
+
+def points(axes: Axes, x: Any, y: Any, tint: Any, hollow: Any = False, **look: Any) -> None:
+    """Points of one colour, or each of its own: filled for what was made here, hollow for what was recorded."""
+    faces, edges = np.atleast_1d(np.where(hollow, "white", tint)), np.atleast_1d(tint)
+    axes.scatter(x, y, **{"s": 26, "facecolors": faces, "edgecolors": edges, "linewidths": 1.1, "zorder": 3, **look})
+
+
+def key(label: str, **look: Any) -> Line2D:
+    """A line, or with `ls=""` and a `marker` a point, and what it means."""
+    return Line2D([], [], label=label, **look)
+
+
+def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
+    """What is filled and what is hollow, with the machines where it was made."""
+    recorded, keys = is_recorded(frame), []
+    for hollow in sorted(recorded.unique()):
+        label = "recorded" if hollow else "made here"
+        if "machine" in frame:
+            label += f" on {', '.join(sorted(set(map(str, frame.machine[recorded == hollow].dropna()))))}"
+        keys.append(key(label, ls="", marker="o", ms=5, mec=INK, mfc="white" if hollow else FAINT))
+    return keys
+
+
+# --- axes ------------------------------------------------------------------------------------------------
+
+
+def power_of_ten(value: float, _: Any = None) -> str:
+    """A power of ten, as a label of an axis.
+
+    >>> power_of_ten(0), power_of_ten(1e-3), power_of_ten(-100.0)
+    ('0', '10⁻³', '−10²')
+    """
+    if value == 0:
+        return "0"
+    exponent = str(round(np.log10(abs(value)))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{'−' if value < 0 else ''}10{exponent}"
+
+
+def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
+    """Logarithmic where what is drawn spans a factor of `least` or more; ticks at 1, 2 and 5 where they have room."""
+    low, high = getattr(axis.axes.dataLim, f"interval{axis.axis_name}")
+    if not low > 0 or high / low < least:
+        return
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=9))
+    axis.set_major_formatter("{x:,g}" if low > 1e-4 and high < 1e6 else power_of_ten)
+    axis.set_minor_locator(NullLocator())
+
+
+def log_scales(axes: Axes) -> None:
+    """Both axes logarithmic, where that helps."""
+    for axis in (axes.xaxis, axes.yaxis):
+        log_scale(axis)

@@ -1,0 +1,36 @@
+"""Tensors in sealed safetensors files, with notes as JSON in the header."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpulab import files
+from gpulab.store import recorded
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = dict[str, "torch.Tensor"]  # by name, such as the weights of a model
+
+
+def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
+    """Write tensors, in one step, as a safetensors file with JSON notes and a seal in its header."""
+    from safetensors.torch import save
+
+    # Cloned, because a tensor that two names share could not be stored.
+    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    header = {"gpulab": json.dumps({"format": recorded.FORMAT, **notes}), "seal": files.UNSEALED}
+    files.write(file, files.seal(save(own, header)))
+
+
+def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors and the notes of such a file. Raises `DataError` for a damaged or foreign one."""
+    from safetensors.torch import load
+
+    content = files.read(file)
+    with files.reading(file, "not tensors"):
+        header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
+        notes = recorded.checked(file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content)
+        return load(content), notes

@@ -1,0 +1,82 @@
+"""The profiles of experiments: how long they train, on what, and with which sizes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from gpulab.errors import UsageError
+
+PROFILES = ("smoke", "quick", "paper")
+LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
+
+
+class Protocol(NamedTuple):
+    """What a profile means for one model.
+
+    `frames` are trained on in windows of `window`; `seeds` is how many an experiment uses unless
+    told; `data` with `data_options`, `size` (height, width) and `model` (options of the model) are what is trained.
+    """
+
+    data: str
+    frames: int
+    window: int
+    seeds: int
+    size: tuple[int, int]
+    model: dict[str, Any]
+    learning_rate: float = 1e-3
+    data_options: dict[str, Any] = {}
+
+
+WHITENER = {"hidden": 128, "code": 24, "batch_size": 50, "covariance": "one-pass"}
+PROTOCOLS = {
+    ("autoencoder", "smoke"): Protocol("digits", 400, 20, 2, (28, 28), {"hidden": [64, 16]}),
+    ("autoencoder", "quick"): Protocol("digits", 3_000, 20, 3, (28, 28), {"hidden": [128, 32]}),
+    ("autoencoder", "paper"): Protocol("mnist", 60_000, 20, 10, (28, 28), {"hidden": [128, 32]}),
+    ("prednet", "smoke"): Protocol("walk", 200, 20, 2, (24, 32), {"channels": [3, 8, 16]}),
+    ("prednet", "quick"): Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
+    # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last frame.
+    ("prednet", "motion"): Protocol("walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
+    ("prednet", "paper"): Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
+    ("whitener", "smoke"): Protocol("digits", 4_000, 200, 6, (28, 28), WHITENER),
+    ("whitener", "quick"): Protocol("digits", 20_000, 200, 8, (28, 28), WHITENER),
+    ("whitener", "paper"): Protocol("mnist", 60_000, 200, 10, (28, 28), WHITENER),
+}
+
+
+def profile(name: str) -> str:
+    """Choose the profile, which says how large experiments are: `GPULAB_PROFILE` if that is set, else `name`.
+
+    Notebooks call it, so that one environment variable makes all of them small for a test.
+
+    Args:
+        name: `smoke` (seconds), `quick` (minutes on a laptop) or `paper` (as published).
+
+    Returns:
+        `smoke`, `quick` or `paper`. PredNet's further profile, `motion`, is for `gpulab.train` and `gpulab.Experiment`.
+
+    Raises:
+        UsageError: For another name, also in the environment variable.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> gl.profile("quick") in ("smoke", "quick", "paper")
+        True
+    """
+    chosen = os.environ.get("GPULAB_PROFILE") or name
+    if chosen not in PROFILES:
+        raise UsageError(f"profile {chosen!r}: expected one of {', '.join(PROFILES)}")
+    return chosen
+
+
+def protocol(model: str, name: str) -> Protocol:
+    """What the profile `name` means for a model. PredNet has one more, `motion`, at a faster walk.
+
+    Examples:
+        >>> protocol("prednet", "paper").frames
+        5000
+    """
+    if (model, name) not in PROTOCOLS:
+        known = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
+        raise UsageError(f"model {model!r}, profile {name!r}: expected one of {known}, or my.py:train, one of yours")
+    return PROTOCOLS[model, name]

@@ -1,0 +1,115 @@
+"""Settings, metrics and other levels of factors in words, for figures, tables and sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from gpulab.errors import UsageError
+from gpulab.settings import Setting
+
+OWN_MEMORY, SHARED_MEMORY = "own memory", "shared memory"
+COPIED, OVERWRITTEN = "copied frames", "overwritten frames"  # the two conditions of the anomaly
+LOADERS = {"copied": COPIED, "window": COPIED, "reused": OVERWRITTEN, "imitated": OVERWRITTEN}
+DEVICES = {"cpu": "CPU", "cuda": "GPU", "mps": "Apple GPU", "xpu": "Intel GPU"}
+ISA = {"sse4": "SSE4", "avx2": "AVX2", "avx512": "AVX-512"}
+EMULATED = {"tf32": "TF32", "ampere": "an Ampere card", "hopper": "a Hopper card"}
+SWITCHES = {
+    "tf32": {True: "TF32", False: "no TF32"},
+    "cudnn": {True: "cuDNN", False: "no cuDNN"},
+    "denormals": {True: "tiniest numbers kept", False: "tiniest numbers as zero"},
+    "deterministic": {True: "deterministic", False: "any order of sums"},
+}
+OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
+AGAIN = " again"  # at the end of a setting that was run a second time
+
+
+def setting_words(setting: str | Setting) -> str:
+    """A setting in words.
+
+    >>> setting_words("cpu:threads=1"), setting_words("cuda:tf32=on"), setting_words("cuda:tf32=off again")
+    ('CPU, one thread', 'GPU, TF32', 'GPU, no TF32, again')
+    >>> setting_words("cpu:threads=3,denormals=off"), setting_words("cpu:isa=avx512,precision=float64")
+    ('CPU, 3 threads, tiniest numbers as zero', 'CPU, AVX-512, float64')
+    >>> setting_words("cuda:1:tf32=off,cudnn=off,deterministic=on"), setting_words("mine")
+    ('GPU 1, no TF32, no cuDNN, deterministic', 'mine')
+    >>> setting_words("cpu:emulate=tf32,order=pairwise")
+    'CPU, emulating TF32, sums pairwise'
+    """
+    text = str(setting)
+    if text.endswith(AGAIN):
+        return f"{setting_words(text.removesuffix(AGAIN))},{AGAIN}"
+    try:
+        parsed = Setting.parse(text)
+    except UsageError:  # the frame is of somebody else, whose levels are not settings of ours
+        return text
+    device, _, number = parsed.device.partition(":")
+    words = [f"{DEVICES[device]} {number}".rstrip()]
+    if parsed.threads:
+        words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
+    if parsed.isa:
+        words.append(ISA.get(parsed.isa, parsed.isa))
+    words += [said[value] for name, said in SWITCHES.items() if (value := getattr(parsed, name)) is not None]
+    if parsed.precision:
+        words.append(parsed.precision)
+    if parsed.emulate:
+        words.append(f"emulating {EMULATED.get(parsed.emulate, parsed.emulate)}")
+    if parsed.order:
+        words.append(f"sums {parsed.order}")
+    return ", ".join(words)
+
+
+def condition_words(loader: str, setting: str) -> str:
+    """Whether frames are copied or overwritten, by the loader and where it trains: `reused`, the published line,
+    copies on a GPU.
+
+    >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
+    ('overwritten frames', 'copied frames')
+    """
+    copies = loader == "reused" and not setting.startswith("cpu")
+    return COPIED if copies else LOADERS[loader]
+
+
+def optimizer_words(optimizer: str) -> str:
+    """An optimiser as people write it.
+
+    >>> optimizer_words("adam(eps=0.0001)")
+    'Adam (eps=0.0001)'
+    """
+    name, bracket, options = optimizer.partition("(")
+    return f"{OPTIMIZERS.get(name, name)} {bracket}{options}".rstrip()
+
+
+def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
+    """What each level of a factor is called; levels that would be called alike keep their exact names.
+
+    >>> names(["copied", "reused"], "loader")
+    {'copied': 'copied frames', 'reused': 'overwritten frames'}
+    >>> names(["copied", "window"], "loader"), names(["cpu:threads=1", "cpu: threads=1"])
+    ({'copied': 'copied', 'window': 'window'}, {'cpu:threads=1': 'cpu:threads=1', 'cpu: threads=1': 'cpu: threads=1'})
+    >>> names(["cpu", 3], "width")
+    {'cpu': 'cpu', 3: '3'}
+    """
+    words = {"setting": setting_words, "loader": lambda loader: LOADERS.get(loader, str(loader))}.get(factor, str)
+    called = {level: words(level) for level in levels}
+    times = Counter(called.values())
+    return {level: words if times[words] == 1 else str(level) for level, words in called.items()}
+
+
+METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
+UNITS = {"prednet": "frame", "autoencoder": "image", "whitener": "image"}  # what a network's loss is the error of
+
+
+def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
+    """A metric in words for an axis; the loss of networks of gpulab's with its unit.
+
+    >>> metric_label("final_loss", ["prednet"]), metric_label("heldout_loss", ["autoencoder", "autoencoder"])
+    ('final loss (mean squared error per frame)', 'held-out loss (mean squared error per image)')
+    >>> metric_label("final_loss"), metric_label("final_loss", ["prednet", "mine"]), metric_label("index_fraction")
+    ('final loss', 'final loss', 'share of directions that lead down')
+    """
+    words, units = METRICS.get(metric, metric.replace("_", " ")), {UNITS.get(name) for name in experiments}
+    if not metric.endswith("loss") or None in units or len(units) != 1:
+        return words
+    return f"{words} (mean squared error per {units.pop()})"
