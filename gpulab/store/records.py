@@ -55,7 +55,7 @@ class RunRecord(_RequiredRecord, total=False):
     started: str
 
 
-def check_record(file: str, record: Any) -> RunRecord:
+def check_record(file: str, record: dict[str, Any]) -> RunRecord:
     """Return the record of a finished run, typed.
 
     Raises:
