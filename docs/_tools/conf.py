@@ -20,13 +20,15 @@ from gpulab.picture import DPI, image
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
 ADDRESS = re.search(r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+PROJECT = ["docs/releasing"]  # pages of docs/ that the part about the project lists
+PAGES = [f"docs/{page.stem}" for page in sorted((ROOT / "docs").glob("*.md"))]
 CONTENTS = "\n```{toctree}\n:hidden:\n:glob:\n%s\n```\n"
 PARTS = {
     "Notebooks": "gallery/index\nnotebooks/*",
-    "Use and teach": "docs/*\ndocs/*/index",
+    "Use and teach": "\n".join([page for page in PAGES if page not in PROJECT] + ["docs/*/index"]),
     "Reference": "reference/*\ngenindex",
     "Measured": "data/index\ndata/registered/*\nbenchmarks/index",
-    "Project": "*\ndocs/paper/*",
+    "Project": "\n".join(["*", *PROJECT, "docs/paper/*"]),
     "Solutions": "notebooks/solutions/*",
 }
 
