@@ -309,7 +309,8 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
     ball_words = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
-    headline = f"{title}: after {len(path_so_far) - 1} steps the ball is {ball_words}"
+    # In one line the title would be wider than the figure.
+    headline = f"{title}:\nafter {len(path_so_far) - 1} steps the ball is {ball_words}"
     return theme.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
 
 
