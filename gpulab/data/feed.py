@@ -13,10 +13,8 @@ from torch import Tensor
 
 from gpulab.data.base import Data, Window
 from gpulab.errors import UsageError
-from gpulab.run_options import OPTIONS
+from gpulab.run_options import LOADERS
 from gpulab.settings import Setting
-
-LOADERS = OPTIONS["loader"].choices
 
 
 class Feed:
