@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from gpulab.data.films import Folder, Video
 from gpulab.data.images import Images, digits, mnist
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import UsageError, check_count, extra
+from gpulab.files import JSON
 
 NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR")
 READ = {"video": Video, "frames": Folder}  # what is the user's own
@@ -32,7 +32,7 @@ class Rendered(Sequence):
         """Frames `start` to `stop`, rendered as they are asked for."""
         return self.scene.stream(start, stop, self.threads)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, JSON]:
         """The size, the numbers of frames, the scene's seed and its speed."""
         return super().options() | {"scene_seed": self.scene.seed, "speed": self.scene.speed}
 

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from gpulab.errors import DataError
 from gpulab.files import Stamp, Stamps, reading, stamp
 
 if TYPE_CHECKING:
+    import av
+    import av.container
     import PIL.Image
 
 MOST_PIXELS = 1 << 27  # of a frame or an image
@@ -77,14 +79,15 @@ def _look(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
     return len(formats), formats[0] if formats else ""
 
 
-def _upright(file: Path, frame: Any) -> PIL.Image.Image:
+def _upright(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
     """A frame as it is to be shown: a telephone writes down how it was held, and leaves the pixels as they are."""
     from PIL import Image
 
     pixels, matrix = frame.to_ndarray(format="rgb24"), frame.side_data.get("DISPLAYMATRIX")
     if matrix is not None:
         # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
-        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+        # PyAV's stub knows of motion vectors only, and not that side data are buffers.
+        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()  # type: ignore[call-overload]
         if not (a or d):
             pixels, a, d = pixels.swapaxes(0, 1), c, b
         elif b or c:
@@ -94,7 +97,7 @@ def _upright(file: Path, frame: Any) -> PIL.Image.Image:
 
 
 @contextlib.contextmanager
-def _film(file: Path) -> Iterator[Any]:
+def _film(file: Path) -> Iterator[av.container.InputContainer]:
     """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MOST_PIXELS`."""
     import av
 
