@@ -167,7 +167,7 @@ def check_seal(file: str | Path, content: bytes) -> None:
         raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")
 
 
-# --- what they hold ---------------------------------------------------------------------------------------
+# --- their content ----------------------------------------------------------------------------------------
 
 
 def digest(document: JSON) -> str:

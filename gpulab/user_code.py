@@ -88,7 +88,7 @@ def _module_of(file: Path) -> types.ModuleType:
     return module
 
 
-# --- the text of one ---------------------------------------------------------------------------------------
+# --- source text -------------------------------------------------------------------------------------------
 
 
 class UnknownSourceError(Exception):

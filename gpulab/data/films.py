@@ -29,7 +29,7 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 # Not those that open further files or addresses, which their content names: playlists, and lists of images.
 FORMATS = "asf,avi,dv,flv,gif,h264,hevc,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,ogg,wav,yuv4mpegpipe"
 NO_VIDEO = "not a video that can be read"
-OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
+DEMUXER_OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
 ASK_FOR_GREY = "ask for grey=True (--option grey=true) to read one channel"
 
 
@@ -101,7 +101,7 @@ def _film(file: Path) -> Iterator[av.container.InputContainer]:
     """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MOST_PIXELS`."""
     import av
 
-    with reading(file, NO_VIDEO), av.open(f"file:{file}", options=OPTIONS, metadata_errors="replace") as film:
+    with reading(file, NO_VIDEO), av.open(f"file:{file}", options=DEMUXER_OPTIONS, metadata_errors="replace") as film:
         codec = film.streams.video[0].codec_context if film.streams.video else None
         if not codec:
             raise DataError(f"{file}: holds no video, or none whose codec is known here")
