@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import ipywidgets
 import numpy as np
@@ -58,6 +57,7 @@ COMPARISONS = {
         ("copied", "imitated"),
     ),
 }
+ALONE = "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed for."
 DECIDED = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
 
 
@@ -108,7 +108,7 @@ class BufferExplorer(ipywidgets.VBox):
         values = [loss.item() for loss in losses]
         return pd.DataFrame({"frame": frames, "loss when it came": values, "the gradient finds": found})
 
-    def _show(self, _: Any = None) -> None:
+    def _show(self, _: object = None) -> None:
         try:
             self.image.value = table(self.seen())
         except ValueError:
@@ -193,7 +193,7 @@ class SaddleExplorer(Explorer):
         title = f"{self.optimizer.label}, {self.format.value}, rate {self.rate.value}, {push}"
         return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, title)
 
-    def _roll(self, _: Any = None) -> None:
+    def _roll(self, _: object = None) -> None:
         setting, optimizer = FORMATS[self.format.value], self.optimizer.value
         self.path = trajectory(self.saddle, setting, optimizer, self.rate.value, self.push.value)
         self.draw()
@@ -229,7 +229,7 @@ class SeedsExplorer(Explorer):
             {count: partial_verdict for count, partial_verdict in self.verdicts.items() if count <= self.seeds.value}
         )
 
-    def _restart(self, _: Any = None) -> None:
+    def _restart(self, _: object = None) -> None:
         """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""
         query, self.factor, levels = COMPARISONS[self.which.value]
         runs = self.runs.query(f"rerun == 0 and {query}")
@@ -243,7 +243,7 @@ class SeedsExplorer(Explorer):
         else:
             self._show()
 
-    def _show(self, _: Any = None) -> None:
+    def _show(self, _: object = None) -> None:
         """Say the verdict on the seeds that are in, and draw it, with those of fewer seeds as far as there is time."""
         count, deadline = self.seeds.value, time.monotonic() + FILL_SECONDS
         for fewer in range(count, 1, -1):
@@ -257,7 +257,6 @@ class SeedsExplorer(Explorer):
         self.draw()
 
 
-ALONE = "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed for."
 # --- their figures ---------------------------------------------------------------------------------------
 
 
@@ -293,7 +292,7 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     ball, top = path_so_far.iloc[-1], 1.8 * surface.loss
     low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
     figure = Figure(figsize=(7.2, 4.8))
-    axes: Any = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
+    axes = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
     height = np.minimum(surface.losses[low], top)
     x, y = np.meshgrid(surface.along, surface.across[low])
     axes.plot_surface(x, y, height, cmap="cividis", rcount=40, ccount=40, lw=0, alpha=0.9, zorder=1)
