@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import ipywidgets
 import numpy as np
@@ -292,7 +293,8 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     ball, top = path_so_far.iloc[-1], 1.8 * surface.loss
     low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
     figure = Figure(figsize=(7.2, 4.8))
-    axes = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
+    # Matplotlib has no types for its axes in three dimensions.
+    axes: Any = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
     height = np.minimum(surface.losses[low], top)
     x, y = np.meshgrid(surface.along, surface.across[low])
     axes.plot_surface(x, y, height, cmap="cividis", rcount=40, ccount=40, lw=0, alpha=0.9, zorder=1)
