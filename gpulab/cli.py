@@ -16,7 +16,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
-from gpulab.run_options import FACTORS, OPTIONS, whole_numbers
+from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
 from gpulab.settings import Setting
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
 REGISTERED = "file written before the runs, with the question and how it will be answered; its digest is kept"
-NAMES = ", ".join(name for name, each in OPTIONS.items() if each.help)
+NAMES = ", ".join(name for name, each in RUN_OPTIONS.items() if each.help)
 MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NAMES}; a function what it has"
 
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
@@ -117,7 +117,7 @@ def options_of_run(model: str, options: list[str] | None, data_options: list[str
         return {"model_options": read_options(options)}
     of: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
     for name, chosen in read_options(options).items():
-        of[OPTIONS[name].of if name in OPTIONS else "model"][name] = chosen
+        of[RUN_OPTIONS[name].of if name in RUN_OPTIONS else "model"][name] = chosen
     return of["run"] | {"data_options": of["data"], "model_options": of["model"]}
 
 

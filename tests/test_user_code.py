@@ -1,5 +1,6 @@
 import functools
 import linecache
+import math
 import sys
 import types
 
@@ -7,7 +8,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.training.functions import TrainingFunction
-from gpulab.user_code import find_function
+from gpulab.user_code import UnknownSourceError, find_function, source_of
 
 
 def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
@@ -81,3 +82,8 @@ def test_source_of_an_object_that_trains_is_unknown():
 
     assert TrainingFunction(Trainer()).unknown
     assert gl.seed_runs(Trainer(), seeds=1, progress=False).final_loss[0] == 2
+
+
+def test_source_of_a_function_that_is_not_written_in_python_is_unknown():
+    with pytest.raises(UnknownSourceError, match="no text of sqrt"):
+        source_of(math.sqrt)

@@ -7,7 +7,7 @@ from typer.main import get_command
 
 from companion.__main__ import app as notebooks
 from gpulab.cli import app
-from gpulab.run_options import OPTIONS
+from gpulab.run_options import RUN_OPTIONS
 
 PAGE = Path(__file__).parents[1] / "command_line.md"
 MARKS = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- /commands -->)", re.DOTALL)
@@ -45,8 +45,8 @@ def tables():
         lines.append(_row(f"`{name}{words}`", what, " ".join(own) + more))
     lines += ["", "| option of a run | what it says | by default |", "|---|---|---|"]
     lines += [_row(f"`{flag}`", *told) for flag, told in of_a_run.items()]
-    usual = {name: str(each.usual or "").lower() if each.of == "run" else "" for name, each in OPTIONS.items()}
-    of_networks = {name: (each.help, usual[name]) for name, each in OPTIONS.items() if each.help}
+    usual = {name: str(each.usual or "").lower() if each.of == "run" else "" for name, each in RUN_OPTIONS.items()}
+    of_networks = {name: (each.help, usual[name]) for name, each in RUN_OPTIONS.items() if each.help}
     lines += [_row(f"`--option {name}=…`", *told) for name, told in of_networks.items()]
     return "\n".join(lines) + "\n"
 

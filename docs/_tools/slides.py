@@ -38,7 +38,8 @@ PLAN = re.compile(
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 PAGE = jinja2.Template(
     """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{{ title }}</title>
 <style>{{ reveal_css }}</style><style>{{ slides_css }}</style></head>
 <body><div class="reveal"><div class="slides">
 {% for slide in slides %}<section>

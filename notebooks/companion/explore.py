@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import nbformat
 from companion.run import KERNEL
 
 HOST = "127.0.0.1"  # which no other machine reaches
+TEMPLATE = "explore"  # in the folder `voila/templates` of the following data directory of Jupyter
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,10 @@ def serve(port: int) -> int:
     with tempfile.TemporaryDirectory(prefix="gpulab-") as folder:
         for name, page in PAGES.items():
             nbformat.write(page.source(), Path(folder) / f"{name}.ipynb")
-        options = [f"--Voila.ip={HOST}", f"--port={port}", "--no-browser"]
-        voila = subprocess.Popen([sys.executable, "-m", "voila", folder, *options])
+        options = [f"--Voila.ip={HOST}", f"--port={port}", "--no-browser", f"--template={TEMPLATE}"]
+        data_directories = filter(None, [str(TEMPLATES), os.environ.get("JUPYTER_PATH")])
+        environment = os.environ | {"JUPYTER_PATH": os.pathsep.join(data_directories)}
+        voila = subprocess.Popen([sys.executable, "-m", "voila", folder, *options], env=environment)
         signal.signal(signal.SIGTERM, lambda *_: voila.terminate())
         try:
             return voila.wait()

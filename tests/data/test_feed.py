@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import LOADERS, Loader, made_meanwhile
+from gpulab.data.feed import Loader, made_meanwhile
 from gpulab.errors import DataError
 from gpulab.models.chainer import chainer_views
+from gpulab.run_options import LOADERS
 from gpulab.settings import Setting
 from gpulab.training.planning import plan_run
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
-from gpulab.data.feed import LOADERS
+from gpulab.run_options import LOADERS
 from gpulab.store import recorded
 from gpulab.store.records import factors_of_record
 from gpulab.training.experiment import plan_job

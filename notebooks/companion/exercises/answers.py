@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,37 +15,48 @@ from gpulab.errors import printable
 from gpulab.stats.verdicts import Verdict
 from gpulab.store.tables import recorded_runs
 
-CHECKS: dict[str, tuple[str, Callable[[Any], str]]] = {}  # of each exercise: what an answer is, and its check
+# A student may hand in anything. A check finds out what it is before it uses it.
+Answer = Any
+
+
+class Exercise(NamedTuple):
+    """What the answer to an exercise is, in words; and its check, which returns what is said of a right answer."""
+
+    form: str
+    check: Callable[[Answer], str]
+
+
+CHECKS: dict[str, Exercise] = {}  # by the name of the exercise
 
 
 class WrongAnswerError(Exception):
     """What is wrong with an answer, and where to look."""
 
 
-def exercise(name: str, form: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
+def exercise(name: str, form: str) -> Callable[[Callable[[Answer], str]], Callable[[Answer], str]]:
     """Register the check of an exercise, whose answer is of this form: it returns what is said of a right answer."""
 
-    def register(check_answer: Callable[[Any], str]) -> Callable[[Any], str]:
-        CHECKS[name] = form, check_answer
+    def register(check_answer: Callable[[Answer], str]) -> Callable[[Answer], str]:
+        CHECKS[name] = Exercise(form, check_answer)
         return check_answer
 
     return register
 
 
-def need(condition: Any, otherwise: str) -> None:
+def need(condition: object, otherwise: str) -> None:
     """Raise `WrongAnswerError` with what is said otherwise."""
     if not condition:
         raise WrongAnswerError(otherwise)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a few characters, whatever it is; a text is quoted."""
-    if type(value) in (int, float) and abs(value) < 1e15:
+    if (type(value) is int or type(value) is float) and abs(value) < 1e15:
         return f"{value:.6g}"
     return printable(repr(value[:40])) if isinstance(value, str) else f"this {type(value).__name__}"
 
 
-def number(value: Any) -> float:
+def number(value: Answer) -> float:
     """The number that an answer is, be it of Python, NumPy, pandas or torch."""
     need(not isinstance(value, str), f"{shown(value)} is a text: leave the quotation marks and the unit away")
     array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
@@ -55,7 +66,7 @@ def number(value: Any) -> float:
     return float(array.item())
 
 
-def near(value: Any, right: float, mistakes: Mapping[Any, str], rel: float = 0.01) -> float:
+def near(value: Answer, right: float, mistakes: Mapping[float, str] | Mapping[int, str], rel: float = 0.01) -> float:
     """The number, if it is the right one. `mistakes` are what one gets by a wrong way, and which one that is."""
     answer = number(value)
     if math.isclose(answer, right, rel_tol=rel):
@@ -70,14 +81,14 @@ def near(value: Any, right: float, mistakes: Mapping[Any, str], rel: float = 0.0
     raise WrongAnswerError(f"{answer:.4g} is too {'large' if answer > right else 'small'}")
 
 
-def pair(value: Any) -> tuple[Any, Any]:
+def pair(value: Answer) -> tuple[Answer, Answer]:
     """Two things in brackets."""
     need(isinstance(value, (tuple, list)), f"{shown(value)} is not two things in brackets")
     need(len(value) == 2, f"two things are asked for, and there are {len(value)}")
     return value[0], value[1]
 
 
-def fields(value: Any, *names: Any) -> Mapping[Any, Any]:
+def fields(value: Answer, *names: object) -> Mapping[object, Answer]:
     """A dict, or a row of a table, that has these names."""
     need(isinstance(value, Mapping) or hasattr(value, "to_frame"), f"{shown(value)} is no dict")
     missing = [str(name) for name in names if name not in value]
@@ -85,7 +96,7 @@ def fields(value: Any, *names: Any) -> Mapping[Any, Any]:
     return value
 
 
-def table(value: Any, *columns: str) -> pd.DataFrame:
+def table(value: Answer, *columns: str) -> pd.DataFrame:
     """A data frame that has these columns."""
     need(isinstance(value, pd.DataFrame), f"{shown(value)} is no table")
     missing = [name for name in columns if name not in value]
@@ -94,13 +105,13 @@ def table(value: Any, *columns: str) -> pd.DataFrame:
     return value
 
 
-def choice(value: Any, *names: str) -> str:
+def choice(value: Answer, *names: str) -> str:
     """One of these words."""
     need(isinstance(value, str) and value in names, f"{shown(value)} is not one of {', '.join(names)}")
     return str(value)
 
 
-def judged(value: Any, factor: str, seeds: int = 6, metric: str = "final_loss") -> Verdict:
+def judged(value: Answer, factor: str, seeds: int = 6, metric: str = "final_loss") -> Verdict:
     """A verdict on that factor and metric, from so many seeds at least."""
     need(isinstance(value, Verdict), f"{shown(value)} is no verdict: gl.verdict(…) makes one of runs")
     need(value.factor == factor, f"this verdict compares {value.factor!r}, and the question is about {factor!r}")
@@ -111,7 +122,7 @@ def judged(value: Any, factor: str, seeds: int = 6, metric: str = "final_loss") 
     return value
 
 
-def recorded(experiment: str, profile: str, **columns: Any) -> pd.DataFrame:
+def recorded(experiment: str, profile: str, **columns: object) -> pd.DataFrame:
     """Recorded runs that have these values in their columns."""
     frame = recorded_runs()
     for name, value in {"experiment": experiment, "profile": profile, **columns}.items():

@@ -1,15 +1,29 @@
 """The exercises of the notebooks: what a student's answer is checked against, and what is said of a wrong one.
 
-Each check computes the right answer, from recorded data or by doing the thing, or reads it in what was measured.
+The checks of each notebook are a module of this package. A check computes the right answer from recorded data or by
+doing the task itself, or looks it up in what was measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from companion import exercises_00_05, exercises_06_11  # noqa: F401 (they register their checks)
-from companion.answers import CHECKS, WrongAnswerError, need, shown
+# Each of these modules adds its checks to `CHECKS` when it is imported.
+from companion.exercises import (  # noqa: F401
+    notebook_00,
+    notebook_01,
+    notebook_02,
+    notebook_03,
+    notebook_04,
+    notebook_05,
+    notebook_06,
+    notebook_07,
+    notebook_08,
+    notebook_09,
+    notebook_10,
+    notebook_11,
+)
+from companion.exercises.answers import CHECKS, Answer, WrongAnswerError, need, shown
 from gpulab.errors import UsageError, printable
 from gpulab.report import Report
 
@@ -31,7 +45,7 @@ class Checked(Report):
     __repr__ = __str__
 
 
-def check(exercise: str, answer: Any) -> Checked:
+def check(exercise: str, answer: Answer) -> Checked:
     """Whether an answer to an exercise of a notebook is right; if it is not, what is wrong with it.
 
     `exercise` is a name such as "05-2", of notebook 05 the second. The answer is looked at, and nothing in it is run.
@@ -42,13 +56,13 @@ def check(exercise: str, answer: Any) -> Checked:
     """
     if not isinstance(exercise, str) or exercise not in CHECKS:
         raise UsageError(f"exercise {shown(exercise)}: expected one of {', '.join(sorted(CHECKS))}")
-    form, check_answer = CHECKS[exercise]
+    asked = CHECKS[exercise]
     try:
         need(answer is not None, "this is None. A cell whose last line prints or assigns gives nothing back")
-        return Checked(exercise, True, printable(check_answer(answer)))
+        return Checked(exercise, True, printable(asked.check(answer)))
     except (WrongAnswerError, UsageError) as wrong:
         reason = str(wrong)
     except Exception as error:  # whatever an answer does when it is looked at
         reason = f"{shown(answer)} cannot be read ({type(error).__name__})"
     reason += " " if reason.endswith("?") else ". "
-    return Checked(exercise, False, printable(f"{reason}The answer is {form}."))
+    return Checked(exercise, False, printable(f"{reason}The answer is {asked.form}."))
