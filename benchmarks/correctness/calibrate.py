@@ -1,29 +1,28 @@
 """How often a verdict is wrong, by simulation.
 
-    python benchmarks/calibrate.py
+    python benchmarks/correctness/calibrate.py
 
-It fills the first two tables of `verdict_calibration.md`, which says how they are read. Losses are standardised to a
-standard deviation of 1 between seeds; a pair's difference is a shift plus noise, and the noise is the difference of two
-fresh losses, scaled: under no effect both settings are exchangeable.
+It fills the first two tables of `benchmarks/results/verdict_calibration.md`, which says how they are read. Losses are
+standardised to a standard deviation of 1 between seeds; a pair's difference is a shift plus noise, and the noise is the
+difference of two fresh losses, scaled: under no effect both settings are exchangeable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import typer
-from measuring import made_by, markdown, run, show
 from scipy import stats
 from tqdm import tqdm
 
+from benchmarks.measuring import RESULTS, made_by, markdown, run, show
 from gpulab.stats import tests as inference
 
-PAGE = Path(__file__).with_name("verdict_calibration.md")
+PAGE = RESULTS / "verdict_calibration.md"
 SEEDS = (5, 10, 30)
 NOISES = (1e-5, 0.1, 0.5, 1.0)
 SHARE, ALPHA = 0.25, 0.05

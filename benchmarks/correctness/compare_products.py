@@ -3,11 +3,12 @@
 A case is one matrix product or convolution on inputs that any machine can make again from their seed. What a GPU
 computed is kept in `data/measured/products-*`, so that every machine can compare.
 
-python benchmarks/compare_products.py --write    # anywhere: compare with what is recorded, write the tables
+    python benchmarks/correctness/compare_products.py --write    # on any machine: compare with what is recorded
 
 Its form at commit 6aece191 also records a GPU's products (`--record`), and searches for minutes for the arithmetic that
 fits what is recorded (`--find`, kept in `data/measured/products-found.json`).
-`--write` writes `benchmarks/products.md`, and what notebook 02 shows into `data/measured/products-comparison.json`.
+`--write` writes `benchmarks/results/products.md`, and what notebook 02 shows into
+`data/measured/products-comparison.json`.
 
 References:
     The method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
@@ -20,19 +21,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
 import typer
-from measuring import keep, markdown, run, show
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from benchmarks.measuring import RESULTS, keep, markdown, run, show
 from gpulab.numerics.emulation import PRECISIONS, Arithmetic, emulate
 from gpulab.numerics.formats import round_to
 from gpulab.report import Progress
@@ -259,7 +259,7 @@ def main(
         return markdown(table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else str(value)))
 
     differ = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
-    page = Path(__file__).with_name("products.md") if write else None
+    page = RESULTS / "products.md" if write else None
     show("Emulated products beside those of a GPU", page, short=shown(summarize(frame)), differ=shown(differ))
     if write:
         rows = json.loads(summarize(frame[frame.inputs == INPUTS[0]]).to_json(orient="records"))

@@ -1,6 +1,6 @@
 """Public questions of the kind "compiled and not compiled differ", and whether the audit's first line answers them.
 
-python benchmarks/compiled_cases.py --record benchmarks/compiled_cases.md
+    python benchmarks/correctness/compiled_cases.py --write benchmarks/results/compiled_cases.md
 
 Each case is a training step of a network of several modules, retold in our own words from a public thread, or with a
 fault that is planted: a backend of torch.compile, registered here, that computes one kind of module wrongly. Besides,
@@ -17,13 +17,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import public_cases
 import torch
 import torch.nn.functional as F
-from public_cases import ROUNDING, Case, batch, drawn, second
 from torch import Tensor, nn
 
 import gpulab as gl
+from benchmarks.correctness import public_cases
+from benchmarks.correctness.public_cases import ROUNDING, Case, batch, drawn, second
 
 MISMATCH = "mismatch"
 CASES: list[Case] = []

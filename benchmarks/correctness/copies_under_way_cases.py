@@ -1,6 +1,6 @@
 """Programs whose copies from and to a GPU go on while they go on, wrongly and rightly, under the guard. Needs CUDA.
 
-python benchmarks/copies_under_way_cases.py --write benchmarks/copies_under_way.md
+    python benchmarks/correctness/copies_under_way_cases.py --write benchmarks/results/copies_under_way.md
 
 Seven have the fault of a public thread, retold in a program of our own; ten are right and resemble them. The expected
 answers stood here before the guard was tried on any of them. Each program is first run without the guard, once as it
@@ -14,8 +14,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import Program, guarded, keep, show_guarded
 from torch import Tensor
+
+from benchmarks.correctness.guarded_programs import Program, guarded, show_guarded
+from benchmarks.measuring import keep
 
 SIZE = 1 << 20  # numbers in a tensor
 BUSY = 50_000_000  # cycles of the GPU: some 30 ms
@@ -219,7 +221,7 @@ def tried(case: Program) -> dict[str, Any]:
 
 
 def main(
-    write: Annotated[Path | None, typer.Option(help="write the table onto this page")] = None,
+    write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
     record: Annotated[Path | None, typer.Option(help="keep it as JSON, for data/measured/")] = None,
 ) -> None:
     """Try all the programs."""

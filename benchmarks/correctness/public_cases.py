@@ -1,6 +1,6 @@
 """Public questions of the kind "CPU and GPU differ", and whether the audit's first line answers them.
 
-python benchmarks/public_cases.py --record benchmarks/public_cases.md
+    python benchmarks/correctness/public_cases.py --write benchmarks/results/public_cases.md
 
 Each case is a step retold in our own words from a public thread whose cause was confirmed there: by a maintainer's
 comment or label, by a merged change, or by the setting that made the difference go. It says which two settings are
@@ -24,11 +24,11 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import made_by, markdown, show, table
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import gpulab as gl
+from benchmarks.measuring import made_by, markdown, show, table
 
 ANOTHER_ANSWER = "another valid answer"
 REDUCED, ROUNDING, RANDOM = "reduced precision", "rounding", "different random numbers"
@@ -683,12 +683,14 @@ def command(title: str, cases: list[Case]) -> None:
 
     def main(
         only: Annotated[str, typer.Option(help="names of cases, or parts of names, separated by commas")] = "",
-        record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
+        write: Annotated[
+            Path | None, typer.Option("--write", "--record", help="page of Markdown, between its marks")
+        ] = None,
     ) -> None:
         """Audit the cases and say how many first lines are as expected."""
         parts = [part.strip().replace(" ", "_") for part in only.split(",")]
         found = run([one for one in cases if any(part in one.name for part in parts)])
-        show(title, record, measured=document(found) if len(found) else f"no case has {only!r} in its name")
+        show(title, write, measured=document(found) if len(found) else f"no case has {only!r} in its name")
 
     typer.run(main)
 

@@ -1,6 +1,6 @@
 """Programs that share memory, wrongly and rightly, under `gl.guard(reads="any")`: caught, placed, false alarms.
 
-python benchmarks/shared_memory_cases.py --record benchmarks/shared_memory.md
+    python benchmarks/correctness/shared_memory_cases.py --write benchmarks/results/shared_memory.md
 
 Twelve have the fault of a public thread, retold in a program of our own; twelve are right and resemble them. The
 expected answers stood here before the guard was tried on any of them. A fault is *placed* where the finding names the
@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from measuring import Program, guarded, show_guarded
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.correctness.guarded_programs import Program, guarded, show_guarded
 
 
 class Camera:
@@ -281,9 +282,13 @@ def tried(case: Program) -> dict[str, Any]:
     return guarded(case)
 
 
-def main(record: Annotated[Path | None, typer.Option(help="write the table onto this page")] = None) -> None:
+def main(
+    write: Annotated[
+        Path | None, typer.Option("--write", "--record", help="page of Markdown, between its marks")
+    ] = None,
+) -> None:
     """Try all the programs."""
-    show_guarded("Shared memory, retold", record, [tried(case) for case in CASES])
+    show_guarded("Shared memory, retold", write, [tried(case) for case in CASES])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """The library as a factor: PyTorch, JAX and Keras from the same weights, on the same frames, by the same protocol.
 
-    python benchmarks/frameworks.py cpu:threads=1 --write benchmarks/frameworks.md
-    python benchmarks/frameworks.py cuda:tf32=off --size paper --write benchmarks/frameworks_cuda.md
+    python benchmarks/peers/frameworks.py cpu:threads=1 --write benchmarks/results/frameworks.md
+    python benchmarks/peers/frameworks.py cuda:tf32=off --size paper --write benchmarks/results/frameworks_cuda.md
 
 How far a first step differs from torch's, and frames per second. Trainings take turns; a speed is the median of the
 rounds, each of which is the median window of a training without its first two, in which JAX and TensorFlow compile.
 
-The trainings are `benchmarks/in_jax.py:prednet` and `:autoencoder`, and the same in `in_keras.py`, for `gpulab train`
-and `gpulab experiment`; torch's are gpulab's own, `prednet` and `autoencoder`. README.md beside this file says how a
-verdict tells whether a library ends elsewhere. Needs the extras jax and keras; --libraries jax leaves the other out.
+The trainings are `benchmarks/peers/in_jax.py:prednet` and `:autoencoder`, and the same in `in_keras.py`, for
+`gpulab train` and `gpulab experiment`; torch's are gpulab's own, `prednet` and `autoencoder`. `benchmarks/README.md`
+shows how a verdict compares the libraries. Needs the extras jax and keras; `--libraries jax` needs only the first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from measuring import made_by, markdown, run, show
 
 import gpulab as gl
+from benchmarks.measuring import made_by, markdown, run, show
 from companion.first_windows import FirstWindow
 from companion.workloads import REPEATS, Row
 from gpulab.errors import GpulabError, UsageError

@@ -190,7 +190,7 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("benchmarks/in_jax.py:prednet", model_options={"size": "smoke"}, progress=False)
+        >>> run = train("benchmarks/peers/in_jax.py:prednet", model_options={"size": "smoke"}, progress=False)
         >>> run.status, 0.03 < run.final_loss < 0.06
         ('finished', True)
 
@@ -206,7 +206,7 @@ def autoencoder(seed: int, setting: Setting, size: str = "quick") -> float:
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("benchmarks/in_jax.py:autoencoder", model_options={"size": "smoke"}, progress=False)
+        >>> run = train("benchmarks/peers/in_jax.py:autoencoder", model_options={"size": "smoke"}, progress=False)
         >>> run.status, 0.03 < run.final_loss < 0.06
         ('finished', True)
     """

@@ -218,7 +218,7 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("benchmarks/in_keras.py:prednet", model_options={"size": "smoke"}, progress=False)
+        >>> run = train("benchmarks/peers/in_keras.py:prednet", model_options={"size": "smoke"}, progress=False)
         >>> run.status, 0.03 < run.final_loss < 0.06
         ('finished', True)
 

@@ -1,6 +1,6 @@
 """The published experiment with its own code: the authors' network, unchanged, in stock Chainer, on a CPU or a GPU.
 
-    python benchmarks/published.py prednet_in_chainer_py3/PredNet --seeds 8 --loader reused copied --workers 2
+    python benchmarks/peers/published.py prednet_in_chainer_py3/PredNet --seeds 8 --loader reused copied --workers 2
 
 trains seeds × loaders in worker processes; what is done already is skipped. `--help` says what it needs.
 
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import stock_chainer
-from measuring import run
 from threadpoolctl import threadpool_limits
 
+from benchmarks.measuring import run
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import Rendered, load
 from gpulab.errors import UsageError

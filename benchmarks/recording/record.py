@@ -1,7 +1,7 @@
 """Record on this machine what `data/` keeps of others: a subcommand each, and with `--help` what it takes.
 
-    python benchmarks/record.py roofline cuda:tf32=off cuda:tf32=on data/measured/rooflines-my-gpu.json
-    python benchmarks/record.py speed cuda:tf32=off --write data/measured/speed-my-gpu.json
+    python benchmarks/recording/record.py roofline cuda:tf32=off cuda:tf32=on data/measured/rooflines-my-gpu.json
+    python benchmarks/recording/record.py speed cuda:tf32=off --write data/measured/speed-my-gpu.json
 
 `record_NAME.py` in the commands of older records is the subcommand of that name here, with the same arguments.
 """
@@ -16,9 +16,9 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
-from measuring import command_line, keep, run, this_command
 
 import gpulab as gl
+from benchmarks.measuring import command_line, keep, run, this_command
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device.rooflines import roofline
 from gpulab.errors import UsageError, in_one_line

@@ -1,6 +1,6 @@
 """Gradient-boosted trees (XGBoost, which needs the extra trees): one of the sections that notebook 07 shows.
 
-python benchmarks/record.py speed cpu:threads=2 --parts trees --write data/measured/speed-my-cpu.json
+python benchmarks/recording/record.py speed cpu:threads=2 --parts trees --write data/measured/speed-my-cpu.json
 """
 
 from __future__ import annotations

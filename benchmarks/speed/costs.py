@@ -1,8 +1,8 @@
 """What gpulab costs: time and memory of notebooks, guard and emulation.
 
-python benchmarks/costs.py budgets --profile smoke --profile quick --device cpu
-python benchmarks/costs.py guard --write benchmarks/guard_cost.md
-python benchmarks/costs.py emulation --write benchmarks/emulation_cost.md
+python benchmarks/speed/costs.py budgets --profile smoke --profile quick --device cpu
+python benchmarks/speed/costs.py guard --write benchmarks/results/guard_cost.md
+python benchmarks/speed/costs.py emulation --write benchmarks/results/emulation_cost.md
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import numpy as np
 import torch
 import torchvision
 import typer
-from measuring import Step, command_line, machine, made_by, quartiles, race, run, show, table
 from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
+from benchmarks.measuring import ROOT, Step, command_line, machine, made_by, quartiles, race, run, show, table
 from gpulab.numerics.emulation import CHIPS
 
 app = command_line(__doc__)
-ROOT = Path(__file__).resolve().parents[1]
 Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
 
 

@@ -1,12 +1,12 @@
 """gpulab's Hessian beside curvlinops, hessian-eigenthings and PyHessian: time, memory on a GPU, and accuracy.
 
     pip install curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5 PyHessian==0.1
-    python benchmarks/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
-    python benchmarks/hessian_speed.py cuda:tf32=off --record data/measured/hessian_speed-my-gpu.json
+    python benchmarks/speed/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
+    python benchmarks/speed/hessian_speed.py cuda:tf32=off --record data/measured/hessian_speed-my-gpu.json
 
 The loss is that of one window of frames of the PredNet of a profile, in float32 without TF32. Each library is called as
 its own documentation does. What is not installed is noted as failed. The form of this script that also timed densities
-and wrote the tables of `hessian_speed.md` is in the history, at commit 6aece191.
+and wrote the tables of `benchmarks/results/hessian_speed.md` is at commit 6aece191.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from measuring import keep, race, run, seconds, table
 from torch import Tensor, nn
 
 import gpulab as gl
+from benchmarks.measuring import keep, race, run, seconds, table
 from gpulab.training.spec import protocol
 
 CHECKED = 4  # products compared with float64

@@ -1,6 +1,6 @@
 """A text classifier, trained in every precision: one of the sections that notebook 07 shows.
 
-    python benchmarks/record.py speed cpu:threads=1 --parts text --write data/measured/speed-my-cpu.json
+    python benchmarks/recording/record.py speed cpu:threads=1 --parts text --write data/measured/speed-my-cpu.json
 
 The texts are the docstrings of Python's standard library, and the question is which package one stands in.
 """

@@ -1,10 +1,16 @@
-"""How fast training is: both networks beside other ways of training them, step by step and end to end.
+r"""How fast training is: both networks beside other ways of training them, step by step and end to end.
 
-python benchmarks/training_speed.py race prednet cpu:threads=2 --leido pytorch-prednet --authors prednet_in_pytorch
-python benchmarks/training_speed.py race autoencoder cuda:tf32=off --record data/measured/autoencoder-my-gpu.json
-python benchmarks/training_speed.py race prednet --write benchmarks/prednet.md    # from all that is recorded
-python benchmarks/training_speed.py end-to-end cuda:tf32=on --record data/measured/end_to_end-my-gpu.json
-python benchmarks/training_speed.py end-to-end --write benchmarks/prednet.md    # from all that is recorded
+    python benchmarks/speed/training_speed.py race prednet cpu:threads=2 \
+        --leido pytorch-prednet --authors prednet_in_pytorch
+    python benchmarks/speed/training_speed.py race autoencoder cuda:tf32=off \
+        --record data/measured/autoencoder-my-gpu.json
+    python benchmarks/speed/training_speed.py end-to-end cuda:tf32=on \
+        --record data/measured/end_to_end-my-gpu.json
+
+The tables of the page, from all that is recorded:
+
+    python benchmarks/speed/training_speed.py race prednet --write benchmarks/results/prednet.md
+    python benchmarks/speed/training_speed.py end-to-end --write benchmarks/results/prednet.md
 """
 
 from __future__ import annotations
@@ -22,11 +28,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from measuring import Step, command_line, keep, race, run, seconds, show, table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
+from benchmarks.measuring import Step, command_line, keep, race, run, seconds, show, table
 from gpulab.data.feed import Loader, ahead
 from gpulab.engines import fastest
 from gpulab.engines.graphs import Graph

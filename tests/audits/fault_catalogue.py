@@ -1,100 +1,26 @@
-"""How many planted faults an audit finds, names rightly and places rightly; and how often it is wrong of right steps.
+"""Faults that are planted in training steps, for audits to find: `faults()` lists them all.
 
-python benchmarks/plant_faults.py
-
-Prints a table; `tests/audits/test_planted_faults.py` goes through a sixth of it. Each fault is planted under one
-of two settings that compute alike (or under both, in float32 alone), in networks that nobody wrote for this.
+Each fault is planted under one of two settings that compute alike, or under both in float32 alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 import torch.nn.functional as F
+from faulty_kernels import WRONG, Kernels, one_number, short_products, under_b
+from small_networks import NETWORKS, drawn
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.numerics.formats import round_to
 
-A, B = "cpu:threads=2", "cpu:threads=1"
 FEW = slice(0, 1)
-
-
-def under_b() -> bool:
-    return torch.get_num_threads() == 1
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-# --- networks ---------------------------------------------------------------------------------------------
-
-
-class Attends(nn.Module):
-    """Words, attention with a causal mask, and a tied last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(20, 16, padding_idx=0), nn.Embedding(9, 16)
-        self.block = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
-        self.last = nn.Linear(16, 20, bias=False)
-        self.last.weight = self.words.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        mask = torch.ones(words.shape[1], words.shape[1], dtype=torch.bool).triu(1)
-        h = self.words(words) + self.places(torch.arange(words.shape[1]))
-        return self.last(self.block(h, src_mask=mask)).transpose(1, 2)
-
-
-class Recurs(nn.Module):
-    """A cell, step by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.last = nn.GRUCell(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(len(x), 8)
-        for part in x.unbind(1):
-            h = self.cell(part, h)
-        return self.last(h)
-
-
-def words(seed: int) -> Tensor:
-    return torch.randint(0, 20, (4, 7), generator=torch.Generator().manual_seed(seed))
-
-
-def labels(count: int, of: int = 3) -> Tensor:
-    return torch.arange(count) % of
-
-
-def convolutions() -> nn.Module:
-    below = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
-    return nn.Sequential(*below, nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Flatten(), nn.Linear(32, 3))
-
-
-def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 3))
-
-
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
-    "layers": (layers, lambda seed: (drawn(6, 8, seed=seed), labels(6))),
-    "convolutions": (convolutions, lambda seed: (drawn(5, 3, 8, 8, seed=seed), labels(5))),
-    "attention": (Attends, lambda seed: (words(seed), words(seed + 1))),
-    "recurrence": (Recurs, lambda seed: (drawn(4, 3, 6, seed=seed), labels(4))),
-}
 
 
 @dataclass
@@ -144,61 +70,6 @@ class Fault:
 
 # --- kernels ----------------------------------------------------------------------------------------------
 
-
-class Kernels(TorchDispatchMode):
-    """Stands below the watcher as a device does, and falsifies what one float32 kernel returns."""
-
-    def __init__(self, name: str, wrong: Callable[..., Any], always: bool) -> None:
-        super().__init__()
-        self.name, self.wrong, self.always, self.count = name, wrong, always, 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = operation(*args, **(kwargs or {}))
-        results = out if isinstance(out, tuple | list) else (out,)
-        first = next((t for t in results if isinstance(t, Tensor)), None)
-        if operation._schema.name != f"aten::{self.name}" or first is None or first.dtype != torch.float32:
-            return out
-        if not (self.always or under_b()):
-            return out
-        self.count += 1
-        falsified = self.wrong(operation, args, kwargs or {}, out.clone() if self.name.endswith("_") else out)
-        return out.copy_(falsified) if self.name.endswith("_") else falsified
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        assert self.count, f"{self.name} was never called: no fault was planted"
-
-
-def on_results(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def wrong(operation: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        if isinstance(out, Tensor):
-            return change(out)
-        return type(out)(change(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in out)
-
-    return wrong
-
-
-def one_number(t: Tensor) -> Tensor:
-    most = torch.arange(t.numel()).view(t.shape) == t.abs().argmax()
-    return torch.where(most, 1.5 * t, t)
-
-
-def short_products(operation: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    added = 1 if "addmm" in operation._schema.name else 0
-    short = [round_to(t, "tf32") if isinstance(t, Tensor) and p >= added else t for p, t in enumerate(args)]
-    return operation(*short, **kwargs)
-
-
-WRONG = {
-    "a thousandth": on_results(lambda t: t * (1 + 1e-3 * torch.sign(t))),
-    "one number": on_results(one_number),
-    "rolled": on_results(lambda t: t.roll(1, -1) if t.dim() else t + 0.01),
-    "zero at the end": on_results(
-        lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == t.numel() - 1, 0.7, t)
-    ),
-    "nothing": on_results(torch.zeros_like),
-    "NaN": on_results(lambda t: t * torch.nan),
-}
 KERNELS = {
     "layers": "addmm native_layer_norm tanh sigmoid _log_softmax nll_loss_forward mm sigmoid_backward tanh_backward "
     "native_layer_norm_backward _log_softmax_backward_data",
@@ -406,7 +277,7 @@ def forward_faults() -> Iterator[Fault]:
 
 def backward_faults() -> Iterator[Fault]:
     group = "backward code"
-    place = ("WrongGradient", "mul", "abs", "flip", "plant_faults.py")
+    place = ("WrongGradient", "mul", "abs", "flip", "fault_catalogue.py")
 
     def wrong(network: str, how: str) -> Case:
         return Case(network, call=lambda model, x: WrongGradient.apply(model(x), how))
@@ -514,62 +385,3 @@ def faults() -> list[Fault]:
     """All of them."""
     groups = kernels, custom, forward_faults, backward_faults, hook_faults, data_faults, state_faults
     return [fault for group in groups for fault in group()]
-
-
-# --- the sweep --------------------------------------------------------------------------------------------
-
-
-def examined(fault: Fault, number: int = 0) -> gl.audits.Audit:
-    """The audit of a step with a fault; every second from B to A, every fourth of traces that were kept in files."""
-    sides = (B, A) if number % 2 else (A, B)
-    with fault.around():
-        first = gl.record(fault.step, sides[0], progress=False)
-        second = gl.record(fault.step, sides[1], reference=first, progress=False)
-    if number % 8 in (1, 2):
-        with tempfile.TemporaryDirectory() as folder:
-            files = [trace.save(Path(folder) / f"{n}.trace") for n, trace in enumerate((first, second))]
-            return gl.audit(*files)
-    return gl.audit(first, second)
-
-
-def sweep(planted: list[Fault]) -> pd.DataFrame:
-    """A row for each fault: whether it was `detected`, its `kind` named rightly, and its `place`."""
-    rows = []
-    for number, fault in enumerate(tqdm(planted, leave=False, disable=None)):
-        try:
-            report, text = examined(fault, number), ""
-        except gl.DataError as error:  # traces that are refused as those of different steps are detected, too
-            report, text = None, str(error)
-        row = {"group": fault.group, "what": fault.what, "detected": True, "kind": True, "place": True, "report": text}
-        if report is not None:
-            worst, found = report.findings[0], report.kind != "rounding"
-            text = f"{worst.operation} {worst.module} {worst.line} {worst.detail}"
-            place = any(word in text for word in fault.place) if fault.place else found
-            row |= {"detected": found, "kind": report.kind in fault.kinds, "place": place, "report": str(report)}
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def right_steps(network: str, seeds: Iterable[int]) -> pd.DataFrame:
-    """Audits of steps without a fault: network, seed, and the kind that was found."""
-    rows = []
-    for seed in seeds:
-        for optimizer in (None, lambda p: torch.optim.Adam(p, 1e-2)):
-            report = examined(Fault("", "", Case(network, seed, optimizer=optimizer), ()))
-            rows.append({"network": network, "seed": seed, "kind": report.kind, "report": str(report)})
-    return pd.DataFrame(rows)
-
-
-def rates(table: pd.DataFrame) -> pd.DataFrame:
-    """For each group the number of faults and the shares that were detected, named and placed rightly."""
-    found = table.groupby("group", sort=False)[["detected", "kind", "place"]].mean()
-    found.insert(0, "faults", table.groupby("group", sort=False).size())
-    found.loc["all"] = [len(table), *table[["detected", "kind", "place"]].mean()]
-    return found.astype({"faults": int})
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    table, right = sweep(faults()), pd.concat([right_steps(network, range(50)) for network in NETWORKS])
-    print(rates(table).to_string(float_format="{:.0%}".format))
-    print(f"{(right.kind != 'rounding').sum()} false alarms in {len(right)} right steps")
