@@ -1,7 +1,7 @@
 """The library as a factor: PyTorch, JAX and Keras from the same weights, on the same frames, by the same protocol.
 
     python benchmarks/peers/frameworks.py cpu:threads=1 --write benchmarks/results/frameworks.md
-    python benchmarks/peers/frameworks.py cuda:tf32=off --size paper --write benchmarks/results/frameworks_cuda.md
+    python benchmarks/peers/frameworks.py cuda:tf32=off --size paper
 
 How far a first step differs from torch's, and frames per second. Trainings take turns; a speed is the median of the
 rounds, each of which is the median window of a training without its first two, in which JAX and TensorFlow compile.

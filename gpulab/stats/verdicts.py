@@ -7,7 +7,7 @@ yes and no, an exact test against a share). A margin in standard deviations betw
 taken at the sd's lower 97.5 % limit. The same weights to the last bit from every seed are no sample of anything, and
 are not tested. Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
 
-`benchmarks/verdict_calibration.md` has the measured error rates, and where they are missed.
+`benchmarks/results/verdict_calibration.md` has the measured error rates, and where they are missed.
 """
 
 from __future__ import annotations
