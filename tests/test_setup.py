@@ -226,8 +226,8 @@ def test_steps_of_gpulab_that_the_examples_record_are_found(monkeypatch, tmp_pat
 
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 COMMANDS = [file for file in BENCHMARKS if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")]
-# A path that is followed by "(commit …)" is one in the history.
-BENCHMARK_PATH = re.compile(r"\bbenchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*` \(commit)")
+# A path that follows "COMMIT:", or that "(commit …)" follows, is one in the history.
+BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*` \(commit)")
 FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present one
 
 
@@ -253,10 +253,8 @@ def test_benchmarks_import_what_is_there(script):
             assert node.module not in elsewhere
             if (node.module or "").partition(".")[0] in ("gpulab", "companion", "benchmarks"):
                 module = importlib.import_module(node.module)
-                for name in node.names:
-                    assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), (
-                        name.name
-                    )
+                for name in (name.name for name in node.names):
+                    assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
 
 
 @pytest.mark.slow("starts a process for each script")
