@@ -145,7 +145,7 @@ def shipped(file: str | Path) -> Path:
     """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
     folder, *rest = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *rest)
-    return copy if folder in ("benchmarks", "data") and copy.is_file() and not Path(file).exists() else Path(file)
+    return copy if folder == "data" and copy.is_file() and not Path(file).exists() else Path(file)
 
 
 # --- seals -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from gpulab import __version__
 from gpulab.files import JSON
 
 PASSPORT_FORMAT = 1
-# The first four run the published network; the others train as well (`benchmarks/frameworks.py`).
+# The first four run the published network; the others train as well (`benchmarks/peers/frameworks.py`).
 OTHERS = ["chainer", "cupy-cuda13x", "cupy-cuda12x", "numpy", "jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu"]
 DETAILS = {"name": "{}", "compute_capability": "compute capability {}", "multiprocessors": "{} multiprocessors"}
 DETAILS |= {"memory": "{} GiB", "driver": "driver {}"}  # of a GPU, in this order

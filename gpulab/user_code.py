@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from gpulab.errors import UsageError, in_one_line
-from gpulab.files import JSON, PACKAGE, shipped
+from gpulab.files import JSON, PACKAGE
 
 Definition = Callable[..., object] | type  # a function or a class
 
 LIBRARIES = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
+MOVED_FILES = {"benchmarks/networks.py": "gpulab.models.example_steps"}  # older commands name the file
 GENERATED = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
 
 
@@ -50,9 +51,12 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():
         raise UsageError(f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}")
+    moved = MOVED_FILES.get(Path(where).as_posix())
+    if moved is not None and not Path(where).exists():
+        where = moved
     try:
         if where.endswith(".py"):
-            module = _module_of(shipped(where).resolve())
+            module = _module_of(Path(where).resolve())
         else:
             _look_in(os.getcwd())
             module = importlib.import_module(where)

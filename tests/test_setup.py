@@ -5,6 +5,8 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import yaml
 from packaging.requirements import Requirement
 from typer.main import get_command
 
+import gpulab as gl
 from companion.__main__ import app as notebooks
 from gpulab import files
 from gpulab.cli import app
 from gpulab.settings import OPTIONS
+from gpulab.user_code import find_function
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -136,7 +140,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "docs/seminar", "data", "benchmarks"])
+@pytest.mark.parametrize("folder", [".", "docs", "docs/seminar", "data", "benchmarks", "benchmarks/results"])
 def test_every_link_of_a_page_leads_somewhere(folder):
     pages = sorted((ROOT / folder).glob("*.md"))
     assert pages
@@ -247,7 +251,7 @@ def test_recorded_data_goes_into_the_wheel():
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.M))
-    read = set(re.findall(r"\b(?:data|benchmarks)/[\w./-]+", commands))
+    read = set(re.findall(r"\bdata/[\w./-]+", commands))
     assert read
     monkeypatch.setattr(files, "PACKAGE", tmp_path / "gpulab")
     monkeypatch.chdir(tmp_path)
@@ -259,10 +263,52 @@ def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypat
         assert files.shipped(file) == copy
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)
+def test_steps_of_gpulab_that_the_examples_record_are_found(monkeypatch, tmp_path):
+    recorded = re.findall(r"^\$ gpulab record (gpulab\.\S+) ", ALL_PAGES, re.M)
+    assert recorded
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in recorded:
+        assert isinstance(find_function(name, "step"), gl.Step)
+
+
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+COMMANDS = [file for file in BENCHMARKS if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")]
+# A path that follows "COMMIT:", or that "(commit …)" follows, is one in the history.
+BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*` \(commit)")
+FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present one
+
+
+@pytest.mark.parametrize("folder", ["gpulab", "notebooks", "docs", "benchmarks"])
+def test_every_benchmark_that_is_named_is_there(folder):
+    files = [file for kind in ("py", "pyi", "md", "in", "ipynb") for file in (ROOT / folder).rglob(f"*.{kind}")]
+    files = [file for file in files if file.parent != ROOT / "benchmarks" / "results"]  # which name older scripts, too
+    for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]:
+        named = set(BENCHMARK_PATH.findall(file.read_text(encoding="utf-8"))) - FORMER_PATHS
+        missing = sorted(path for path in named if not (ROOT / path).exists())
+        assert not missing, f"{file.relative_to(ROOT)}: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda script: script.relative_to(ROOT).as_posix())
 def test_benchmarks_import_what_is_there(script):
+    """Names of this repository's packages, and scripts that lie beside one."""
+    beside = {file.stem for file in script.parent.glob("*.py")}
+    elsewhere = {file.stem for file in BENCHMARKS} - beside
     for node in ast.walk(ast.parse(script.read_bytes())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("gpulab", "companion"):
-            module = importlib.import_module(node.module)
-            for name in node.names:
-                assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
+        if isinstance(node, ast.Import):
+            assert elsewhere.isdisjoint(name.name for name in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.module not in elsewhere
+            if (node.module or "").partition(".")[0] in ("gpulab", "companion", "benchmarks"):
+                module = importlib.import_module(node.module)
+                for name in (name.name for name in node.names):
+                    assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
+
+
+@pytest.mark.slow("starts a process for each script")
+@pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.relative_to(ROOT).as_posix())
+def test_benchmarks_start(script):
+    command = [sys.executable, script.relative_to(ROOT), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower()

@@ -22,6 +22,20 @@ def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
             find_function(name, "step")
 
 
+def test_find_function_by_the_former_file_of_the_example_steps(tmp_path, monkeypatch):
+    """Recorded commands name `benchmarks/networks.py`, which a file of the user's with this name precedes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    former, current = (
+        find_function(f"{where}:lstm", "step") for where in ("benchmarks/networks.py", "gpulab.models.example_steps")
+    )
+    assert isinstance(former, gl.Step)
+    assert former.batch.equal(current.batch)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "networks.py").write_text("def lstm(setting):\n    return 3\n")
+    assert find_function("benchmarks/networks.py:lstm", "step")(None) == 3
+
+
 # --- the text of one ---------------------------------------------------------------------------------------
 
 PACKAGE = {

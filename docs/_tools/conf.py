@@ -88,6 +88,8 @@ def adapted(page, pages):
         return text.replace('"# ', f'"# {page.stem[:2]} · ', 1)
     if page.name == "README.md" and page.parent == ROOT:
         return text + "".join(CONTENTS % f":caption: {part}\n{inside}" for part, inside in PARTS.items())
+    if page == ROOT / "benchmarks" / "README.md":
+        return text + CONTENTS % "results/*"
     return text + CONTENTS % "*" * (page.name == "README.md" and len(list(page.parent.glob("*.md"))) > 1)
 
 

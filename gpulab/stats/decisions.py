@@ -8,7 +8,7 @@ seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit o
 weights equal the reference's to the last bit for every seed are not tested. Several levels are corrected by Holm's
 method (1979), differences and equivalences separately.
 
-`benchmarks/verdict_calibration.md` has the measured error rates, and where they exceed the level.
+`benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the level.
 """
 
 from __future__ import annotations

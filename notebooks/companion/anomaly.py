@@ -94,7 +94,7 @@ def published_runs() -> pd.DataFrame:
 
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
-    """Runs of `benchmarks/published.py`, with the columns that `published_runs` has.
+    """Runs of `benchmarks/peers/published.py`, with the columns that `published_runs` has.
 
     The published line, `reused`, fills one array for all frames: a CPU goes on using it, and a GPU gets copies. The
     loader `shared` overwrites one array of the GPU's own.

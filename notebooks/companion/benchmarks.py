@@ -7,11 +7,17 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+CLONE = Path(__file__).parents[2]
+SCRIPTS = CLONE / "benchmarks"
 
 
-def benchmark(name: str) -> ModuleType:
-    """The script `benchmarks/NAME.py` as a module, which imports what lies beside it."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))
+def benchmark(script: str) -> ModuleType:
+    """Import a script by its path below `benchmarks/`, such as `peers/frameworks`.
+
+    As when it is run, the script finds what lies beside it and `benchmarks.measuring`.
+    """
+    folder, _, name = script.rpartition("/")
+    for importable in (CLONE, SCRIPTS / folder):
+        if str(importable) not in sys.path:
+            sys.path.append(str(importable))
     return importlib.import_module(name)

@@ -1,11 +1,9 @@
 """Memory that a tensor shares is written, and the tensor is read later: told where it is a fault, and nowhere else."""
 
 import contextlib
-import importlib
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +12,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import gpulab as gl
+from benchmarks.correctness import shared_memory_cases
 from gpulab.cli import app
 from gpulab.guards import shared_reads
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-CASES = importlib.import_module("shared_memory_cases")
 
 NET = nn.Linear(4, 2)
 MAKERS = {  # by a name that is looked up when it is called, as programs do
@@ -48,9 +44,9 @@ def stacked(make=MAKERS["from_numpy"]):
     return torch.stack([make(environment.step()) for _ in range(2)]).sum()
 
 
-@pytest.mark.parametrize("case", CASES.CASES, ids=lambda case: case.program.__name__)
+@pytest.mark.parametrize("case", shared_memory_cases.CASES, ids=lambda case: case.program.__name__)
 def test_guard_of_public_programs_that_share_memory(case):
-    seen = CASES.tried(case)
+    seen = shared_memory_cases.tried(case)
     assert (seen["as expected"], seen["placed"]) == (True, True if case.cause else None), seen
 
 
