@@ -14,8 +14,7 @@ from gpulab.data.feed import Loader
 from gpulab.settings import Setting
 from gpulab.training import loop
 from gpulab.training.loop import Training
-from gpulab.training.run import engine_of, outcome, set_up, windows
-from gpulab.training.spec import RunSpec
+from gpulab.training.networks import NetworkRun
 
 EVERY = 10  # windows along a training, the bias is looked at
 
@@ -29,11 +28,10 @@ def bias_and_loss(
     state of the training on copies: mean of every tenth window along it. `bias_first` is that of the first window.
     """
     sharing = "reused" if setting.kind == "cpu" else "imitated"
-    spec = RunSpec.of("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
+    spec = NetworkRun.plan("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
 
-    def with_loader(loader: str) -> RunSpec:
-        configuration = {**spec.configuration, "window": window}
-        return dataclasses.replace(spec, configuration=configuration, factors={**spec.factors, "loader": loader})
+    def with_loader(loader: str) -> NetworkRun:
+        return dataclasses.replace(spec, window=window, factors={**spec.factors, "loader": loader})
 
     biases: list[float] = []
 
@@ -49,7 +47,7 @@ def bias_and_loss(
     return {**losses, "bias": math.fsum(later) / len(later), "bias_first": first}
 
 
-def gradient(spec: RunSpec, training: Training, window: Window, loader: str) -> Tensor:
+def gradient(spec: NetworkRun, training: Training, window: Window, loader: str) -> Tensor:
     """Of a window at the weights and the state that there are, flat."""
     (batch,) = Loader(loader, spec.setting).batches(training.model, window.frames)
     training.model.zero_grad()
@@ -58,10 +56,10 @@ def gradient(spec: RunSpec, training: Training, window: Window, loader: str) -> 
     return torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None])
 
 
-def final_loss(spec: RunSpec, look: Callable[[Training], None] = lambda _: None) -> float:
+def final_loss(spec: NetworkRun, look: Callable[[Training], None] = lambda _: None) -> float:
     """Train to the end, with a look before the first window and after each; NaN for a training that diverged."""
-    training = set_up(spec)
+    training = spec.set_up()
     look(training)
-    loop.train(training, windows(spec, training), engine_of(spec, training), lambda: look(training))
-    loss = outcome(spec, training)["summary"]["final_loss"]
+    loop.train(training, spec.remaining_windows(training), spec.select_engine(training), lambda: look(training))
+    loss = spec.summarize(training, spec.evaluate(training))["summary"]["final_loss"]
     return math.nan if loss is None else loss

@@ -16,7 +16,7 @@ from same_start import batches, begun, computed, final_loss, weights_of
 from companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
-from gpulab.training.spec import RunSpec
+from gpulab.training.networks import NetworkRun
 
 try:
     import jax
@@ -136,7 +136,7 @@ def train_window(loss: Any, carried: Any, window: Array, rate: float) -> tuple[A
     return lax.scan(update, carried, window)
 
 
-def losses_of(spec: RunSpec, loss: Any) -> Iterator[float]:
+def losses_of(spec: NetworkRun, loss: Any) -> Iterator[float]:
     """Train as specified; yields the mean loss of each window."""
     with on(spec.setting):
         weights = jax.tree.map(jnp.asarray, weights_of(spec))

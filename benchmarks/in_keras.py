@@ -15,7 +15,7 @@ from same_start import batches, begun, computed, final_loss, weights_of
 from companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
-from gpulab.training.spec import RunSpec
+from gpulab.training.networks import NetworkRun
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of what it says when it loads, only what went wrong
@@ -135,7 +135,7 @@ class Adam(keras.optimizers.Adam):
         super().update_step(gradient, variable, learning_rate)
 
 
-def begin(spec: RunSpec) -> Any:
+def begin(spec: NetworkRun) -> Any:
     """The specified network with its weights."""
     net: Any = spec.model
     if spec.experiment == "prednet":
@@ -155,7 +155,7 @@ def gradient_of(model: Any, state: State, frames: Any) -> tuple[list[Any], Any, 
     return tape.gradient(loss, model.trainable_variables), errors, state
 
 
-def losses_of(spec: RunSpec) -> Iterator[float]:
+def losses_of(spec: NetworkRun) -> Iterator[float]:
     """Train as specified; yields the mean loss of each window."""
     with on(spec.setting):
         model, optimizer = begin(spec), Adam(spec.configuration["learning_rate"])

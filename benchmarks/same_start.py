@@ -15,8 +15,8 @@ from companion.first_windows import Computed
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
+from gpulab.training.networks import NetworkRun
 from gpulab.training.profiles import LAST_FIFTH
-from gpulab.training.spec import RunSpec
 
 PRECISIONS = (None, "float32", "float64")
 
@@ -28,7 +28,7 @@ class MissingLibraryError(GpulabError, ImportError):
         super().__init__(f'{library} is not installed: pip install "gpulab[{extra}]"')
 
 
-def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any) -> RunSpec:
+def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any) -> NetworkRun:
     """A training as `gpulab.train` begins it: its network with the weights drawn, and its data.
 
     Raises:
@@ -45,12 +45,12 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
             f"setting {str(setting)!r}: {refused[0]} is torch's alone; in another library there are cpu and cuda with "
             f"{', '.join(honoured)} (float32 or float64)"
         )
-    spec = RunSpec.of(net, setting=setting, seed=seed, profile=size, model_options=model_options)
+    spec = NetworkRun.plan(net, setting=setting, seed=seed, profile=size, model_options=model_options)
     spec.draw_weights()
     return spec
 
 
-def batches(spec: RunSpec) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+def batches(spec: NetworkRun) -> Iterator[tuple[npt.NDArray[Any], bool]]:
     """For each window of a training what its updates see, and whether the state begins anew.
 
     Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t frames; for the
@@ -62,7 +62,7 @@ def batches(spec: RunSpec) -> Iterator[tuple[npt.NDArray[Any], bool]]:
         yield np.stack([batch.numpy() for batch in spec.model.batches(loader.window(frames))]), restart
 
 
-def weights_of(spec: RunSpec) -> dict[str, npt.NDArray[Any]]:
+def weights_of(spec: NetworkRun) -> dict[str, npt.NDArray[Any]]:
     """The weights of the spec's network by their names in torch, of the setting's precision."""
     return {name: p.detach().to(spec.setting.dtype).numpy() for name, p in spec.model.named_parameters()}
 
@@ -74,7 +74,7 @@ def final_loss(losses: Iterable[float]) -> float:
     return sum(last) / len(last)
 
 
-def computed(spec: RunSpec, losses: Any, gradient: dict[str, Any]) -> Computed:
+def computed(spec: NetworkRun, losses: Any, gradient: dict[str, Any]) -> Computed:
     """Arrays of any library, the gradient's by their names in torch, as `Computed` in float64."""
 
     def tensor(array: Any) -> torch.Tensor:

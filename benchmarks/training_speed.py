@@ -33,8 +33,7 @@ from gpulab.engines.graphs import Graph
 from gpulab.settings import Setting
 from gpulab.store import recorded
 from gpulab.training.loop import Plain
-from gpulab.training.run import set_up
-from gpulab.training.spec import RunSpec
+from gpulab.training.networks import NetworkRun
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
@@ -61,8 +60,8 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
     """One update of gpulab's from one window; the state goes on."""
     batch, count, height, width, channels = shape
     options = {"channels": list(channels), "size": (height, width)}
-    spec = RunSpec.of("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
-    training = set_up(spec)
+    spec = NetworkRun.plan("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
+    training = spec.set_up()
     plain = Plain(training, Loader("window", setting))
     engine = fastest(plain).uncaptured() if fast else plain
     frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
@@ -137,8 +136,8 @@ def peak(setting: Setting) -> float:
 
 def autoencoder_window(setting: Setting, fast: bool) -> Step:
     """A window as `gpulab.train` does it."""
-    spec = RunSpec.of("autoencoder", setting=setting, profile="quick", fast=fast)
-    training, images = set_up(spec), np.random.default_rng(0).integers(256, size=(IMAGES, 1, 28, 28), dtype=np.uint8)
+    spec = NetworkRun.plan("autoencoder", setting=setting, profile="quick", fast=fast)
+    training, images = spec.set_up(), np.random.default_rng(0).integers(256, size=(IMAGES, 1, 28, 28), dtype=np.uint8)
     plain = Plain(training, Loader("window", setting))
     engine = fastest(plain) if fast else plain
 

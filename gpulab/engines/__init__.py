@@ -27,13 +27,13 @@ class Fastest:
     """Computes each window the fastest way that gives what `plain` gives, up to rounding, and notes which it was.
 
     Args:
-        plain: The engine that computes windows as they were published, with its `training`, `loader`, and `update`;
-            see `gpulab.training.loop.Plain`.
+        plain: The engine that computes windows as they were published, with its `model`, `loader` and `update`; see
+            `gpulab.training.loop.BatchEngine`.
         alone: Whether no other training keeps the device busy.
     """
 
     def __init__(self, plain: Any, alone: bool = True) -> None:
-        self.plain, self.training, self.loader = plain, plain.training, plain.loader
+        self.plain, self.loader = plain, plain.loader
         self.on_gpu = self.loader.device.startswith("cuda")
         # On a CPU a buffer that is reused is shown at work, by autograd; so is what that is compared with.
         followed = ("window", "copied", "imitated") if self.on_gpu else ("window",)
@@ -44,7 +44,7 @@ class Fastest:
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
         """As of `gpulab.training.loop.Engine`."""
         engine = self.choose(state)
-        self.training.ways |= engine.ways
+        self.plain.used_methods |= engine.gradient_methods
         return engine.train_window(frames, state)
 
     def choose(self, state: Any) -> Any:
@@ -53,19 +53,19 @@ class Fastest:
         if not self.on_gpu or not self.may_be_fast():
             return engine
         # A graph is captured for a state of tensors; with None, a sequence begins.
-        begins = self.training.model.sequential and state is None
+        begins = self.plain.model.sequential and state is None
         ours = engine is self.written_out or (type(self.plain.model) in MODELS.values() and is_plain(self.plain.model))
         return self.captured.setdefault(engine, Captured(engine)) if ours and not begins else engine
 
     def uncaptured(self) -> Any:
         """The engine for the next window where each operation is launched by itself."""
-        follows = self.may_be_fast() and Windows.follows(self.training.model)
+        follows = self.may_be_fast() and Windows.follows(self.plain.model)
         return self.written_out if follows else self.plain
 
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
         unseen = self.followed and not _watched()
-        return unseen and (self.loader.name == "window" or Windows.follows(self.training.model))
+        return unseen and (self.loader.name == "window" or Windows.follows(self.plain.model))
 
 
 def _watched() -> bool:
@@ -86,13 +86,14 @@ class WrittenOut:
         streams: Whether kernels run beside each other on a GPU: not where other networks keep it busy.
     """
 
-    ways = frozenset({"written out"})
+    gradient_methods = frozenset({"written out"})
 
     def __init__(self, plain: Any, streams: bool = True) -> None:
-        self.model, self.optimizer, self.loader, self.streams = plain.model, plain.optimizer, plain.loader, streams
+        self.model, self.loader, self.streams = plain.model, plain.loader, streams
         self.plain = copy.copy(plain)
         self.plain.gradients = self.gradients
         self.update = self.plain.update
+        self.changed_tensors = self.plain.changed_tensors
         self.windows: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,15 +23,16 @@ class Captured:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.ways = engine, engine.ways | {"captured"}
+        self.engine = engine
+        self.gradient_methods = engine.gradient_methods | {"captured"}
         self.graph: tuple[torch.Size, Graph] | None = None  # for windows of the last shape
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
         """As of `Engine`; losses and state are valid until the next call."""
         window = torch.from_numpy(frames)
         if self.graph is None or self.graph[0] != window.shape:
-            changed = [*self.engine.model.parameters(), *itertools.chain(*self.engine.optimizer.state.values())]
-            self.graph = window.shape, Graph(self._update, (window.to(self.engine.loader.device), state), changed)
+            arguments = (window.to(self.engine.loader.device), state)
+            self.graph = window.shape, Graph(self._update, arguments, self.engine.changed_tensors())
         return self.graph[1](window, state)
 
     def _update(self, window: Tensor, state: Any) -> tuple[Tensor, Any]:

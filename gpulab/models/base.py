@@ -28,6 +28,7 @@ class Trainable(nn.Module):
             says otherwise.
         threads: The number of CPU threads beyond which the model gains nothing; None where that is not known.
         compiled_part: The method that is compiled under a setting with `compile`.
+        size: The height and width of the frames that it learns from.
         fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict` makes it False:
             training then starts from the loaded weights.
     """
@@ -35,6 +36,7 @@ class Trainable(nn.Module):
     sequential: ClassVar[bool] = False
     threads: ClassVar[int | None] = None
     compiled_part: ClassVar[str] = "training_loss"
+    size: tuple[int, int]
     fresh: bool = True
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:

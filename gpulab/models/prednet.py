@@ -102,7 +102,8 @@ class PredNet(Trainable):
         if not channels or min(channels) < 1:
             raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
         _check_divides(size, len(channels))
-        self.channels, self.size, self.truncation = tuple(channels), tuple(size), truncation
+        height, width = size
+        self.channels, self.size, self.truncation = tuple(channels), (height, width), truncation
         conv = functools.partial(nn.Conv2d, kernel_size=KERNEL, padding=KERNEL // 2)
         conv_a = [conv(2 * below, here) for below, here in itertools.pairwise(channels)]
         conv_p = [conv(here, here) for here in channels]

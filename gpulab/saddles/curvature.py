@@ -26,8 +26,8 @@ from gpulab.saddles.spectrum import ZERO, spectral_density
 from gpulab.settings import Setting
 from gpulab.store import identities
 from gpulab.store.recorded import read_table, read_tables, recorded_folder, write_table
+from gpulab.training.networks import NetworkRun
 from gpulab.training.run import Run, train
-from gpulab.training.spec import RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,8 +116,10 @@ def curvature_along(
     tables = []
     for text, seed in Progress(trainings, unit="training", leave=False, disable=not progress):
         with torch.random.fork_rng(devices=[]):
-            spec = RunSpec.of(net, setting=text, seed=seed, profile=profile)
-        tables.append(_along_training(spec, looked | {"evaluated": EVALUATED[spec.data.sequential]}, store, command))
+            planned = NetworkRun.plan(net, setting=text, seed=seed, profile=profile)
+        tables.append(
+            _along_training(planned, looked | {"evaluated": EVALUATED[planned.data.sequential]}, store, command)
+        )
     return pd.concat(tables, ignore_index=True)
 
 
@@ -141,17 +143,17 @@ def recorded_curvature() -> pd.DataFrame:
 
 
 def _along_training(
-    spec: RunSpec, looked: dict[str, int], store: str | Path | None, command: str | None
+    planned: NetworkRun, looked: dict[str, int], store: str | Path | None, command: str | None
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
     machine_passport = passport()
-    spec.draw_weights()
-    identity = spec.identity(machine_passport).record
+    planned.draw_weights()
+    identity = planned.identity(machine_passport).record
     identity = {**identity, "id": identities.run_id({**identity, "looked": looked})}
     file = None if store is None else Path(store) / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
         return _frame(*read_table(file))
-    table, run = _train(spec, looked)
+    table, run = _train(planned, looked)
     record = {**identity, "looked": looked, "tolerance": ZERO, "status": run.status, "command": command}
     record |= {"passport": dict(machine_passport), "weights": run.record["summary"]["weights"]}
     if file is not None:
@@ -159,11 +161,11 @@ def _along_training(
     return _frame(table, record)
 
 
-def _train(spec: RunSpec, looked: dict[str, int]) -> tuple[pd.DataFrame, Run]:
+def _train(planned: NetworkRun, looked: dict[str, int]) -> tuple[pd.DataFrame, Run]:
     """Do a training, and measure at its moments; a row for each, as a file keeps it."""
     import pandas as pd
 
-    last = 1 + spec.frames // spec.window
+    last = 1 + planned.frames // planned.window
     moments = set(np.geomspace(last, 1, looked["snapshots"]).round() - 1)  # a single one is the end of the training
     passed = itertools.count()
     snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
@@ -174,21 +176,21 @@ def _train(spec: RunSpec, looked: dict[str, int]) -> tuple[pd.DataFrame, Run]:
             if all(tensor.isfinite().all() for tensor in copies.values()):
                 snapshots[step] = copies
 
-    arguments = spec.experiment, spec.data, spec.setting, spec.seed, spec.profile
-    run = train(*arguments, frames=spec.frames, watch=watch, progress=False)
-    rows = [{"step": step, **_measure(spec, snapshot, looked)} for step, snapshot in snapshots.items()]
+    arguments = planned.experiment, planned.data, planned.setting, planned.seed, planned.profile
+    run = train(*arguments, frames=planned.frames, watch=watch, progress=False)
+    rows = [{"step": step, **_measure(planned, snapshot, looked)} for step, snapshot in snapshots.items()]
     if run.status == "diverged":
         rows.append({"step": run.record["diverged_at"], "size": 0})  # without numbers
     return pd.DataFrame(rows, columns=["step", "size", *MEASURED, *SPECTRUM]), run
 
 
-def _measure(spec: RunSpec, state: dict[str, Tensor], looked: dict[str, int]) -> dict[str, Any]:
+def _measure(planned: NetworkRun, state: dict[str, Tensor], looked: dict[str, int]) -> dict[str, Any]:
     """What the instrument says of these weights."""
-    device = spec.setting.device
-    with Setting.parse(INSTRUMENT.get(spec.setting.kind, "{}").format(device)).apply() as instrument:
-        model = spec.model.to(device, torch.float32)
+    device = planned.setting.device
+    with Setting.parse(INSTRUMENT.get(planned.setting.kind, "{}").format(device)).apply() as instrument:
+        model = planned.model.to(device, torch.float32)
         torch.nn.Module.load_state_dict(model, state)
-        batch = Loader("window", instrument).window(next(spec.data.windows(looked["evaluated"], 0)).frames)
+        batch = Loader("window", instrument).window(next(planned.data.windows(looked["evaluated"], 0)).frames)
         if model.sequential:
             batch = next(iter(model.batches(batch)))
         H = hessian(model, lambda: model.training_loss(batch, None)[0])

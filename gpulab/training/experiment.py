@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +18,26 @@ from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.passports import passport
 from gpulab.report import Progress
 from gpulab.settings import Setting
-from gpulab.store import runs as stores
 from gpulab.store import tables
-from gpulab.training import run
+from gpulab.store.identities import Identity
+from gpulab.store.runs import find_run, store_folder
 from gpulab.training.functions import function_of
+from gpulab.training.planned import Options, PlannedRun
+from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
-from gpulab.training.spec import RunSpec
+from gpulab.training.run import train as train_run
 from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WAIT = 1.0  # seconds between looks at what other drivers are doing
-CLAIMS = ".claims"  # the folder in a store in which a lock says that a run is being trained
-LEASE = 120.0  # seconds after which a lock that nobody refreshes is taken: network file systems may be 60 behind
+DEFAULT_SEEDS = 10  # of a training function
+POLL_SECONDS = 1.0  # between two looks at the runs that other processes are training
+LOCKS = ".claims"  # the folder in a store with a lock for each run that is being trained
+# Seconds after which a lock that nobody refreshes is taken: clocks of network file systems may be 60 seconds behind.
+LEASE_SECONDS = 120.0
 
 
-@dataclass
 class Experiment:
     """Train the same model under several settings from the same seeds, for a comparison by `gpulab.verdict`.
 
@@ -79,43 +82,62 @@ class Experiment:
         [['cpu', 0, 'finished'], ['cpu:threads=1', 0, 'finished']]
     """
 
-    model: str | Callable[..., Any]
-    settings: Iterable[str]
-    seeds: int | Iterable[int] | None = None
-    profile: str = "quick"
-    store: str | Path | None = None
-    reruns: int = 1
-    workers: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    variants: Iterable[dict[str, Any]] = ({},)
-    registered: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        self.training = function_of(self.model)
-        usual = 10 if self.training else protocol(str(self.model), self.profile).seeds
-        settings = [self.settings] if isinstance(self.settings, str | Setting) else self.settings
-        self.settings = [str(Setting.parse(text)) for text in settings]
-        seeds = usual if self.seeds is None else self.seeds
+    def __init__(
+        self,
+        model: str | Callable[..., Any],
+        settings: str | Iterable[str],
+        seeds: int | Iterable[int] | None = None,
+        profile: str = "quick",
+        store: str | Path | None = None,
+        reruns: int = 1,
+        workers: int = 1,
+        options: Options | None = None,
+        variants: Iterable[Options] = ({},),
+        registered: str | Path | None = None,
+    ) -> None:
+        self.model, self.profile = model, profile
+        self.function = function_of(model)
+        self.settings = _parse_settings(settings)
+        if seeds is None:
+            seeds = protocol(str(model), profile).seeds if self.function is None else DEFAULT_SEEDS
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
-        self.variants = list(self.variants)
-        self.folder = stores.store_folder(self.store)
-        check_count("reruns", self.reruns)
-        check_count("workers", self.workers)
+        self.options, self.variants = dict(options or {}), list(variants)
+        self.folder = store_folder(store)
+        self.reruns, self.workers = reruns, workers
+        self.registered = registered
+        check_count("reruns", reruns)
+        check_count("workers", workers)
         if not (self.settings and self.seeds and self.variants):
             asked = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
             raise UsageError(f"{asked}: an experiment needs one of each at least")
 
+    def __repr__(self) -> str:
+        name = self.function.name if self.function else self.model
+        size = f"{len(self.settings)} settings, {len(self.seeds)} seeds, {len(self.variants)} variants"
+        return f"Experiment with {name}: {size}, in {self.folder}"
+
     def jobs(self) -> list[dict[str, Any]]:
         """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
-        seeds: Any = self.seeds
-        of_all = {"profile": self.profile, "store": str(self.folder), "registered": self.registered}
-        given = [{**self.options, **variant} for variant in self.variants]
-        # Weights are of no use for a verdict, unless the options ask for them.
-        given = [{"model_options": each} if self.training else {"keep_weights": False, **each} for each in given]
+        shared = {"profile": self.profile, "store": str(self.folder), "registered": self.registered}
+        combinations = itertools.product(self.settings, self.variants, range(self.reruns), self.seeds)
         return [
-            {"net": self.training or self.model, "setting": setting, "seed": seed, "rerun": rerun, **each, **of_all}
-            for setting, each, rerun, seed in itertools.product(self.settings, given, range(self.reruns), seeds)
+            {
+                "net": self.function or self.model,
+                "setting": setting,
+                "seed": seed,
+                "rerun": rerun,
+                **self._arguments(self.options | variant),
+                **shared,
+            }
+            for setting, variant, rerun, seed in combinations
         ]
+
+    def _arguments(self, options: Options) -> dict[str, Any]:
+        """Return options as arguments of `gpulab.train`.
+
+        Weights of gpulab's own networks are not kept, unless the options ask for them: no verdict needs them.
+        """
+        return {"keep_weights": False, **options} if self.function is None else {"model_options": options}
 
     def run(self, progress: bool = True) -> pd.DataFrame:
         """Train the runs that the store does not have yet, and return all runs of this experiment.
@@ -146,38 +168,56 @@ class Experiment:
     def _train(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
         """Do the runs that the store has not, and return the ids of all."""
         here = passport()
-        wanted = [RunSpec.of(**job).identity(here) for job in jobs]  # `UsageError` for what has no identity
-        # A lock that knows a dead holder of this machine at once, and one of another by a mark that is not refreshed:
-        # for that it has to be the same at every look.
-        marks = [self.folder / CLAIMS / f"{identity.id}.lock" for identity in wanted]
-        locks = [SoftFileLease(mark, lease_duration=LEASE, blocking=False, thread_local=False) for mark in marks]
-        done = {number for number, identity in enumerate(wanted) if stores.find_run(self.folder, identity)}
-        failures: dict[int, str] = {}  # why, by the number of the run
+        wanted = [_plan(job).identity(here) for job in jobs]  # `UsageError` for what has no identity
+        # The lock notices a dead holder on this machine at once, and one on another machine by a lease that nobody
+        # refreshes. For that it has to be the same object at every look.
+        locks = [_lock(self.folder, identity) for identity in wanted]
+        done = {number for number, identity in enumerate(wanted) if find_run(self.folder, identity)}
+        failures: dict[int, str] = {}  # error messages, by the number of the run
 
         def do(number: int) -> None:
-            """Have a run done, unless another driver is doing it."""
-            lock, identity = locks[number], wanted[number]
+            """Have a run done, unless another process is doing it."""
+            lock, identity, job = locks[number], wanted[number], jobs[number]
             with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
-                    if not stores.find_run(self.folder, identity) and workers.do(jobs[number]) != identity.id:
+                    if not find_run(self.folder, identity) and workers.do(job) != identity.id:
                         raise GpulabError("its function or data were changed while the experiment ran; run it again")
                     done.add(number)
                 except Exception as error:
                     kind = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
-                    failures[number] = f"{jobs[number]['setting']} seed {jobs[number]['seed']}: {kind}{error}"
+                    failures[number] = f"{job['setting']} seed {job['seed']}: {kind}{error}"
                 bar.update(len(done) + len(failures) - bar.n)
 
         bar = Progress(total=len(jobs), unit="run", leave=False, disable=not progress)
         with Workers(self.workers) as workers, bar:
             while waiting := {n: job for n, job in enumerate(jobs) if n not in done and n not in failures}:
                 workers.each(do, waiting)
-                time.sleep(WAIT * (len(done) + len(failures) < len(jobs)))  # for another driver
+                if len(done) + len(failures) < len(jobs):
+                    time.sleep(POLL_SECONDS)  # another process trains the others
         if failures:
             raise GpulabError(
                 f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: {'; '.join(failures.values())}"
             )
         return [identity.id for identity in wanted]
+
+
+# Arguments of `gpulab.train` that say how a run is done and not which run it is, such as `store`.
+EXECUTION_ARGUMENTS = inspect.signature(train_run).parameters.keys() - inspect.signature(plan_run).parameters.keys()
+
+
+def _plan(job: dict[str, Any]) -> PlannedRun:
+    return plan_run(**{name: value for name, value in job.items() if name not in EXECUTION_ARGUMENTS})
+
+
+def _lock(store: Path, identity: Identity) -> SoftFileLease:
+    file = store / LOCKS / f"{identity.id}.lock"
+    return SoftFileLease(file, lease_duration=LEASE_SECONDS, blocking=False, thread_local=False)
+
+
+def _parse_settings(settings: str | Setting | Iterable[str]) -> list[str]:
+    texts = [settings] if isinstance(settings, str | Setting) else settings
+    return [str(Setting.parse(text)) for text in texts]
 
 
 def seed_runs(
@@ -219,7 +259,7 @@ def seed_runs(
     jobs = Experiment(train, [str(setting)], seeds, options=changes).jobs()
     rows = []
     for job in Progress(jobs, unit="run", disable=not progress):
-        one = run.train(**job | {"store": None}, progress=False)
-        of_run = {"setting": job["setting"], "seed": job["seed"], "status": one.status, "final_loss": one.final_loss}
-        rows.append(of_run | one.metrics)
+        run = train_run(**job | {"store": None}, progress=False)
+        row = {"setting": job["setting"], "seed": job["seed"], "status": run.status, "final_loss": run.final_loss}
+        rows.append(row | run.metrics)
     return pd.DataFrame(rows)

@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from gpulab import files
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
 from gpulab.steps import seeded
+from gpulab.store.runs import StoredRun
 from gpulab.store.tables import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
+from gpulab.training.planned import Options, PlannedRun, TrainingOutcome, Watch, as_json
 from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
 
 GIVEN = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
@@ -68,10 +71,11 @@ class TrainingFunction:
         """Another process reads a file itself; what was typed has its text here alone."""
         return (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
 
-    def described(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What is trained, as JSON; and the digest of what is in the files that options name.
+    def described(self, options: Options) -> tuple[Options, dict[str, str]]:
+        """Return all options as JSON has them, and the digest of the files that they name, if they name any.
 
-        `UsageError` for an option that the function has not, or that JSON cannot carry.
+        Raises:
+            UsageError: For an option that the function does not have, or that JSON cannot carry.
         """
         for name, value in options.items():
             if name not in self.options:
@@ -81,39 +85,118 @@ class TrainingFunction:
             except (TypeError, ValueError):
                 raise UsageError(f"{self.name}: option {name}={value!r:.80} is nothing that JSON can carry") from None
         values: dict[str, Any] = {**self.options, **options}
-        as_json = {name: json.loads(plain(value)) for name, value in values.items()}
+        described = {name: json.loads(as_json(value)) for name, value in values.items()}
         named = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
         held = [files.content_of({file: files.stamp(file)}) for file in named]
-        return {"source": self.source, "options": as_json}, {"content": files.digest(held)} if held else {}
+        return described, {"content": files.digest(held)} if held else {}
 
-    def train(self, options: dict[str, Any], setting: Setting, seed: int) -> tuple[dict[str, Any], list[WindowNote]]:
-        """Train, under a setting that is in force; returns what the record says of the end, and the history."""
-        allocated, begin = _allocated(setting), time.perf_counter()
+    def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
+        """Call the function with the random numbers drawn from the seed; returns its numbers by name.
+
+        Empty where the training diverged by an `ArithmeticError` or a `LinAlgError`. The setting is activated already.
+
+        Raises:
+            GpulabError: Where the function raises another error, or returns something else than numbers.
+        """
         given = {"seed": seed, "setting": setting}
-        metrics: dict[str, Any] = {}
         with seeded(setting, seed):
             try:
-                metrics = _numbers(self.function(**{name: given[name] for name in self.takes}, **options))
+                return _numbers(self.function(**{name: given[name] for name in self.takes}, **options))
             except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
-                pass  # diverged
+                return {}
             except GpulabError:
                 raise
             except (Exception, SystemExit) as error:
                 raise GpulabError(in_one_line(error, self.file or "")) from error
-        if allocated is not None and _allocated(setting) == allocated:
-            left = f"{self.name} left {setting.device} alone"
-            warnings.warn(f"{left}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=2)
-        if taken := ({*COLUMNS, "options", *self.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys():
+
+
+@dataclass(kw_only=True)
+class FunctionRun(PlannedRun):
+    """One training by a function of the user's own.
+
+    Attributes:
+        function: The function.
+        options: Those of its options that were given.
+        described_options: All of its options, as JSON has them.
+        option_files: The digest of the files that options name, under the name `content`; empty where none do.
+    """
+
+    function: TrainingFunction
+    options: Options
+    described_options: Options
+    option_files: dict[str, str]
+
+    @classmethod
+    def plan(cls, function: TrainingFunction, setting: Setting, seed: int, rerun: int, options: Options) -> FunctionRun:
+        """Check what a training by a function was asked for.
+
+        Raises:
+            UsageError: For an option that the function does not have, or that JSON cannot carry.
+        """
+        described, contents = function.described(options)
+        return cls(
+            experiment=function.name,
+            setting=setting,
+            seed=seed,
+            profile="own",
+            rerun=rerun,
+            command_net=function.text,
+            command_options=options,
+            function=function,
+            options=options,
+            described_options=described,
+            option_files=contents,
+        )
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The digest of the function's source, and its options."""
+        return {"source": self.function.source, "options": self.described_options}
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """The digest of the files that options name."""
+        return self.option_files
+
+    @property
+    def unknown_content(self) -> str:
+        """The function, if its source cannot be read."""
+        return self.function.unknown
+
+    def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:  # noqa: ARG002
+        """Call the function. It keeps no checkpoint and shows its own progress."""
+        allocated, started = _allocated(self.setting), time.perf_counter()
+        metrics = self.function(self.setting, self.seed, self.options)
+        if allocated is not None and _allocated(self.setting) == allocated:
+            left = f"{self.function.name} left {self.setting.device} alone"
+            warnings.warn(f"{left}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=3)
+        self._check_metric_names(metrics)
+        seconds = time.perf_counter() - started
+        first = float(next(iter(metrics.values()), math.nan))
+        return TrainingOutcome([WindowNote(0, 1, first, seconds)], _results(metrics, seconds))
+
+    def restore(self, stored: StoredRun, keep_weights: bool) -> TrainingOutcome:  # noqa: ARG002
+        """Return the stored history; a function has no weights that could be missing."""
+        return TrainingOutcome(stored.history)
+
+    def _check_metric_names(self, metrics: dict[str, Any]) -> None:
+        taken = ({*COLUMNS, "options", *self.function.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys()
+        if taken:
             clash = f"a metric cannot be called {min(taken)!r}, a column of gpulab.runs or an option"
             raise GpulabError(f"{clash}; give it another name")
-        seconds, first = time.perf_counter() - begin, float(next(iter(metrics.values()), math.nan))
-        if not all(map(math.isfinite, metrics.values())):
-            metrics = {}
-        if "loss" in metrics:
-            metrics.setdefault(FIRST, metrics["loss"])
-        summary = {name: metrics.get(name) for name in (FIRST, "heldout_loss")} | {"seconds": seconds}
-        end = {"status": "finished" if metrics else "diverged", "metrics": metrics or None, "summary": summary}
-        return end, [WindowNote(0, 1, first, seconds)]
+
+
+def _results(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What the record says of the end of a training that gave these numbers."""
+    if not all(map(math.isfinite, metrics.values())):
+        metrics = {}
+    if "loss" in metrics:
+        metrics.setdefault(FIRST, metrics["loss"])
+    return {
+        "status": "finished" if metrics else "diverged",
+        "metrics": metrics or None,
+        "summary": {name: metrics.get(name) for name in (FIRST, "heldout_loss")} | {"seconds": seconds},
+    }
 
 
 def function_of(net: Any) -> TrainingFunction | None:
@@ -156,13 +239,3 @@ def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Param
     if taken := ({*COLUMNS, "options"} - OPEN) & (parameters.keys() - set(GIVEN)):
         raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
     return parameters
-
-
-def plain(value: Any) -> str:
-    """A value as JSON; what JSON has not goes by its name, or by how it is written unless that is an address."""
-
-    def as_text(item: Any) -> str:
-        text = repr(item)
-        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
-
-    return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)

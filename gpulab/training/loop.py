@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from gpulab.data.base import Window
 from gpulab.data.feed import Feed, Loader
 from gpulab.models.base import Trainable
 from gpulab.training.adam import Adam
+
+State = list[list[Tensor]] | None  # of each layer some tensors; None where a sequence begins
 
 
 class WindowNote(NamedTuple):
@@ -45,18 +48,18 @@ class Training:
         step: Updates so far.
         history: A note for each window.
         diverged_at: The update whose loss was not finite, if there was one.
-        ways: How gradients were computed, by the names of the engines.
+        gradient_methods: How gradients were computed so far, such as `autograd`.
         inside_window: Whether a window has begun that is not noted yet.
         look_every: Seconds between two looks at the losses. A look waits for the device, and then that for a window.
     """
 
     model: Trainable
     learning_rate: float
-    state: Any = None
+    state: State = None
     step: int = 0
     history: list[WindowNote] = field(default_factory=list)
     diverged_at: int | None = None
-    ways: set[str] = field(default_factory=set)
+    gradient_methods: set[str] = field(default_factory=set)
     inside_window: bool = False
     look_every: float = 0.0
 
@@ -78,7 +81,7 @@ class Training:
 class Engine(Protocol):
     """A way to compute a window."""
 
-    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+    def train_window(self, frames: np.ndarray, state: State) -> tuple[Tensor, State]:
         """Update the weights by the frames of a window, bytes (t, C, H, W).
 
         Returns:
@@ -117,21 +120,45 @@ def train(
             return
 
 
-class Plain:
-    """Computes a window as it was published: autograd's gradients, an update for each batch."""
+class BatchEngine(ABC):
+    """An engine that hands the batches of a window to `update`, and notes how it computes gradients.
 
-    ways = frozenset({"autograd"})  # what the record says of how gradients were computed
+    Attributes:
+        model: What is trained.
+        loader: Brings frames to the device.
+        used_methods: How gradients were computed so far; `train_window` adds to it.
+    """
 
-    def __init__(self, training: Training, loader: Loader) -> None:
-        self.training, self.loader = training, loader
-        self.model, self.optimizer = training.model, training.optimizer
+    gradient_methods: frozenset[str] = frozenset()
+    model: Trainable
+    loader: Loader
+    used_methods: set[str]
 
-    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+    def train_window(self, frames: np.ndarray, state: State) -> tuple[Tensor, State]:
         """As of `Engine`. An update sees one image of many, or all frames of a film at once."""
-        self.training.ways |= self.ways
+        self.used_methods |= self.gradient_methods
         return self.update(self.loader.batches(self.model, frames), state)
 
-    def update(self, batches: Iterable[Tensor | Feed], state: Any) -> tuple[Tensor, Any]:
+    @abstractmethod
+    def update(self, batches: Iterable[Tensor | Feed], state: State) -> tuple[Tensor, State]:
+        """Return the losses of the batches, and the state after the last."""
+
+    def changed_tensors(self) -> list[Tensor]:
+        """Return the tensors, besides gradients and states, that `update` changes."""
+        return []
+
+
+class Plain(BatchEngine):
+    """Computes a window as it was published: autograd's gradients, an update for each batch."""
+
+    gradient_methods = frozenset({"autograd"})
+
+    def __init__(self, training: Training, loader: Loader) -> None:
+        self.model, self.loader = training.model, loader
+        self.optimizer = training.optimizer
+        self.used_methods = training.gradient_methods
+
+    def update(self, batches: Iterable[Tensor | Feed], state: State) -> tuple[Tensor, State]:
         """An update for each batch: their losses, and the state after the last."""
         losses = []
         for batch in batches:
@@ -140,7 +167,7 @@ class Plain:
             losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
         return torch.stack(losses), state
 
-    def gradients(self, batch: Tensor | Feed, state: Any) -> tuple[Tensor, Any]:
+    def gradients(self, batch: Tensor | Feed, state: State) -> tuple[Tensor, State]:
         """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state after it.
 
         The state comes back cut off from the graph: backpropagation through time goes no further back than a window.
@@ -150,3 +177,7 @@ class Plain:
         with torch.autocast(loss.device.type, enabled=False):  # as torch advises: what was cast is followed back
             loss.backward()
         return per_frame, state
+
+    def changed_tensors(self) -> list[Tensor]:
+        """Return the weights and the moments of Adam."""
+        return [*self.model.parameters(), *itertools.chain(*self.optimizer.state.values())]

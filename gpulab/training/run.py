@@ -1,7 +1,6 @@
-"""One run: one training, from one seed, under one setting, in this process. `train` is all of it on a page.
+"""One run: one training, from one seed, under one setting, in this process.
 
-It asks the store whether the run is there, goes around the loop with checkpoints, progress and interruptions, and keeps
-what came of it.
+`train` plans the run, asks the store whether it is there, trains if it is not, and keeps the result.
 """
 
 from __future__ import annotations
@@ -9,14 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import itertools
 import math
-import os
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,28 +19,21 @@ import torch
 from torch import Tensor
 
 from gpulab import files
-from gpulab.data.base import Data, Window
-from gpulab.data.feed import Feed, Loader, ahead, has_its_device_alone
-from gpulab.errors import DataError, UsageError
+from gpulab.data.base import Data
+from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
-from gpulab.report import Progress
 from gpulab.settings import Setting
-from gpulab.store import runs as stores
-from gpulab.store.identities import Identity, weights_digest
-from gpulab.store.tensors import read_tensors, write_tensors
-from gpulab.training import loop
-from gpulab.training.functions import TrainingFunction
-from gpulab.training.profiles import LAST_FIFTH
-from gpulab.training.spec import RunSpec
+from gpulab.store.identities import Identity
+from gpulab.store.runs import WORK, History, begin_record, find_run, store_folder, write_run
+from gpulab.training.functions import FunctionRun, TrainingFunction
+from gpulab.training.planned import PlannedRun, Watch
+from gpulab.training.planning import plan_run
 
 if TYPE_CHECKING:
     import pandas as pd
 
-CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
-LOOK_SECONDS = 0.1  # between two looks at the losses that a GPU computes, where nobody watches every window
 HISTORY = np.dtype([("window", "int64"), ("step", "int64"), ("loss", "float64"), ("seconds", "float32")])  # of notes
-Watch = Callable[[Trainable, int], None]  # called with the model and the number of updates
 
 
 @dataclass
@@ -81,10 +68,10 @@ class Run:
         torch.Size([297, 1, 28, 28])
     """
 
-    model: Any
-    data: Any
-    columns: stores.History
-    record: dict[str, Any]
+    model: Trainable | None
+    data: Data | None
+    columns: History
+    record: Mapping[str, Any]
     path: Path | None = None
 
     def __post_init__(self) -> None:
@@ -118,7 +105,7 @@ class Run:
                 weights the store did not keep.
             DataError: For data that cannot be read.
         """
-        if self.model is None:
+        if self.model is None or self.data is None:
             known = "gpulab does not know that of your own function, and a store keeps one only with keep_weights=True"
             raise UsageError(f"{self.record['experiment']}: no network is left to predict: {known}")
         model = copy.deepcopy(self.model).float().eval()
@@ -244,211 +231,54 @@ def train(
         2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv 2109.01451), for its
         protocol; Kingma, Ba 2014, *Adam: a method for stochastic optimization* (arXiv 1412.6980).
     """
-    length = {"frames": frames, "window": window, "learning_rate": learning_rate}
-    options = {"data_options": data_options, "model_options": model_options}
-    spec = RunSpec.of(net, setting, seed, profile, data=data, rerun=rerun, **length, **options, **factors)
-    if spec.function and watch:
+    planned = plan_run(
+        net,
+        data,
+        setting,
+        seed,
+        profile,
+        frames=frames,
+        learning_rate=learning_rate,
+        window=window,
+        data_options=data_options,
+        model_options=model_options,
+        rerun=rerun,
+        **factors,
+    )
+    if watch is not None and isinstance(planned, FunctionRun):
         raise UsageError("watch goes with gpulab's own networks")
-    folder = None if store is None else stores.store_folder(store)
-    notes = {"command": spec.command()}
+    folder = None if store is None else store_folder(store)
+    notes = {"command": planned.command()}
     if registered:
         notes["registered"] = f"{Path(registered).stem} {hashlib.sha256(files.read(registered)).hexdigest()}"
-    with spec.in_force():
-        identity = spec.identity(passport(), kept=folder is not None)
-        checkpoint = folder and folder / stores.WORK / f"{identity.id}.safetensors"
-        run = stored_run(spec, folder, identity, keep_weights) if folder else None
+    with planned.activated():
+        identity = planned.identity(passport(), kept=folder is not None)
+        if folder is None:
+            return _train(planned, begin_record(identity, passport(), **notes), None, watch, progress)
+        checkpoint = folder / WORK / f"{identity.id}.safetensors"
+        run = _load(planned, folder, identity, keep_weights)
         if run is None:
-            record = stores.begin_record(identity, passport(), **notes)
-            if spec.function:
-                end, history = spec.function.train(spec.asked["option"], spec.setting, spec.seed)
-            else:
-                end, history = train_network(spec, checkpoint, watch, progress)
-            run = Run(spec.model and spec.model.cpu(), spec.data, np.array(history, HISTORY), record | end)
-            if folder:
-                weights = run.model.state_dict() if keep_weights and run.model else None
-                run.path = stores.write_run(folder, run.record, run.columns, weights)
-    if checkpoint:  # of a run that is kept now, or was when its process was killed before this
-        with files.writing(checkpoint):
-            checkpoint.unlink(missing_ok=True)
+            run = _train(planned, begin_record(identity, passport(), **notes), checkpoint, watch, progress)
+            weights = run.model.state_dict() if keep_weights and run.model else None
+            run.path = write_run(folder, run.record, run.columns, weights)
+    with files.writing(checkpoint):  # of this run, or of one whose process was killed just before
+        checkpoint.unlink(missing_ok=True)
     return run
 
 
-def stored_run(spec: RunSpec, folder: Path, identity: Identity, keep_weights: bool) -> Run | None:
-    """The run as the store has it; None where it has none, or none with weights that are to be kept."""
-    existing = stores.find_run(folder, identity)
-    if existing is None or (existing[2] is None and spec.model and keep_weights):
+def _load(planned: PlannedRun, folder: Path, identity: Identity, keep_weights: bool) -> Run | None:
+    """Return the run as a store has it; None where the store has none, or lacks weights that are to be kept."""
+    stored = find_run(folder, identity)
+    outcome = planned.restore(stored, keep_weights) if stored else None
+    if stored is None or outcome is None:
         return None
-    record, columns, weights = existing
-    if weights:
-        spec.model.to(dtype=spec.setting.dtype).load_state_dict(weights)
-    return Run(spec.model if weights else None, spec.data, columns, record, folder / identity.id)
+    return Run(outcome.model, outcome.data, stored.history, stored.record, folder / identity.id)
 
 
-def train_network(
-    spec: RunSpec, checkpoint: Path | None, watch: Watch | None, progress: bool
-) -> tuple[dict[str, Any], list[loop.WindowNote]]:
-    """Train as specified, `spec.in_force`.
-
-    Args:
-        spec: What to train.
-        checkpoint: The file in which it is kept meanwhile; where it is there already, the training goes on from it.
-        watch, progress: As of `gpulab.train`.
-
-    Returns:
-        What the record says of the end, and the history.
-    """
-    training, saved = set_up(spec), time.monotonic()
-    end = {"resumed_at": len(training.history)} if resume_checkpoint(training, checkpoint) else {}
-    training.look_every = LOOK_SECONDS if watch is None and spec.setting.kind != "cpu" else 0.0
-    watch = watch or (lambda *_: None)
-    total = spec.frames // spec.window * spec.window
-    with Progress(total=total, unit="frame", leave=False, disable=not progress) as bar:
-
-        def after_window() -> None:
-            nonlocal saved
-            bar.set_postfix(loss=f"{training.history[-1].loss:.3g}", refresh=False)
-            bar.update(len(training.history) * spec.window - bar.n)
-            watch(training.model, training.step)
-            if time.monotonic() - saved >= CHECKPOINT_SECONDS:
-                save_checkpoint(training, checkpoint)
-                saved = time.monotonic()
-
-        watch(training.model, training.step)
-        try:
-            loop.train(training, windows(spec, training), engine_of(spec, training), after_window)
-        except KeyboardInterrupt:
-            save_checkpoint(training, checkpoint)
-            raise
-    end |= outcome(spec, training)
-    spec.data.check_unchanged()
-    spec.model.fresh = False
-    return end, training.history
-
-
-def save_checkpoint(training: loop.Training, file: Path | None) -> None:
-    """Keep a training, if nothing of it has changed since its last window ended."""
-    if file is None or not training.history or training.inside_window or training.diverged_at is not None:
-        return
-    tensors, layers = _weights_and_moments(training), training.state or []
-    for number, layer in enumerate(layers):
-        tensors |= {f"state.{number}.{part}": tensor for part, tensor in enumerate(layer)}
-    notes = {"history": training.history, "state": [*map(len, layers)], "ways": sorted(training.ways)}
-    write_tensors(file, tensors, notes)
-
-
-def resume_checkpoint(training: loop.Training, file: Path | None) -> bool:
-    """Take a training to where an interrupted one was, if there is one; whether there was.
-
-    A file that is damaged, or of another network, is set aside before anything is changed.
-    """
-    if file is None or not os.path.lexists(file):
-        return False
-    own, device = _weights_and_moments(training), next(training.model.parameters()).device
-    try:
-        tensors, notes = read_tensors(file)
-        if any(tensors[name].shape != tensor.shape for name, tensor in own.items()):
-            raise DataError("its tensors have other shapes")
-        names = [[f"state.{number}.{part}" for part in range(parts)] for number, parts in enumerate(notes["state"])]
-        state = [[tensors[name].to(device) for name in layer] for layer in names] or None
-        training.model.check_state(state)
-        history, ways = [loop.WindowNote(*note) for note in notes["history"]], set(notes["ways"])
-        step = history[-1].step
-    except Exception as error:  # whatever a checkpoint of another training leads to
-        why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
-        moved = stores.quarantine(file.parents[1], file)
-        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=4)
-        return False
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-    training.state, training.history, training.ways, training.step = state, history, ways, step
-    return True
-
-
-def _weights_and_moments(training: loop.Training) -> dict[str, Tensor]:
-    tensors = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
-    for name, moments in training.optimizer.state.items():
-        tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
-    return tensors
-
-
-def set_up(spec: RunSpec) -> loop.Training:
-    """The training as it begins: the weights are drawn, and the network is on its device."""
-    spec.draw_weights()
-    return loop.Training(spec.model.to(spec.setting.device, spec.setting.dtype), spec.configuration["learning_rate"])
-
-
-def engine_of(spec: RunSpec, training: loop.Training) -> loop.Engine:
-    """The fastest engine that there is for a training, unless it is asked for autograd's own gradients."""
-    return _fastest(spec, loop.Plain(training, Loader(spec.factors["loader"], spec.setting)))
-
-
-def _fastest(spec: RunSpec, plain: loop.Plain) -> loop.Engine:
-    as_written = not spec.factors["fast"] or spec.setting.compile or spec.setting.autocast
-    if as_written or find_spec("gpulab.engines") is None:  # without that folder all is only slower
-        return plain
-    from gpulab.engines import fastest
-
-    return fastest(plain, has_its_device_alone(spec.setting))
-
-
-def windows(spec: RunSpec, training: loop.Training) -> Iterator[Window]:
-    """What is left to train on."""
-    done = len(training.history)
-    endless = ahead(spec.data.windows(spec.window, spec.seed, done), spec.setting, spec.data)
-    return itertools.islice(endless, spec.frames // spec.window - done)
-
-
-def outcome(spec: RunSpec, training: loop.Training) -> dict[str, Any]:
-    """Status and summary for the record."""
-    heldout = math.nan if training.diverged_at else heldout_loss(spec, training)
-    if not math.isfinite(heldout) and training.diverged_at is None:
-        training.diverged_at = training.step  # the last update ruined the weights, and no later loss shows it
-    diverged, history = training.diverged_at is not None, training.history
-    last = [note.loss for note in history[-max(1, len(history) // LAST_FIFTH) :]]
-    alone = has_its_device_alone(spec.setting)  # else its speed is not that of one network
-    return {
-        "status": "diverged" if diverged else "finished",
-        "gradients": " and ".join(sorted(training.ways - {"captured"})),
-        "captured": "captured" in training.ways,
-        "diverged_at": training.diverged_at,
-        "summary": {
-            # JSON has no NaN.
-            "final_loss": None if diverged else math.fsum(last) / len(last),
-            "heldout_loss": None if diverged else heldout,
-            "seconds": history[-1].seconds,
-            "frames_per_second": len(history) * spec.window / history[-1].seconds if alone else None,
-            "weights": weights_digest(training.model.state_dict()),
-        },
-        **({} if alone else {"shared": True}),
-    }
-
-
-class Evaluation(loop.Plain):
-    """Computes the losses of a window's frames, and updates nothing.
-
-    Its gradients are never asked for, so that an engine that computes those otherwise changes nothing here.
-    """
-
-    @torch.no_grad()
-    def update(self, batches: Iterable[Tensor | Feed], state: Any) -> tuple[Tensor, Any]:
-        """The loss of each frame of all batches, and the state after the last."""
-        losses = []
-        for batch in batches:
-            _, per_frame, state = self.model.training_loss(batch, state)
-            losses.append(per_frame)
-        return torch.cat(losses), state
-
-
-def heldout_loss(spec: RunSpec, training: loop.Training) -> float:
-    """The mean squared error per held-out frame."""
-    training.model.eval()
-    # With `ways` of its own: a run's record says how it was trained.
-    engine = _fastest(spec, Evaluation(replace(training, ways=set()), Loader("window", spec.setting)))
-    state, errors = None, []
-    for window in ahead(spec.data.heldout(spec.window), spec.setting, spec.data):
-        state = None if window.restart else state
-        per_frame, state = engine.train_window(window.frames, state)
-        errors.append(per_frame.clone())  # a graph writes those of the next window into the same memory
-    values = torch.cat(errors).tolist()  # one look at the device, since every look waits for it
-    return math.fsum(values) / len(values)
+def _train(
+    planned: PlannedRun, record: dict[str, Any], checkpoint: Path | None, watch: Watch | None, progress: bool
+) -> Run:
+    """Train, and return the run with its record completed."""
+    outcome = planned.train(checkpoint, watch, progress)
+    columns = np.array(outcome.history, HISTORY)
+    return Run(outcome.model, outcome.data, columns, record | outcome.results)

@@ -15,7 +15,7 @@ import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
 from gpulab.store.recorded import recorded_table
-from gpulab.training.spec import RunSpec
+from gpulab.training.networks import NetworkRun
 from gpulab.wording import COPIED, OVERWRITTEN
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class FirstWindow:
         frames: int | None = None,
         **options: Any,
     ) -> None:
-        self.spec = RunSpec.of(net, seed=seed, profile=profile, loader=loader, **options)
+        self.spec = NetworkRun.plan(net, seed=seed, profile=profile, loader=loader, **options)
         self.spec.draw_weights()
         self.frames = next(self.spec.data.windows(self.spec.window, seed)).frames[:frames]
         self.loader = loader

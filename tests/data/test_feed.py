@@ -11,7 +11,7 @@ from gpulab.data.feed import LOADERS, Loader, made_meanwhile
 from gpulab.errors import DataError
 from gpulab.models.chainer import chainer_views
 from gpulab.settings import Setting
-from gpulab.training.spec import RunSpec
+from gpulab.training.planning import plan_run
 
 BUFFERED = ("copied", "reused", "imitated")
 # Tiny networks: several threads would spend their time waiting for each other.
@@ -57,7 +57,7 @@ def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
 @pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("autoencoder", {"batch_size": 2})])
 def test_frames_one_by_one_are_refused_where_an_update_sees_several_at_a_time(net, options):
     with pytest.raises(gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"):
-        RunSpec.of(net, profile="smoke", loader="copied", model_options=options)
+        plan_run(net, profile="smoke", loader="copied", model_options=options)
 
 
 SAME = [

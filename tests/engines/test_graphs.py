@@ -1,7 +1,5 @@
 """A window in a CUDA graph against kernel by kernel."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,8 +7,8 @@ import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.engines import fastest
 from gpulab.store.identities import weights_digest
-from gpulab.training.run import Evaluation, heldout_loss, set_up
-from gpulab.training.spec import RunSpec
+from gpulab.training.evaluation import Evaluation, heldout_loss
+from gpulab.training.networks import NetworkRun
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -49,12 +47,12 @@ ON_GPU = [pytest.param(f"cuda:{how}", marks=needs_cuda) for how in ("tf32=off", 
 @pytest.mark.parametrize("model", ["autoencoder", "whitener", "prednet"])
 def test_heldout_windows_by_the_fastest_engine_have_the_same_bits(model, setting):
     options = {"frames": 700} if model == "prednet" else {}  # of which a tenth is held out
-    spec = RunSpec.of(model, setting=setting, profile="smoke", **options)
-    with spec.in_force():
+    spec = NetworkRun.plan(model, setting=setting, profile="smoke", **options)
+    with spec.activated():
         spec.draw_weights()
-        training, states = set_up(spec), [None, None]
+        training, states = spec.set_up(), [None, None]
         weights = weights_digest(training.model.state_dict())
-        plain = Evaluation(replace(training, ways=set()), Loader("window", spec.setting))
+        plain = Evaluation(training.model, Loader("window", spec.setting))
         engine, losses = fastest(plain), []
         for window in spec.data.heldout(spec.window):
             (found, states[0]), (expected, states[1]) = (
@@ -62,7 +60,9 @@ def test_heldout_windows_by_the_fastest_engine_have_the_same_bits(model, setting
             )
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
             losses += expected.tolist()
-        assert (len(losses) > spec.window, "captured" in plain.training.ways) == (True, setting != "cpu")
+        assert (len(losses) > spec.window, "captured" in plain.used_methods) == (True, setting != "cpu")
         mean = sum(losses) / len(losses)  # TF32 ruins the whitener's
-        assert heldout_loss(spec, training) == pytest.approx(mean, rel=1e-12, nan_ok=True)
-    assert (weights_digest(training.model.state_dict()), training.ways) == (weights, set())
+        assert heldout_loss(training.model, spec.data, spec.window, spec.setting) == pytest.approx(
+            mean, rel=1e-12, nan_ok=True
+        )
+    assert (weights_digest(training.model.state_dict()), training.gradient_methods) == (weights, set())

@@ -10,7 +10,7 @@ from networks_drawn import drawn, weights
 import gpulab as gl
 from gpulab.models.chainer import chainer_views
 from gpulab.models.prednet import TRUNCATIONS
-from gpulab.training.spec import RunSpec
+from gpulab.training.planning import plan_run
 
 SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 REFUSED = {
@@ -55,7 +55,7 @@ def test_frames_of_another_shape_are_refused_with_the_shape_expected(expected):
 def test_networks_that_differ_in_one_option_are_other_runs():
     nets = [gl.models.PredNet((3, 4), (12, 16), truncation=how) for how in TRUNCATIONS]
     nets += [gl.models.Autoencoder((8,), batch_size=size) for size in (1, 4)]
-    assert len({RunSpec.of(net, profile="smoke").identity(gl.passport()).id for net in nets}) == len(nets)
+    assert len({plan_run(net, profile="smoke").identity(gl.passport()).id for net in nets}) == len(nets)
 
 
 @pytest.mark.parametrize(("hidden", "size"), [((128, 32), (28, 28)), ((5,), (4, 5)), ([64, 16, 8], (6, 10))])

@@ -89,6 +89,6 @@ def test_extreme_eigenpairs_repeat_and_are_orthogonal():
 
 
 def test_extreme_eigenpairs_that_are_not_found_are_an_error(monkeypatch):
-    monkeypatch.setattr("gpulab.saddles.spectrum.RESTARTS", 1)
+    monkeypatch.setattr("gpulab.saddles.eigenpairs.RESTARTS", 1)
     with pytest.raises(gl.DataError, match=r"no eigenvector to a tolerance of 4e-11: .*; allow a larger one"):
         gl.saddles.extreme_eigenpairs(torch.diag(torch.linspace(0, 1, 500).double() ** 2))

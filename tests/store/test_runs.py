@@ -184,7 +184,7 @@ def test_nothing_is_ever_unpickled_from_a_file():
         for hit in re.findall(pattern, file.read_text())
     ]
     # What a process sends its own worker, through the pipe between them.
-    assert found == [("experiment.py", 'pickle.loads(job), progress=False).record["id"]')]
+    assert found == [("workers.py", 'pickle.loads(job), progress=False).record["id"]')]
 
 
 # --- stores as tables --------------------------------------------------------------------------------------

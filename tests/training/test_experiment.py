@@ -20,7 +20,7 @@ import torch
 import gpulab as gl
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
-from gpulab.training import experiment as workers
+from gpulab.training import workers
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
@@ -287,7 +287,7 @@ def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(machine,
     Path("go").touch()
     (mark,) = Path("runs/.claims").iterdir()
     if machine == "another":
-        monkeypatch.setattr("gpulab.training.experiment.LEASE", 5.0)
+        monkeypatch.setattr("gpulab.training.experiment.LEASE_SECONDS", 5.0)
         mark.write_text(mark.read_text().replace(f"host={socket.gethostname()}", "host=x").replace("=120.0", "=5.0"))
         assert {"host=x", "duration=5.0"} <= set(mark.read_text().splitlines())
     drivers = [gl.Experiment("slow.py:train", ["cpu"], [0, 1, 1], store="runs", workers=2) for _ in range(2)]

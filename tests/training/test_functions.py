@@ -13,7 +13,7 @@ import torch
 
 import gpulab as gl
 from gpulab.store import tables
-from gpulab.training import experiment as workers
+from gpulab.training import workers
 from gpulab.training.functions import TrainingFunction
 
 QUIET = {"progress": False}

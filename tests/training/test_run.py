@@ -13,12 +13,12 @@ from torch import nn
 import gpulab as gl
 from gpulab.store import runs as stores
 from gpulab.store.tensors import read_tensors, write_tensors
+from gpulab.training.planning import plan_run
 from gpulab.training.run import train
-from gpulab.training.spec import RunSpec
 
 
 def planned(net, **options):
-    return RunSpec.of(net, **options).identity(gl.passport())
+    return plan_run(net, **options).identity(gl.passport())
 
 
 SMALL = {"channels": [3, 4], "size": [8, 12]}
@@ -161,7 +161,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(mode
 
 def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
     """It saves every so many seconds, and not at its end."""
-    monkeypatch.setattr("gpulab.training.run.CHECKPOINT_SECONDS", 0)
+    monkeypatch.setattr("gpulab.training.supervision.CHECKPOINT_SECONDS", 0)
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=120, error=RuntimeError)
     run = trained(store=tmp_path)
     assert run.record["resumed_at"] == 5

@@ -17,12 +17,13 @@ from gpulab.cli import app
 from gpulab.data.feed import LOADERS
 from gpulab.store import recorded
 from gpulab.store.records import factors_of_record
+from gpulab.training.networks import CODE_VERSION
+from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
-from gpulab.training.spec import CODE_VERSION, RunSpec
 
 
 def planned(net, **options):
-    return RunSpec.of(net, **options).identity(gl.passport())
+    return plan_run(net, **options).identity(gl.passport())
 
 
 def test_the_paper_profile_is_the_published_protocol():
@@ -40,10 +41,10 @@ def test_the_environment_has_the_last_word(monkeypatch):
 
 def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
     for options, speed in (({}, 4.0), ({"speed": 2.0}, 2.0)):
-        assert RunSpec.of("prednet", profile="motion", data_options=options).data.options()["speed"] == speed
+        assert plan_run("prednet", profile="motion", data_options=options).data.options()["speed"] == speed
 
 
-LOSSES = {  # final and held-out losses of short trainings, by gpulab.training.spec.CODE_VERSION
+LOSSES = {  # final and held-out losses of short trainings, by gpulab.training.networks.CODE_VERSION
     1: {
         "autoencoder": [0.05730396277619025, 0.059785226488824804],
         "prednet": [0.22601152829905655, 0.21129522336667614],
@@ -72,7 +73,7 @@ def test_losses_are_those_of_this_code_version(name):
 
 
 def test_whole_number_is_the_same_learning_rate_as_its_float():
-    one, other = (RunSpec.of("autoencoder", profile="smoke", learning_rate=rate) for rate in (1, 1.0))
+    one, other = (plan_run("autoencoder", profile="smoke", learning_rate=rate) for rate in (1, 1.0))
     assert one.identity(gl.passport()) == other.identity(gl.passport())
 
 
@@ -107,7 +108,7 @@ def requests(draw):
 @settings(max_examples=40, deadline=None)
 @given(requests())
 def test_command_gives_the_same_run(request):
-    spec = RunSpec.of(**request)
+    spec = plan_run(**request)
     with mock.patch("gpulab.training.run.train") as train:
         CliRunner().invoke(app, shlex.split(spec.command())[1:])
     assert planned(*train.call_args.args, **train.call_args.kwargs).id == spec.identity(gl.passport()).id

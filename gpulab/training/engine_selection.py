@@ -1,0 +1,23 @@
+"""Which engine computes the windows of a training."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from gpulab.data.feed import has_its_device_alone
+from gpulab.settings import Setting
+from gpulab.training.loop import BatchEngine, Engine
+
+
+def select_engine(plain: BatchEngine, setting: Setting, fast: bool) -> Engine:
+    """Return the fastest engine that computes what `plain` computes, up to rounding.
+
+    That is `plain` itself if `fast` is False, under a setting that compiles the model or casts its operations, and
+    where the optional package `gpulab.engines` is not installed.
+    """
+    as_written = not fast or setting.compile or setting.autocast
+    if as_written or find_spec("gpulab.engines") is None:
+        return plain
+    from gpulab.engines import fastest
+
+    return fastest(plain, has_its_device_alone(setting))

@@ -1,0 +1,360 @@
+"""Trainings of gpulab's own networks: what they were asked for, and the network and data that follow from it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpulab.data.base import Data, Window
+from gpulab.data.datasets import load
+from gpulab.data.feed import Loader, ahead, has_its_device_alone
+from gpulab.errors import UsageError
+from gpulab.models import MODELS
+from gpulab.models.base import Trainable, check_weight, flip_bit
+from gpulab.run_options import FACTORS, options_of_run
+from gpulab.settings import Setting
+from gpulab.store.identities import weights_digest
+from gpulab.store.runs import StoredRun
+from gpulab.training.checkpoints import resume_checkpoint
+from gpulab.training.engine_selection import select_engine
+from gpulab.training.evaluation import heldout_loss
+from gpulab.training.loop import Engine, Plain, Training
+from gpulab.training.planned import Options, PlannedRun, TrainingOutcome, Watch, as_json, check_options
+from gpulab.training.profiles import LAST_FIFTH, Protocol, protocol
+from gpulab.training.supervision import LOOK_SECONDS, supervise
+
+# The version of all code that decides what a training gives: loop, optimiser, engines, models, data, arithmetic. Raise
+# it whenever the same request gives other losses: then no run of before stands for one of now. The test
+# `test_losses_are_those_of_this_code_version` fails until that is done.
+CODE_VERSION = 1
+
+
+@dataclass(kw_only=True)
+class NetworkRun(PlannedRun):
+    """One training of a network of gpulab's own, with the model made and the data loaded.
+
+    Attributes:
+        model: The network. Its weights are drawn by `draw_weights`, unless it holds loaded ones.
+        model_options: What makes the network, as the record keeps it.
+        data: What it learns from.
+        frames: How many frames or images to train on.
+        window: How many of them the loss is noted for.
+        learning_rate: Adam's.
+        factors: The value of each factor that is an argument of `gpulab.train`.
+        command_data_options: The options of the data that were given, for the command line.
+    """
+
+    model: Trainable
+    model_options: Options
+    data: Data
+    frames: int
+    window: int
+    learning_rate: float
+    factors: Options
+    command_data_options: Options
+
+    @classmethod
+    def plan(
+        cls,
+        net: object,
+        data: Data | str | None = None,
+        setting: Setting | str = "cpu",
+        seed: int = 0,
+        profile: str = "quick",
+        *,
+        rerun: int = 0,
+        data_options: Options | None = None,
+        model_options: Options | None = None,
+        **options: Any,
+    ) -> NetworkRun:
+        """Check what a training of a network was asked for, make the model and load the data.
+
+        Args:
+            net: A name of `gpulab.models.MODELS`, or such a network.
+            data: As for `gpulab.train`.
+            setting: As for `gpulab.train`.
+            seed: As for `gpulab.train`.
+            profile: As for `gpulab.train`.
+            rerun: As for `gpulab.train`.
+            data_options: As for `gpulab.train`.
+            model_options: As for `gpulab.train`.
+            **options: `frames`, `window`, `learning_rate` and factors. None stands for what is usual.
+
+        Raises:
+            UsageError: For arguments that make no sense.
+            DataError: For data that cannot be read.
+
+        Examples:
+            >>> NetworkRun.plan("prednet", profile="smoke", seed=3, flip=0).command()
+            'gpulab train prednet --profile smoke --setting cpu --seed 3 --option flip=0'
+        """
+        data_options, model_options = data_options or {}, model_options or {}
+        check_options("model_options", model_options)
+        check_options("data_options", data_options)
+        net = _check_net(net, model_options)
+        experiment = net if isinstance(net, str) else type(net).__name__.lower()
+        defaults = protocol(experiment, profile)
+        given = {name: value for name, value in options.items() if value is not None}
+        lengths = {name: getattr(defaults, name) for name in ("frames", "window", "learning_rate")}
+        factors = options_of_run(**lengths | given)
+        frames, window, learning_rate = (factors.pop(name) for name in lengths)
+        _check_lengths(frames, window, learning_rate)
+        model, described = _make_model(net, defaults, model_options)
+        check_weight(model, factors["flip"])
+        _check_loader(factors["loader"], model)
+        loaded = _load_data(data, model, defaults, frames, data_options)
+        command_net = net if isinstance(net, str) and not isinstance(data, Data) else None
+        named_data = {"data": data} if isinstance(data, str) else {}
+        return cls(
+            experiment=experiment,
+            setting=Setting.parse(setting),
+            seed=seed,
+            profile=profile,
+            rerun=rerun,
+            command_net=command_net,
+            command_options=named_data | given | model_options,
+            command_data_options=data_options,
+            model=model,
+            model_options=described,
+            data=loaded,
+            frames=frames,
+            window=window,
+            learning_rate=learning_rate,
+            factors=factors,
+        )
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The model, the data, and for how long and how fast it learns."""
+        return {
+            "model": self.experiment,
+            "model_options": self.model_options,
+            "data": self.data.name,
+            "data_options": self.data.options(),
+            "frames": self.frames,
+            "window": self.window,
+            "learning_rate": self.learning_rate,
+        }
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """The version of the code, and the digest of the files that the data are read from."""
+        return {"code": str(CODE_VERSION), "content": self._data_content() or ""}
+
+    @property
+    def unknown_content(self) -> str:
+        """The data, if they are of a class of the user's own."""
+        return f"data {self.data.name!r}" if self._data_content() is None else ""
+
+    @property
+    def unusual_factors(self) -> Options:
+        """The factors that have another than their usual value."""
+        return {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
+
+    def _data_content(self) -> str | None:
+        return self.data.content if type(self.data).__module__.startswith("gpulab.") else None
+
+    @contextlib.contextmanager
+    def activated(self) -> Iterator[None]:
+        """Activate the setting, with no more threads than the model can use, and compile the model if it says so.
+
+        >>> from gpulab.settings import setting
+        >>> with setting("cpu:threads=2"), NetworkRun.plan("autoencoder", profile="smoke").activated():
+        ...     torch.get_num_threads()  # more would be waited for
+        1
+        """
+        with super().activated(), contextlib.ExitStack() as stack:
+            if self.setting.threads is None and self.model.threads:
+                torch.set_num_threads(min(self.model.threads, torch.get_num_threads()))
+            if self.setting.compile:
+                part = self.model.compiled_part
+                setattr(self.model, part, self.setting.compiled(getattr(self.model, part)))
+                stack.callback(delattr, self.model, part)  # a copy of the model would call this one's
+            yield
+
+    def draw_weights(self) -> None:
+        """Give the model the weights that training starts from: those of the seed, unless it holds loaded ones."""
+        if self.model.fresh:
+            device = self.setting.device if self.factors["draws"] == "device" else "cpu"
+            self.model.draw_weights(torch.Generator(device).manual_seed(self.seed))
+        if self.factors["flip"] is not None:
+            flip_bit(self.model, self.factors["flip"])
+
+    def set_up(self) -> Training:
+        """Return the training as it begins: with the weights drawn, and the network on its device."""
+        self.draw_weights()
+        return Training(self.model.to(self.setting.device, self.setting.dtype), self.learning_rate)
+
+    def select_engine(self, training: Training) -> Engine:
+        """Return the fastest engine for a training, unless autograd's own gradients were asked for."""
+        plain = Plain(training, Loader(self.factors["loader"], self.setting))
+        return select_engine(plain, self.setting, self.factors["fast"])
+
+    def remaining_windows(self, training: Training) -> Iterator[Window]:
+        """Yield the windows that a training has not seen yet."""
+        done = len(training.history)
+        endless = ahead(self.data.windows(self.window, self.seed, done), self.setting, self.data)
+        return itertools.islice(endless, self.frames // self.window - done)
+
+    def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:
+        """Train the network by gpulab's own loop, and evaluate it on the held-out part of the data."""
+        training = self.set_up()
+        resumed = resume_checkpoint(training, checkpoint)
+        resumed_at = len(training.history)
+        training.look_every = LOOK_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
+        supervise(
+            training,
+            self.remaining_windows(training),
+            self.select_engine(training),
+            window=self.window,
+            total=self.frames // self.window * self.window,
+            watch=watch,
+            checkpoint=checkpoint,
+            progress=progress,
+        )
+        results = self.summarize(training, self.evaluate(training))
+        if resumed:
+            results = {"resumed_at": resumed_at} | results
+        self.data.check_unchanged()
+        self.model.fresh = False
+        return TrainingOutcome(training.history, results, self.model.cpu(), self.data)
+
+    def evaluate(self, training: Training) -> float:
+        """Return the held-out loss of a trained network; NaN where the training diverged.
+
+        A held-out loss that is not finite counts as divergence at the last update: that update ruined the weights, and
+        no later training loss shows it.
+        """
+        if training.diverged_at is not None:
+            return math.nan
+        loss = heldout_loss(training.model, self.data, self.window, self.setting, self.factors["fast"])
+        if not math.isfinite(loss):
+            training.diverged_at = training.step
+        return loss
+
+    def summarize(self, training: Training, heldout: float) -> dict[str, Any]:
+        """Return what the record says of the end of a training, with its held-out loss. JSON has no NaN."""
+        diverged, history = training.diverged_at is not None, training.history
+        last = [note.loss for note in history[-max(1, len(history) // LAST_FIFTH) :]]
+        seconds = history[-1].seconds
+        alone = has_its_device_alone(self.setting)  # else its speed is not that of one network
+        results: dict[str, Any] = {
+            "status": "diverged" if diverged else "finished",
+            "gradients": " and ".join(sorted(training.gradient_methods - {"captured"})),
+            "captured": "captured" in training.gradient_methods,
+            "diverged_at": training.diverged_at,
+            "summary": {
+                "final_loss": None if diverged else math.fsum(last) / len(last),
+                "heldout_loss": None if diverged else heldout,
+                "seconds": seconds,
+                "frames_per_second": len(history) * self.window / seconds if alone else None,
+                "weights": weights_digest(training.model.state_dict()),
+            },
+        }
+        if not alone:
+            results["shared"] = True
+        return results
+
+    def restore(self, stored: StoredRun, keep_weights: bool) -> TrainingOutcome | None:
+        """Load the stored weights into the model."""
+        if stored.weights is None and keep_weights:
+            return None
+        if stored.weights:
+            self.model.to(dtype=self.setting.dtype).load_state_dict(stored.weights)
+        return TrainingOutcome(stored.history, model=self.model if stored.weights else None, data=self.data)
+
+    def _command_profile(self) -> list[str]:
+        return ["--profile", self.profile]
+
+    def _command_flags(self) -> dict[str, Options]:
+        return super()._command_flags() | {"--data-option": self.command_data_options}
+
+
+def _check_net(net: object, model_options: Options) -> Trainable | str:
+    if isinstance(net, str):
+        return net
+    if isinstance(net, Trainable) and type(net) in MODELS.values() and not model_options:
+        return net
+    raise UsageError(
+        f"net is a {type(net).__name__}, model_options={model_options}: expected one of {', '.join(MODELS)}, a network "
+        "of these kinds without options, or the function that trains yours, train(seed, setting)"
+    )
+
+
+def _check_lengths(frames: int, window: int, learning_rate: float) -> None:
+    if 2 <= window <= frames and 0 <= learning_rate < math.inf:
+        return
+    given = f"window={window}, frames={frames}, learning_rate={learning_rate}"
+    raise UsageError(f"{given}: expected window >= 2, frames >= window and a finite learning_rate >= 0")
+
+
+def _check_loader(loader: str, model: Trainable) -> None:
+    batch_size = getattr(model, "batch_size", 1)
+    if loader != "window" and batch_size > 1:
+        raise UsageError(
+            f"loader {loader!r} hands over one frame after another, and {type(model).__name__} sees {batch_size} at a "
+            "time: give it batch_size=1, or loader 'window'"
+        )
+
+
+def _make_model(net: Trainable | str, defaults: Protocol, options: Options) -> tuple[Trainable, Options]:
+    """Return a copy of the given network, or a new one of that name, and what makes it, for the record.
+
+    For a network by name that is its options. For a network that was handed in it is the layers, the attributes and the
+    digest of loaded weights.
+
+    >>> own = MODELS["prednet"](channels=(3, 4), size=(16, 16))
+    >>> _make_model(own, PROTOCOLS["prednet", "smoke"], {})[1]["held"]
+    {'channels': [3, 4], 'size': [16, 16], 'truncation': 'loss'}
+    """
+    if not isinstance(net, str):
+        model = copy.deepcopy(net)
+        held = {name: value for name, value in vars(model).items() if name[0] != "_" and name != "training"}
+        weights = None if model.fresh else weights_digest(model.state_dict())
+        return model, {"layers": repr(model), "held": json.loads(as_json(held)), "weights": weights}
+    described = {"size": defaults.size, **defaults.model, **options}
+    try:
+        with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
+            model = MODELS[net](**described)
+    except TypeError as error:
+        raise UsageError(f"model {net!r} with {options}: {error}") from None
+    factors = {name: getattr(model, name, option.usual) for name, option in FACTORS.items() if option.of == "model"}
+    return model, {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in (described | factors).items()
+        if name not in factors or value != FACTORS[name].usual
+    }
+
+
+def _load_data(data: Data | str | None, model: Trainable, defaults: Protocol, frames: int, options: Options) -> Data:
+    """Load the data to train on, and check that the model can learn from them."""
+    if not isinstance(data, Data):
+        usual_options = defaults.data_options if data in (None, defaults.data) else {}
+        try:
+            data = load(data or defaults.data, **{"frames": frames, "size": model.size, **usual_options, **options})
+        except TypeError as error:
+            raise UsageError(f"data_options {options}: {error}") from None
+    elif options:
+        raise UsageError(f"data_options {options} go with the name of a data set, not with one that is loaded")
+    if data.sequential != model.sequential:
+        kinds = {True: "a sequence of frames", False: "a set of images"}
+        raise UsageError(
+            f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}"
+        )
+    wanted = (getattr(model, "channels", (1,))[0], *model.size)
+    if (data.channels, *data.size) != wanted:
+        raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
+    if data.sequential and len(data) < frames:
+        there = f"{data.name}: {len(data)} frames to train on, fewer than the {frames} of this training"
+        warnings.warn(f"{there}: they are passed over again", stacklevel=4)
+    return data
