@@ -606,7 +606,7 @@ def leaf_of(node: Node) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
-def has_hooks(tensor: Tensor) -> bool:
+def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether a leaf has hooks that see or change its gradient.
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
@@ -614,7 +614,7 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def is_hooked(module: nn.Module) -> bool:
+def has_module_hooks(module: nn.Module) -> bool:
     """Whether a module itself, without the modules inside, has forward or backward hooks.
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
