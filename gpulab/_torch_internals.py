@@ -358,9 +358,9 @@ def uncompiled(function: Function) -> Function:
     """Keep Dynamo from compiling a function and what it calls, and from tracing into it.
 
     `torch.compiler.disable` does the same, and imports the compiler. An older torch (2.6) has
-    nothing else: it compiles the function where a compiled function calls `backward`.
+    nothing else: there the function is compiled where a compiled function calls it or `backward`.
 
-    Tested: torch 2.6 and 2.15. If it changes: a guard around compiled code is compiled itself.
+    Tested: torch 2.15. If it changes: a guard around compiled code is compiled itself.
     """
     if action := getattr(eval_frame, "_FrameAction", None):
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)  # it, and its callees
@@ -396,7 +396,7 @@ def uncompiled_random_numbers(wanted: bool = True) -> AbstractContextManager[obj
 
     If `wanted` is false, it draws its own.
 
-    Tested: torch 2.15. If it changes: audits report the dropout of compiled models as a fault.
+    Tested: torch 2.6 and 2.15. If it changes: audits blame the dropout of compiled models.
     """
     from torch._inductor import config
 
@@ -633,7 +633,14 @@ def has_global_module_hooks() -> bool:
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
     """
-    return nn.modules.module._has_any_global_hook()
+    module = nn.modules.module
+    hooks = (
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    )
+    return any(hooks)
 
 
 register_optimizer_step_pre_hook = optimizer_module.register_optimizer_step_pre_hook
@@ -715,7 +722,10 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in component_tensors(getattr(tensor, name))]
     if type(tensor) is not Tensor:
-        tensor = tensor.as_subclass(Tensor)
+        try:
+            tensor = tensor.as_subclass(Tensor)
+        except RuntimeError:  # torch 2.6 cannot convert a FakeTensor
+            return []
         if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
             return []  # a FakeTensor, for example
     if methods := _SPARSE_METHODS.get(tensor.layout):
