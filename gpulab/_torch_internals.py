@@ -1,113 +1,944 @@
-"""All contact with torch's private API."""
+"""All contact of gpulab with torch's private API. No other file of `gpulab/` touches it.
+
+Private is every module, function and attribute of torch whose name begins with an underscore, and
+some names without one that torch's documentation does not describe, such as `StorageWeakRef`. Torch
+may change them in any release. So the docstring of each entry has a line that says which versions
+of torch it was tested with, and what breaks in gpulab if torch changes it.
+
+To check a new release of torch, install it and run `pytest tests/test_torch_internals.py`. It has a
+test for each entry, so a failure names the entry to repair. Then run the tests of the packages that
+use the entries: `tests/guards`, `tests/audits`, `tests/numerics`, `tests/engines`, `tests/saddles`
+and `tests/device`. The same file fails if another module of gpulab uses the private API.
+
+The guards import this module and need nothing but torch, so it imports nothing of gpulab. It does
+not import torch's compiler (`torch._dynamo`, `torch._inductor`) either, which takes seconds and
+150 MB: the functions that need the compiler import it when they are called.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch._decomp import get_decompositions
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
+from torch.multiprocessing import reductions
+from torch.nn import parameter
+from torch.nn.utils import stateless
+from torch.optim import adam as adam_module
+from torch.optim import optimizer as optimizer_module
+from torch.utils import _python_dispatch, _pytree, weak
 
-Span = tuple[int, int]  # the first address of a piece of memory and the one after its last
+Nested: TypeAlias = Any
+"""Tensors, numbers, texts, None, and lists, tuples and dicts of these in any depth.
+
+It stands for what an operation or a user's model takes and returns. No narrower type is possible:
+which of these types a value has depends on the operation's schema or on the user's code, so every
+use would need a cast.
+"""
+
+Span: TypeAlias = tuple[int, int]
+"""The first address of a piece of memory, and the one after its last."""
+
+Function = TypeVar("Function", bound=Callable[..., Nested])
 
 
-def is_plain(tensor: Any) -> bool:
-    """Whether something is a tensor and memory, no more: of no subclass, sparse, nested, meta, or in a transform."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_nested
+# --- operators and their schemas ------------------------------------------------------------------
+
+OpOverload = torch._ops.OpOverload
+"""An operation as a dispatch mode sees it, such as `torch.ops.aten.add.Tensor`.
+
+gpulab also uses its attributes `tags`, `is_view`, `overloadpacket`, `decompose` and `name`.
+
+Tested: torch 2.6 and 2.15. If it changes: audits, guards, emulation and rooflines see no operation.
+"""
+
+TO_COPY = torch.ops.aten._to_copy.default
+"""The operation behind `Tensor.to`.
+
+Tested: torch 2.6 and 2.15. If it changes: the guard misses copies that go on after the call.
+"""
+
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""A view that autograd does not track as one, as in `torch.matmul`.
+
+Tested: torch 2.6 and 2.15. If it changes: Hessians of such losses are computed more slowly.
+"""
+
+fused_lstm_cell = torch.ops.aten._thnn_fused_lstm_cell
+"""The kernel of `nn.LSTMCell` on a GPU: from the gates and the cell to the new state and cell.
+
+Tested: torch 2.15, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
+"""
+
+fused_lstm_cell_backward = torch.ops.aten._thnn_fused_lstm_cell_backward_impl
+"""The gradients of `fused_lstm_cell`.
+
+Tested: torch 2.15, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
+"""
+
+OPERATOR_MODULE = "torch._ops"
+"""The module whose frame lies between a dispatch mode and the operation that it calls.
+
+Tested: torch 2.6 and 2.15. If it changes: `gpulab guard` shows one more frame in tracebacks.
+"""
 
 
-def span_of(tensor: Any) -> Span:
-    """The memory from the first to the last element of a tensor that is plain; else none, which nothing overlaps."""
-    if not is_plain(tensor) or tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+def schema_name(operation: OpOverload) -> str:
+    """Return the full name of an operation, such as `aten::addmm_`.
 
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def uncompiled(function: Function) -> Function:
-    """Keep TorchDynamo from compiling a function and what that calls, and from tracing into it.
-
-    `torch.compiler.disable` does the same, and imports the compiler, which takes seconds and 150 MB. An older torch
-    (2.6) has nothing else, and compiles the function where a compiled one calls `backward`.
+    Tested: torch 2.6 and 2.15. If it changes: no operation has a name.
     """
-    if action := getattr(eval_frame, "_FrameAction", None):
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.SKIP))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    return operation._schema.name
 
 
-SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layout's parts
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
-}
+def operation_name(operation: OpOverload) -> str:
+    """Return the bare name of an operation, such as `addmm` for `aten::addmm_`.
+
+    Tested: torch 2.6 and 2.15. If it changes: no operation has a name.
+
+    >>> operation_name(torch.ops.aten.add_.Tensor), operation_name(torch.ops.aten._to_copy.default)
+    ('add', '_to_copy')
+    """
+    return operation._schema.name.partition("::")[2].rstrip("_")
 
 
-def component_tensors(tensor: Tensor) -> list[Tensor]:
-    """The ordinary tensors that a tensor consists of; none if its content cannot be seen."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.device.type == "meta":
-        return []
-    if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # when nobody may wait for it
-        return []
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [component for name in names for component in component_tensors(getattr(tensor, name))]
-    if type(tensor) is not Tensor:
-        tensor = tensor.as_subclass(Tensor)
-        if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):  # a FakeTensor and its like
-            return []
-    if methods := SPARSE.get(tensor.layout):
-        return [getattr(tensor, method)() for method in methods]
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        return []
-    if tensor.is_conj():  # a flag, with the memory as it was; taking it off copies nothing
-        tensor = tensor.conj()
-    return [torch._neg_view(tensor) if tensor.is_neg() else tensor]
+def is_mutable(operation: OpOverload) -> bool:
+    """Whether the schema of an operation says that it writes to an argument.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits compare arguments that were overwritten.
+    """
+    return operation._schema.is_mutable
 
 
-class UncompiledDispatchMode(TorchDispatchMode):
-    """A dispatch mode that torch's compiler leaves alone, with all that it calls, where a compiled model is at work.
+def argument_names(operation: OpOverload) -> list[str]:
+    """Return the names of an operation's arguments, in order.
 
-    torch wraps the method of every other mode to that end; the wrapper imports the compiler, which takes 120 MB. An
-    older torch (2.6) wraps nothing, and compiles nothing where such a mode is entered.
+    Tested: torch 2.6 and 2.15. If it changes: Hessians cannot follow in-place operations.
+    """
+    return [argument.name for argument in operation._schema.arguments]
+
+
+def result_names(operation: OpOverload) -> list[str]:
+    """Return the names of an operation's results, in order; empty for those without one.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits compare what kernels keep for themselves.
+    """
+    return [result.name for result in operation._schema.returns]
+
+
+def named_arguments(
+    operation: OpOverload,
+    args: Sequence[Nested],
+    kwargs: dict[str, Nested],
+) -> dict[str, Nested]:
+    """Return the arguments of a call by name, in the order of the schema, defaults included.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits cannot compare arguments.
+
+    >>> named_arguments(torch.ops.aten.add.Tensor, (1, 2), {})
+    {'self': 1, 'other': 2, 'alpha': 1}
+    """
+    arguments = operation._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    positional = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    return defaults | positional | kwargs
+
+
+def returned_or_written(operation: OpOverload, args: Sequence[Nested], returned: Nested) -> Nested:
+    """Return the results of a call; for one that returns nothing, the arguments it wrote to.
+
+    Operations of optimizers return nothing. Of `_ctc_loss` it is the first result alone, because
+    the kernel leaves gaps in the second.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits and rooflines miss the steps of optimizers.
+    """
+    if returned is not None:
+        return returned[:1] if operation._schema.name == "aten::_ctc_loss" else returned
+    named = zip(operation._schema.arguments, args, strict=False)
+    return [value for argument, value in named if _is_written(argument)]
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def has_failed(operation: OpOverload, returned: Nested) -> bool:
+    """Whether a routine of linear algebra reports that it failed: its result `info` is not zero.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits compare factorisations that failed.
+    """
+    names = result_names(operation)
+    return "info" in names and bool(returned[names.index("info")].any())
+
+
+def only_allocates(name: str) -> bool:
+    """Whether an operation of a bare name returns memory that nobody has written yet.
+
+    Tested: torch 2.6 and 2.15. If names change: audits compare memory that nobody has written.
+    """
+    return name.startswith(("empty", "new_empty"))
+
+
+def overwrites_first_argument(name: str) -> bool:
+    """Whether an operation of a bare name overwrites its first argument without reading it.
+
+    Tested: torch 2.6 and 2.15. If names change: audits compare what is about to be overwritten.
+    """
+    return name in ("copy", "fill", "zero")
+
+
+def functional_variant(operation: OpOverload) -> OpOverload | None:
+    """Return the operation that makes a new tensor where this one overwrites its first argument.
+
+    None if there is none with the same arguments.
+
+    Tested: torch 2.6 and 2.15. If it changes: Hessians cannot follow in-place operations.
+
+    >>> functional_variant(torch.ops.aten.add_.Tensor)
+    <OpOverload(op='aten.add', overload='Tensor')>
+    """
+    name = operation._schema.name
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        return None
+    names = argument_names(operation)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    fitting = [o for o in overloads if argument_names(o) == names and not is_mutable(o)]
+    preferred = operation._overloadname
+    return min(fitting, key=lambda o: o._overloadname != preferred, default=None)
+
+
+@functools.cache
+def is_composite(operation: OpOverload) -> bool:
+    """Whether an operation consists of others, which a mode sees instead, except in inference mode.
+
+    An operation that also has a kernel for a device, such as the backward pass of SiLU, is not
+    composite.
+
+    Tested: torch 2.6 and 2.15. If it changes: inference mode hides products from emulations.
+    """
+    keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "MPS")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    composite, *own = (has_kernel(operation.name(), key) for key in keys)
+    return composite and not any(own)
+
+
+def call_composite_kernel(
+    operation: OpOverload,
+    args: Sequence[Nested],
+    kwargs: Mapping[str, Nested],
+    is_explicit: bool = False,
+) -> Nested:
+    """Call the kernel of an operation that calls other operations.
+
+    Args:
+        operation: The operation.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+        is_explicit: Whether the kernel is registered as `CompositeExplicitAutograd`, with a
+            backward pass of its own, and not as `CompositeImplicitAutograd`.
+
+    Tested: torch 2.6 and 2.15. If it changes: emulations fail in inference mode, and in `cdist`.
+    """
+    keys = torch._C.DispatchKey
+    key = keys.CompositeExplicitAutograd if is_explicit else keys.CompositeImplicitAutograd
+    return operation._op_dk(key, *args, **kwargs)
+
+
+def decomposition_of(operation: OpOverload) -> Callable[..., Nested]:
+    """Return torch's Python function that computes an operation by simpler ones.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits of `cdist` fail.
+    """
+    return get_decompositions([operation])[operation]
+
+
+def flop_formulas() -> dict[Nested, Callable[..., int]]:
+    """Return torch's formulas for floating-point operations, by overload packet.
+
+    Importing them imports Triton, which takes 70 MB.
+
+    Tested: torch 2.6 and 2.15. If it changes: `gpulab.device.place` and rooflines count no FLOP.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+# --- dispatch modes -------------------------------------------------------------------------------
+
+
+class UncompiledDispatchMode(_python_dispatch.TorchDispatchMode):
+    """A dispatch mode that torch's compiler leaves alone, with everything that it calls.
+
+    Torch wraps the method of every other mode to that end, and the wrapper imports the compiler,
+    which takes 120 MB. An older torch (2.6) wraps nothing, and compiles nothing where such a mode
+    is active.
+
+    Tested: torch 2.6 and 2.15. If it changes: guards and audits import the compiler.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
-        if hasattr(eval_frame, "_FrameAction"):
-            skip = eval_frame._FrameAction.SKIP
-            strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the method, and of what it calls
-            eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+        dispatch = uncompiled(inspect.unwrap(cls.__torch_dispatch__))
+        cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
 
-@functools.cache
-def is_composite(operation: Any) -> bool:
-    """Whether an operation consists of others, which a mode sees instead of it except in inference mode.
+dispatch_disabled = torch._C._DisableTorchDispatch
+"""A context manager inside which dispatch modes do not see operations.
 
-    One that also has a kernel of a device, as the backward pass of SiLU has, is an operation of its own.
+Tested: torch 2.6 and 2.15. If it changes: audits and guards see their own computations.
+"""
+
+
+def active_dispatch_modes() -> list[_python_dispatch.TorchDispatchMode]:
+    """Return the dispatch modes that are active in this thread, the innermost last.
+
+    Tested: torch 2.6 and 2.15. If it changes: an emulation inside another one does not replace it.
     """
-    keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "MPS")
-    composite, *own = (torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in keys)
-    return composite and not any(own)
+    return _python_dispatch._get_current_dispatch_mode_stack()
 
 
-def graph_nodes(result: Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph of a result."""
-    waiting: list[Any] = [result.grad_fn]
-    met: set[Any] = set()
+def has_wrapper_subclass(tensor_types: Iterable[type]) -> bool:
+    """Whether a type is that of a tensor whose class calls operations on its parts.
+
+    Nested tensors are of such a class.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits and emulations of nested tensors fail.
+    """
+    return any(map(_python_dispatch.is_traceable_wrapper_subclass_type, tensor_types))
+
+
+def has_computation_observers() -> bool:
+    """Whether this thread has an active dispatch mode, function mode or hook for saved tensors.
+
+    An older torch (2.6) cannot tell whether there are hooks for saved tensors. There the answer is
+    always yes.
+
+    Tested: torch 2.6 and 2.15. If it changes: faster engines hide operations from guards.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return bool(modes or hooks(True))
+
+
+@contextlib.contextmanager
+def without_fused_rnn() -> Iterator[None]:
+    """Inside the block, neither oneDNN nor cuDNN computes, so recurrent layers are taken apart.
+
+    The public `flags` of the two libraries would set their other flags, too.
+
+    Tested: torch 2.6 and 2.15. If it changes: emulations do not reach products of recurrent layers.
+    """
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_cudnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        torch._C._set_cudnn_enabled(cudnn)
+
+
+# --- the compiler: Dynamo and Inductor ------------------------------------------------------------
+
+
+def uncompiled(function: Function) -> Function:
+    """Keep Dynamo from compiling a function and what it calls, and from tracing into it.
+
+    `torch.compiler.disable` does the same, and imports the compiler. An older torch (2.6) has
+    nothing else: there the function is compiled where a compiled function calls it or `backward`.
+
+    Tested: torch 2.15. If it changes: a guard around compiled code is compiled itself.
+    """
+    if action := getattr(eval_frame, "_FrameAction", None):
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)  # it, and its callees
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_compiler_loaded() -> bool:
+    """Whether this process has imported torch's compiler.
+
+    Tested: torch 2.6 and 2.15. If it changes: Hessians of compiled models fail.
+    """
+    return "torch._dynamo" in sys.modules
+
+
+def recompilations_allowed(count: int) -> AbstractContextManager[object]:
+    """Inside the block, Dynamo compiles that many variants of a function, and raises at one more.
+
+    Otherwise it compiles fewer, and runs further variants uncompiled. The option is called
+    `cache_size_limit` until torch 2.6.
+
+    Tested: torch 2.6 and 2.15. If it changes: settings with `compile` fail.
+    """
+    from torch._dynamo import config
+
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    return config.patch({limit: count, f"fail_on_{limit.replace('_size', '')}_hit": True})
+
+
+def uncompiled_random_numbers(wanted: bool = True) -> AbstractContextManager[object]:
+    """Inside the block, Inductor draws the random numbers that uncompiled code draws.
+
+    If `wanted` is false, it draws its own.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits blame the dropout of compiled models.
+    """
+    from torch._inductor import config
+
+    return config.patch(fallback_random=wanted)
+
+
+def compiler_error() -> type[Exception]:
+    """Return the class of the errors that the compiler raises.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits do not explain what the compiler refuses.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def forget_compiled_graphs() -> None:
+    """Begin to count compiled graphs from zero.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits count the graphs of earlier audits, too.
+    """
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+
+
+def compiled_graph_count() -> int:
+    """Return how many graphs Dynamo has compiled since `forget_compiled_graphs`.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits refuse compiled models as not compiled.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def original_module(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` wrapped, or the module itself.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits compare a compiled model with itself.
+    """
+    return getattr(module, "_orig_mod", module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was wrapped by `torch.compile` or compiled in place by `Module.compile`.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits do not say that they ran a model uncompiled.
+    """
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def name_as_written(name: str) -> str:
+    """Return the name of a module or parameter without the prefix that `torch.compile` adds.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits of compiled models show other names.
+
+    >>> name_as_written("_orig_mod.0.weight"), name_as_written("_orig_mod")
+    ('0.weight', '')
+    """
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+
+
+def call_as_written(module: nn.Module, *args: Nested, **kwargs: Nested) -> Nested:
+    """Call a module with all its hooks, past what `Module.compile` or `replace_call` has set.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits of compiled models fail.
+    """
+    return module._call_impl(*args, **kwargs)
+
+
+def replace_call(module: nn.Module, call: Callable[..., Nested]) -> None:
+    """Have a function called whenever the module is called, as `Module.compile` does.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits of compiled models fail.
+    """
+    module._compiled_call_impl = call
+
+
+# --- autograd: nodes of the graph, and hooks ------------------------------------------------------
+
+
+def graph_nodes(result: Tensor) -> Iterator[Node]:
+    """Iterate over the nodes of autograd's graph of a result, each once.
+
+    Uses public API only.
+    """
+    waiting: list[Node | None] = [result.grad_fn]
+    met: set[Node] = set()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in met:
             met.add(node)
             waiting += [following for following, _ in node.next_functions]
             yield node
+
+
+def current_node() -> Node | None:
+    """Return the node whose backward pass this thread computes, if it computes one.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits and guards cannot name what runs in backward.
+    """
+    return torch._C._current_autograd_node()
+
+
+def node_number(node: Node) -> int:
+    """Return autograd's number of a node, which counts the nodes of a thread.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits show no line for backward operations.
+    """
+    return node._sequence_nr()
+
+
+def newest_node_number() -> int:
+    """Return the number of the node that this thread made last.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits show no line for backward operations.
+    """
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def current_backward_pass() -> int:
+    """Return autograd's number of the backward pass that this thread computes; -1 if there is none.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard checks nothing on accelerators.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have a function called when the current backward pass ends.
+
+    Torch 2.15 also has `torch.autograd.graph.queue_callback`, which is public.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard reports nothing on accelerators.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def push_saved_tensor_hooks(
+    pack: Callable[[Tensor], Nested],
+    unpack: Callable[[Nested], Tensor],
+) -> None:
+    """Add hooks for saved tensors, as `saved_tensors_hooks` does on entry.
+
+    The class itself can neither be entered again nor left in another order.
+
+    Tested: torch 2.6 and 2.15. If it changes: no guard can be entered.
+    """
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Remove the hooks for saved tensors that this thread added last.
+
+    Tested: torch 2.6 and 2.15. If it changes: no guard can be left.
+    """
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def saved_values(node: Node | None, names: Iterable[str] = ()) -> Iterator[tuple[str, Nested]]:
+    """Iterate over what a node has saved for its backward pass, with the name of each value.
+
+    Args:
+        node: A node; None has saved nothing.
+        names: The names of the values that are wanted, or nothing for all. One that the node does
+            not have gives None. Values that torch has released already are skipped.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard names no operand, and blames batch norm.
+    """
+    prefix = "_saved_"
+    attributes = [prefix + name for name in names] or dir(node)
+    for attribute in attributes:
+        if attribute.startswith(prefix):
+            try:
+                value = getattr(node, attribute, None)
+            except RuntimeError:  # it was released
+                continue
+            yield attribute.removeprefix(prefix), value
+
+
+def is_checkpoint_frame(frame: types.FrameType | None) -> bool:
+    """Whether a frame runs code of `torch.utils.checkpoint`, which computes forward again.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard names the wrong operation for checkpoints.
+    """
+    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+
+
+def is_once_differentiable(node: Node) -> bool:
+    """Whether a node is of a user's function whose `backward` is marked `once_differentiable`.
+
+    Tested: torch 2.6 and 2.15. If it changes: Hessians silently take such gradients for constants.
+    """
+    backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    return getattr(backward, "__code__", None) is _ONCE_DIFFERENTIABLE
+
+
+_ONCE_DIFFERENTIABLE = once_differentiable(len).__code__  # of every `backward` with that mark
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Return the leaf that a node accumulates a gradient for; None for other nodes.
+
+    Tested: torch 2.6 and 2.15. If it changes: Hessians of losses that hold parameters are wrong.
+    """
+    return getattr(node, "variable", None)
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether a leaf has hooks that see or change its gradient.
+
+    Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
+    """
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether a module itself, without the modules inside, has forward or backward hooks.
+
+    Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
+    """
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks)
+
+
+def has_global_module_hooks() -> bool:
+    """Whether there are forward or backward hooks for all modules.
+
+    Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
+    """
+    module = nn.modules.module
+    hooks = (
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    )
+    return any(hooks)
+
+
+register_optimizer_step_pre_hook = optimizer_module.register_optimizer_step_pre_hook
+"""Have a function called before each step of every optimizer.
+
+Tested: torch 2.6 and 2.15. If it changes: audits do not restore the state of optimizers.
+"""
+
+register_optimizer_step_post_hook = optimizer_module.register_optimizer_step_post_hook
+"""Have a function called after each step of every optimizer.
+
+Tested: torch 2.6 and 2.15. If it changes: the guard cannot blame the step of an optimizer.
+"""
+
+
+# --- tensors, storages and memory -----------------------------------------------------------------
+
+StorageWeakRef = reductions.StorageWeakRef
+"""A weak reference to a storage; `expired` says whether its memory is gone, `cdata` identifies it.
+
+Tested: torch 2.6 and 2.15. If it changes: the guard keeps memory alive, or blames reused memory.
+"""
+
+WeakTensorKeyDictionary = weak.WeakTensorKeyDictionary
+"""A dictionary whose keys are tensors, compared as objects and not kept alive.
+
+Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
+"""
+
+
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage as long as it lives.
+
+    Tested: torch 2.6 and 2.15. If it changes: rooflines count shared memory twice.
+    """
+    return storage._cdata
+
+
+def is_plain(tensor: Nested) -> bool:
+    """Whether something is a tensor and its memory, and no more.
+
+    Tensors of a subclass, sparse, nested and meta tensors, and those inside a transform are not.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard reads the memory of wrapped tensors.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested
+    return is_strided and tensor.device.type != "meta"
+
+
+def span_of(tensor: Nested) -> Span:
+    """Return the memory from the first to the last element of a plain tensor.
+
+    For anything else the span is empty, and overlaps nothing.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not find who shares memory.
+    """
+    if not is_plain(tensor) or tensor.numel() == 0:
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def component_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the ordinary tensors that a tensor consists of; none if its content cannot be read.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits and guards skip or misread tensors.
+    """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if wrapped or tensor.device.type == "meta":
+        return []
+    if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return []  # nobody may wait for it now
+    if _python_dispatch.is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in component_tensors(getattr(tensor, name))]
+    if type(tensor) is not Tensor:
+        try:
+            tensor = tensor.as_subclass(Tensor)
+        except RuntimeError:  # torch 2.6 cannot convert a FakeTensor
+            return []
+        if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
+            return []  # a FakeTensor, for example
+    if methods := _SPARSE_METHODS.get(tensor.layout):
+        return [getattr(tensor, method)() for method in methods]
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return []
+    if tensor.is_conj():  # a flag, which can be removed without a copy
+        tensor = tensor.conj()
+    return [torch._neg_view(tensor) if tensor.is_neg() else tensor]
+
+
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
+_SPARSE_METHODS: dict[torch.layout, tuple[str, ...]] = {  # those that return a tensor's parts
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how many in-place operations of torch have changed a tensor's memory.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard misses in-place operations.
+    """
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a tensor is a view of; None if it is no view.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits miss changes made through a view.
+    """
+    return tensor._base
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another one.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits report gradients of views.
+    """
+    return tensor._is_view()
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor is one of forward mode's zeros, which have no memory that could be read.
+
+    Tested: torch 2.6 and 2.15. If it changes: emulations fail inside forward mode.
+    """
+    return tensor._is_zerotensor()
+
+
+# --- nested values --------------------------------------------------------------------------------
+
+tree_flatten = _pytree.tree_flatten
+"""Return the leaves of nested values, and a specification to put them together again.
+
+Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
+"""
+
+tree_unflatten = _pytree.tree_unflatten
+"""Put leaves together again that `tree_flatten` took apart.
+
+Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
+"""
+
+tree_leaves = _pytree.tree_leaves
+"""Return the leaves of nested values, of all containers that torch knows.
+
+Tested: torch 2.6 and 2.15. If it changes: steps find no loss among outputs.
+"""
+
+tree_map = _pytree.tree_map
+"""Return nested values with a function applied to each leaf.
+
+Tested: torch 2.6 and 2.15. If it changes: batches cannot be moved to a device.
+"""
+
+tree_map_only = _pytree.tree_map_only
+"""Return nested values with a function applied to each leaf of a type.
+
+Tested: torch 2.6 and 2.15. If it changes: batches cannot be converted, or graphs captured.
+"""
+
+
+def named_leaves(values: Nested) -> list[tuple[str, Nested]]:
+    """Return the leaves of nested values, each with its place as one would write it in Python.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits cannot name the outputs of models.
+
+    >>> named_leaves([1, {"loss": 2}])
+    [('[0]', 1), ("[1]['loss']", 2)]
+    """
+    leaves, _ = _pytree.tree_flatten_with_path(values)
+    return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
+
+
+_SIMPLE = (int, float, str, type(None))
+
+
+def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
+    """Return nested values with a function applied to all that are no list, tuple or dict.
+
+    It knows fewer containers than `tree_map`, and is faster. Numbers, texts and None stay as they
+    are.
+
+    Uses public API only. The arguments of operations come in no other containers.
+    """
+    if isinstance(values, list | tuple):
+        return type(values)([map_nested(change, value) for value in values])
+    if isinstance(values, dict):
+        return {key: map_nested(change, value) for key, value in values.items()}
+    return values if isinstance(values, _SIMPLE) else change(values)
+
+
+def find_tensors(values: Nested) -> list[Tensor]:
+    """Return the tensors nested in lists, tuples and dicts, in order.
+
+    Uses public API only. The arguments of operations come in no other containers.
+    """
+    found: list[Tensor] = []
+    map_nested(lambda value: found.append(value) if isinstance(value, Tensor) else None, values)
+    return found
+
+
+# --- modules and optimizers -----------------------------------------------------------------------
+
+DropoutModule = nn.modules.dropout._DropoutNd
+"""The base class of all dropout layers.
+
+Tested: torch 2.6 and 2.15. If it changes: Hessians of models in training mode are not refused.
+"""
+
+BatchNormModule = nn.modules.batchnorm._BatchNorm
+"""The base class of all batch normalisations.
+
+Tested: torch 2.6 and 2.15. If it changes: Hessians of models in training mode are not refused.
+"""
+
+weight_norm = torch._weight_norm
+"""The function behind `torch.nn.utils.parametrizations.weight_norm`, as function modes see it.
+
+Tested: torch 2.6 and 2.15. If it changes: Hessians of layers with weight norm are wrong.
+"""
+
+reparametrized = stateless._reparametrize_module
+"""A context manager inside which a module holds other tensors, given by name.
+
+`torch.func.functional_call` does the same for one call of the module only.
+
+Tested: torch 2.6 and 2.15. If it changes: Hessians and landscapes cannot be computed.
+"""
+
+is_lazy = parameter.is_lazy
+"""Whether a parameter or buffer has no shape yet.
+
+Tested: torch 2.6 and 2.15. If it changes: audits of lazy modules fail without an explanation.
+"""
+
+adam = adam_module.adam
+"""The update of Adam as a function. The class `torch.optim.Adam` imports the compiler.
+
+Tested: torch 2.6 and 2.15. If it changes: no network can be trained.
+"""
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace all parameters, gradients and buffers of a module by what a function makes of them.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits cannot move models to a device.
+    """
+    module._apply(convert)
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+def register_gpu_wait_callback(callback: Callable[..., None]) -> None:
+    """Have a function called whenever a thread waits for a device, a stream or an event.
+
+    It cannot be removed again.
+
+    Tested: torch 2.15, on CUDA. If it changes: the guard reports copies that were waited for.
+    """
+    from torch.cuda import _gpu_trace
+
+    torch._C._activate_gpu_trace()
+    _gpu_trace.register_callback_for_device_synchronization(callback)
+    _gpu_trace.register_callback_for_stream_synchronization(callback)
+    _gpu_trace.register_callback_for_event_synchronization(callback)
+
+
+def is_event_finished(event: torch.cuda.Event) -> bool:
+    """Whether an event has been passed, as `Event.query`, which the guard replaces, would say.
+
+    Tested: torch 2.15, on CUDA. If it changes: the guard keeps finished copies.
+    """
+    return torch._C._CudaEventBase.query(event)
+
+
+def clear_cublas_workspaces() -> None:
+    """Release the memory that cuBLAS keeps for each stream.
+
+    Tested: torch 2.15, on CUDA. If it changes: two CUDA graphs overwrite each other's memory.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def compile_elementwise_kernel(code: str) -> Callable[..., Tensor]:
+    """Compile a function of C++ that computes one element, as a kernel for tensors.
+
+    Tested: torch 2.15, on CUDA. If it changes: products with Hessians fail on GPUs.
+    """
+    return torch.cuda.jiterator._create_jit_fn(code)

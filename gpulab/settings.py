@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from gpulab.errors import GpulabError, UsageError
 from gpulab.passports import cpu_description
@@ -25,6 +25,10 @@ from gpulab.passports import cpu_description
 if TYPE_CHECKING:
     import torch
 
+    from gpulab._torch_internals import Nested
+
+Value: TypeAlias = bool | int | str  # of an option
+ValueType = TypeVar("ValueType", bool, int, str)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
 MIXED = ("bfloat16", "float16")  # what autocast may compute products in
@@ -81,29 +85,29 @@ class Option(NamedTuple):
     devices: tuple[str, ...]
     pattern: str
     words: str  # said of a text that is not written so
-    value: Callable[[str], Any] = str
+    value: Callable[[str], Value]
 
-    def parse(self, name: str, text: str) -> Any:
+    def parse(self, name: str, text: str) -> Value:
         """The value of `name=text`; `UsageError` for what is no value."""
         if not re.fullmatch(self.pattern, text):
             raise UsageError(f"{name}={text!r} {self.words}")
         return self.value(text)
 
 
-def _option(devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], Any] = str) -> Any:
+def _option(devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], ValueType]) -> ValueType | None:
     return field(default=None, metadata={"option": Option(devices, pattern, words, value)})
 
 
-def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> Any:
-    return _option(devices, "|".join(choices), f"must be one of {', '.join(choices)}")
+def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> str | None:
+    return _option(devices, "|".join(choices), f"must be one of {', '.join(choices)}", str)
 
 
-def _switch(*devices: str) -> Any:
+def _switch(*devices: str) -> bool | None:
     return _option(devices, "on|off", "must be one of on, off", "on".__eq__)
 
 
-def _arithmetic() -> Any:
-    return _option(DEVICES, ".+", "needs a value, such as emulate=tf32 or order=pairwise")
+def _arithmetic() -> str | None:
+    return _option(DEVICES, ".+", "needs a value, such as emulate=tf32 or order=pairwise", str)
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Setting:
     precision: str | None = _choice(DEVICES, PRECISIONS)
     emulate: str | None = _arithmetic()
     order: str | None = _arithmetic()
-    compile: str | None = _option(DEVICES, r"[\w-]+", "must be a backend of torch.compile, such as inductor")
+    compile: str | None = _option(DEVICES, r"[\w-]+", "must be a backend of torch.compile, such as inductor", str)
     autocast: str | None = _choice(DEVICES, MIXED)
 
     def __post_init__(self) -> None:
@@ -197,7 +201,7 @@ class Setting:
                 "cuda:tf32=off,cudnn=off"
             )
         kind, index, options = match.groups()
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {}  # each of the type of its field, which mypy cannot tell from a name
         for option in options.split(",") if options else ():
             name, _, value = (part.strip() for part in option.partition("="))
             if name in values:
@@ -296,7 +300,7 @@ class Setting:
 
             arithmetic_of(self.emulate or "float32", self.order)
         if self.compile:
-            backends = torch._dynamo.list_backends(exclude_tags=())
+            backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:
                 raise UsageError(f"setting {str(self)!r}: torch has no such backend; it has {', '.join(backends)}")
         needed = {name: value for name, value in self.environment().items() if name in ISA_VARIABLES}
@@ -307,7 +311,7 @@ class Setting:
                 f"gpulab.Experiment or the gpulab command, or start Python with {command}"
             )
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Nested]) -> Callable[..., Nested]:
         """Have a network or a function compiled by the backend that `compile` names, when it is first called.
 
         Args:
@@ -331,7 +335,9 @@ class Setting:
             return function
         # The number of threads is written into the code, which torch keeps on disk by all that is given here.
         on_threads = (self.kind, self.compile) == ("cpu", "inductor")
-        options: Any = {"cpp.threads": torch.get_num_threads()} if on_threads else None
+        options: dict[str, str | int | bool | Callable[..., Nested]] | None = None
+        if on_threads:
+            options = {"cpp.threads": torch.get_num_threads()}
         return torch.compile(function, backend=self.compile, dynamic=False, options=options)
 
     @contextlib.contextmanager
@@ -376,11 +382,10 @@ class Setting:
             dtype = getattr(torch, self.autocast)
             stack.enter_context(torch.autocast(self.kind, dtype, cache_enabled=False))
         if self.compile is not None:
-            from torch._dynamo import config
+            from gpulab._torch_internals import recompilations_allowed
 
             # More variants than usual are compiled, and what would no longer be compiled is an error.
-            limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # until torch 2.6
-            stack.enter_context(config.patch({limit: 256, f"fail_on_{limit.replace('_size', '')}_hit": True}))
+            stack.enter_context(recompilations_allowed(256))
         if self.kind == "cuda":
             stack.enter_context(torch.cuda.device(self.device))
 

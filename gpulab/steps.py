@@ -10,15 +10,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from gpulab._torch_internals import Nested, convert_tensors, is_lazy, tree_leaves, tree_map
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
@@ -53,8 +51,8 @@ class Step:
     """
 
     model: nn.Module
-    batch: Any
-    loss: Callable[[Any, Any], Tensor] | None = None
+    batch: Nested
+    loss: Callable[[Nested, Nested], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, DataLoader):
@@ -81,7 +79,7 @@ class PreparedStep:
     def __init__(self, step: Step, setting: Setting) -> None:
         self.setting, self.model, self.loss = setting, step.model, step.loss
 
-        def moved(value: Any) -> Any:
+        def moved(value: Nested) -> Nested:
             if isinstance(value, Mapping):  # such as a tokenizer's
                 return {name: tree_map(moved, item) for name, item in value.items()}
             there = self._converted(value) if isinstance(value, Tensor) else value
@@ -101,7 +99,7 @@ class PreparedStep:
             stack.callback(before.restore)
             for tensor, _, _, _ in before.tensors:
                 tensor.grad = None
-            self.model._apply(self._converted)
+            convert_tensors(self.model, self._converted)
             self.model.to(self.setting.device)  # some models' own `to` notes where they are
             for tensor, data, _, _ in before.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
@@ -156,7 +154,7 @@ class State:
             self.optimizer.load_state_dict(self.progress)
 
 
-def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> tuple[Tensor, str]:
+def loss_of(model: nn.Module, batch: Nested, loss: Callable[[Nested, Nested], Tensor] | None) -> tuple[Tensor, str]:
     """The tensor that a step differentiates, and what that is in words; no words where a loss is given."""
     if loss is None:
         return _own_loss(model, batch)
@@ -168,7 +166,7 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
     raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
 
 
-def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
+def _own_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
     """The loss that a model names or returns, by the rules of `Step`; else the mean square of its first tensor."""
     output = _output(model, batch)
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -184,7 +182,7 @@ def _own_loss(model: Any, batch: Any) -> tuple[Tensor, str]:
     return tensors[0].square().mean(), "the mean square of the output"
 
 
-def _output(model: nn.Module, inputs: Any, drop_unknown: bool = False) -> Any:
+def _output(model: nn.Module, inputs: Nested, drop_unknown: bool = False) -> Nested:
     """What a model makes of its inputs; with `drop_unknown`, of those that it takes."""
     name = type(model).__name__
     if isinstance(inputs, Mapping):
@@ -204,7 +202,7 @@ def _output(model: nn.Module, inputs: Any, drop_unknown: bool = False) -> Any:
         raise UsageError(message) from error
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     """What somebody gave, for an error: its class, with the names of what is in it, or how many there are."""
     description = f"a {type(value).__name__}"
     if isinstance(value, list | tuple):
@@ -213,7 +211,7 @@ def _described(value: Any) -> str:
     return f"{description} with {names}" if names else description
 
 
-def check_step(step: Any) -> None:
+def check_step(step: object) -> None:
     """Raise `UsageError` for what is no step, with what to give instead."""
     if isinstance(step, nn.Module) and not hasattr(step, "prepared"):
         name = type(step).__name__
@@ -245,7 +243,7 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
 
 
 @contextlib.contextmanager
-def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
+def ready(step: Callable[..., Nested], setting: Setting) -> Iterator[Callable[[], Nested]]:
     """The step as a function without arguments, under a setting that is in force.
 
     >>> for step in (lambda: "alone", lambda *rest: len(rest), lambda where: str(where)):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -77,7 +76,7 @@ class Audit(Answer):
         rows = []
         for pair in self.pairs:
             of_both = [kinds[one] for one in pair.operations if one in kinds]
-            row: dict[str, Any] = {name: getattr(pair.one, name) for name in ("name", "phase", "module", "line")}
+            row: dict[str, object] = {name: getattr(pair.one, name) for name in ("name", "phase", "module", "line")}
             row["kind"] = min(of_both, key=KINDS.index, default="rounding")
             for side, op in (("a", pair.a), ("b", pair.b)):
                 row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
@@ -133,7 +132,7 @@ def compare(a: Trace, b: Trace) -> Audit:
 
 
 def audit(
-    step: Callable[..., Any] | Trace | str | Path,
+    step: Callable[..., object] | Trace | str | Path,
     a: str | Setting | Trace | Path,
     b: str | Setting | None = None,
     *,

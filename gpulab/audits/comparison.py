@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import LARGEST, SKETCH, distance
-from gpulab.audits.traces import RESULT, TENSOR, Operation, Trace, aligned, call_of
+from gpulab.audits.traces import RESULT, TENSOR, Json, Operation, Trace, aligned, call_of
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
@@ -234,7 +233,7 @@ def _place(op: Operation, value: str) -> int:
     return [*op.outputs, *op.changed].index(value)
 
 
-def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
+def differing(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
     """The arguments that two calls disagree on: name, and both values.
 
     Of those that both have: other kernels, and other versions of torch, may have more. Tensors are not compared, nor

@@ -12,14 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 import torch
 from markupsafe import Markup
 from torch import Tensor, nn
 
-from gpulab import report
+from gpulab import _torch_internals, report
 from gpulab.audits import tolerances as tol
 from gpulab.audits.findings import ADVICE, Answer, Finding
 from gpulab.audits.modules_alone import FURTHEST, LEEWAY, ModuleCall, Results, module_calls, results_of
@@ -58,7 +57,7 @@ class Compared:
         return bool(self.table.wrong.any())
 
     @property
-    def worst(self) -> Any:
+    def worst(self) -> pd.Series:
         """The result that is furthest from what roundings explain; what the forward pass makes before gradients."""
         order = self.table.assign(
             backward=self.table.result.str.startswith("gradient"),
@@ -111,7 +110,7 @@ class CompiledAudit(Answer):
         return super().words() + report.table(self.table)
 
 
-def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool = True) -> CompiledAudit:
+def audit_compiled(step: object, plain: Setting, compiled: Setting, progress: bool = True) -> CompiledAudit:
     """Audit a step under a setting that compiles against the same setting without; see `audit`.
 
     Raises:
@@ -125,7 +124,7 @@ def audit_compiled(step: Any, plain: Setting, compiled: Setting, progress: bool 
             f"{plain} against {compiled}: expected one setting without compile=… and with it; what else differs is "
             f"told by an audit of {plain} against {replace(compiled, compile=None)}"
         )
-    step = replace(step, model=getattr(step.model, "_orig_mod", step.model))
+    step = replace(step, model=_torch_internals.original_module(step.model))
     with Progress(unit="module", leave=False, disable=not progress) as bar:
         whole = compare_compiled(step, plain, compiled)
         if not whole.graphs:
@@ -153,18 +152,16 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
     Raises:
         GpulabError: Where the compiler fails.
     """
-    from torch._dynamo.utils import counters
-
     exact, written = (results_of(step, setting) for setting in (Setting(plain.device, precision="float64"), plain))
     without_tf32 = replace(plain, tf32=False) if plain.kind == "cuda" else plain
     others = written if without_tf32 == plain else results_of(step, without_tf32)
     # Which a GPU that may use it need not do.
     uses_tf32 = any(not torch.equal(others[name], result) for name, result in written.items())
     nudged = [results_of(step, plain if uses_tf32 else without_tf32, draw) for draw in range(1, 1 + NUDGES)]
-    counters.clear()
+    _torch_internals.forget_compiled_graphs()
     with _random_numbers_as_uncompiled():
         found = results_of(step, compiled)
-    graphs = counters["stats"]["unique_graphs"]
+    graphs = _torch_internals.compiled_graph_count()
     measure = _is_measure(exact, written, nudged)
     missing = torch.full((), math.nan, device=plain.device)
     rows = []
@@ -197,7 +194,7 @@ def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool
     return not names
 
 
-def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor], measure: bool) -> dict[str, Any]:
+def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor], measure: bool) -> dict[str, float]:
     """How far a result is from float64 and from itself without the compiler; a NaN that both have is no difference.
 
     >>> numbers = [torch.tensor([number]) for number in (2.0, 2.5, 4.0, 2.75)]
@@ -225,10 +222,8 @@ def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor], 
 @contextlib.contextmanager
 def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
     """Have Inductor draw random numbers as uncompiled code does, so that all else can be compared."""
-    from torch._inductor import config
-
-    torch._dynamo.reset()  # what is compiled already draws as it does
-    with config.patch(fallback_random=wanted):
+    torch.compiler.reset()  # what is compiled already draws as it does
+    with _torch_internals.uncompiled_random_numbers(wanted):
         yield
 
 
@@ -252,10 +247,10 @@ def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting
             yield _finding("different random numbers", str(compiled), step.model, detail, advice)
 
 
-def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Setting, bar: Any) -> Iterator[Finding]:
+def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Setting, bar: Progress) -> Iterator[Finding]:
     """The innermost modules that are wrong when they are compiled alone; or that none is."""
     calls = module_calls(step, plain)
-    alike: dict[Any, list[ModuleCall]] = {}
+    alike: dict[tuple[object, ...], list[ModuleCall]] = {}
     for call in calls:
         alike.setdefault(call.signature, []).append(call)
     trace = record(step, plain, progress=False)  # for the lines
@@ -276,8 +271,17 @@ def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Settin
             details += [f"{len(others)} more of this kind were not tried"] if others else []
             phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
             line = next((op.line for op in trace.operations if op.line and call.contains(op.module)), "")
-            where = {"phase": phase, "name": call.name, "line": line, "size": alone.worst.difference}
-            yield _finding("mismatch", str(compiled), call.model, "; ".join(details), KEEP_OUT, **where)
+            yield _finding(
+                "mismatch",
+                str(compiled),
+                call.model,
+                "; ".join(details),
+                KEEP_OUT,
+                phase=phase,
+                name=call.name,
+                line=line,
+                size=alone.worst.difference,
+            )
     if not wrong:
         detail = f"{_how_far(whole.worst)}; of each kind of module the first is right when it is compiled alone"
         detail += f", except {len(untried)} that could not be tried: {_listed(untried)}" if untried else ""
@@ -317,7 +321,7 @@ def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Settin
     return kept
 
 
-def _how_far(worst: Any) -> str:
+def _how_far(worst: pd.Series) -> str:
     if math.isnan(worst.difference):
         return f"its {worst.result} is NaN or missing on one side alone"
     return (
@@ -335,7 +339,18 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _finding(kind: str, setting: str, module: nn.Module | None, detail: str, advice: str = "", **more: Any) -> Finding:
+def _finding(
+    kind: str,
+    setting: str,
+    module: nn.Module | None,
+    detail: str,
+    advice: str = "",
+    *,
+    phase: str = "step",
+    name: str = "",
+    line: str = "",
+    size: float = math.nan,
+) -> Finding:
     operation = "the step" if module is None else type(module).__name__
-    place = (more.pop("phase", "step"), more.pop("name", ""), more.pop("line", ""))
-    return Finding(kind, setting, operation, *place, math.nan, detail, advice or ADVICE[kind], **more)
+    advice = advice or ADVICE[kind]
+    return Finding(kind, setting, operation, phase, name, line, math.nan, detail, advice, size)

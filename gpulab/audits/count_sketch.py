@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab._torch_internals import component_tensors
+from gpulab._torch_internals import Nested, component_tensors, find_tensors
 from gpulab.guards.fingerprints import content
 
 # How many numbers stand for a tensor, and one of so many is kept as it is. Distances between sketches are right to
@@ -20,13 +19,12 @@ from gpulab.guards.fingerprints import content
 SKETCH = 64
 LARGEST = 2.0**127  # whose sums and squares are finite
 WITH_FLOAT64 = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
-SIMPLE = (int, float, str, type(None))
 BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory for their signs
 
 
-def tensors(values: Any) -> list[Tensor]:
+def tensors(values: Nested) -> list[Tensor]:
     """The tensors with content among nested values, in order; of a sparse or jagged one its parts."""
-    return [component for value in leaves(values) for component in component_tensors(value) if component.numel()]
+    return [component for value in find_tensors(values) for component in component_tensors(value) if component.numel()]
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -36,22 +34,6 @@ def is_plain(tensor: Tensor) -> bool:
     (True, False)
     """
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-
-
-def leaves(values: Any) -> list[Tensor]:
-    """The tensors nested in lists, tuples and dicts, in order."""
-    found: list[Tensor] = []
-    mapped(lambda value: found.append(value) if isinstance(value, Tensor) else None, values)
-    return found
-
-
-def mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Nested values with each changed that is no list, tuple or dict; quicker than torch's trees of more kinds."""
-    if isinstance(values, list | tuple):
-        return type(values)([mapped(change, value) for value in values])
-    if isinstance(values, dict):
-        return {key: mapped(change, value) for key, value in values.items()}
-    return values if isinstance(values, SIMPLE) else change(values)
 
 
 def rounds(tensor: Tensor) -> bool:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gpulab import report
-from gpulab.audits.traces import RESULT, Operation
+from gpulab.audits.traces import RESULT, Json, Operation
 from gpulab.passports import Passport
 
 # Worst first, where findings explain as much of the difference.
@@ -133,7 +133,7 @@ class Answer(report.Report):
 
     findings: list[Finding]
     titles: tuple[str, str]
-    passports: tuple[Mapping[str, Any], Mapping[str, Any]]
+    passports: tuple[Mapping[str, Json], Mapping[str, Json]]
     FORMAT: ClassVar[int] = 1  # of `as_json`
 
     @property
@@ -161,7 +161,7 @@ class Answer(report.Report):
         """Write the report to an HTML file of its own."""
         super().save(file, title or f"Audit: {self.titles[0]} against {self.titles[1]}")
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """The answer for a program, as a dictionary that JSON can hold.
 
         Returns:
@@ -190,7 +190,7 @@ class Answer(report.Report):
         return "\n".join([self.headline, "", "```text", findings, "```", "", *sides])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     """A value as JSON has it, which knows neither NaN nor infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, NotFinite, Pair, Values, differing, find_not_finite, is_infinite
@@ -302,13 +301,32 @@ def cause_not_found(comparison: Comparison, lost: dict[Operation, float], total:
 
 
 def _finding_of(
-    comparison: Comparison, kind: str, op: Operation, detail: str, advice: str = "", **more: Any
+    comparison: Comparison,
+    kind: str,
+    op: Operation,
+    detail: str,
+    advice: str = "",
+    *,
+    size: float = math.nan,
+    bounded: bool = True,
+    side_by_side: bool = False,
 ) -> Finding:
     """A finding about an operation of one of two traces."""
-    ratio = math.nan if op.ratio is None else op.ratio
-    location = (op.name, op.phase, op.module, op.line)
-    title = comparison.trace_of(op).title
-    return Finding(kind, title, *location, ratio, detail, advice or ADVICE[kind], op=op, **more)
+    return Finding(
+        kind,
+        comparison.trace_of(op).title,
+        op.name,
+        op.phase,
+        op.module,
+        op.line,
+        math.nan if op.ratio is None else op.ratio,
+        detail,
+        advice or ADVICE[kind],
+        size=size,
+        bounded=bounded,
+        op=op,
+        side_by_side=side_by_side,
+    )
 
 
 def _finding_between(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:

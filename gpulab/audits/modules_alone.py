@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+from gpulab import _torch_internals
+from gpulab._torch_internals import Nested, named_leaves, tree_map
 from gpulab.audits.count_sketch import rounds, where_float64_is
 from gpulab.audits.recording import SEED
 from gpulab.errors import GpulabError
@@ -31,7 +32,7 @@ class ModuleCall(Step):
     name: str = ""
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[object, ...]:
         """What decides the code that is compiled for it: equal blocks are compiled once, and tried once."""
         shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
         return type(self.model), repr(self.model), self.model.training, *shapes
@@ -52,7 +53,7 @@ class _Whole(PreparedStep):
         self.nudge, self.generator, self.outputs = nudge, torch.Generator().manual_seed(nudge), Results()
         self.batch = tree_map(self._nudged, self.batch)  # in other memory, since this may be the user's
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Results:  # type: ignore[override]  # all results in place of the loss
         self._watch(self.model)
         for parameter in self.model.parameters():
             parameter.data.copy_(self._nudged(parameter.data))
@@ -63,26 +64,26 @@ class _Whole(PreparedStep):
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
 
-    def _nudged(self, value: Any) -> Any:
+    def _nudged(self, value: Nested) -> Nested:
         if not self.nudge or not isinstance(value, Tensor) or not rounds(value):
             return value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
         return value * (1 + min(LEEWAY * rounding_unit(self.setting), FURTHEST) * signs)
 
-    def _watch(self, model: Any) -> None:
+    def _watch(self, model: nn.Module) -> None:
         """Keep what the model returns, and have it compiled under such a setting, until the step has ended."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:  # torch's own modules are not compiled by their own `compile`
-            return model._call_impl(*args, **kwargs)
+        def call(*args: Nested, **kwargs: Nested) -> Nested:  # `compile` of torch's own modules compiles nothing
+            return _torch_internals.call_as_written(model, *args, **kwargs)
 
         run = self.setting.compiled(call) if self.setting.compile else call
 
-        def call_and_keep(*args: Any, **kwargs: Any) -> Any:  # a hook would be compiled with it
+        def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:  # a hook would be compiled with it
             output = run(*args, **kwargs)
             self.outputs |= named_tensors("output", output)
             return output
 
-        model._compiled_call_impl = call_and_keep
+        _torch_internals.replace_call(model, call_and_keep)
 
     def results(self) -> Results:
         """What is computed, after the backward pass."""
@@ -109,10 +110,10 @@ class _Alone(_Whole):
         return self.outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
 
 
-def named_tensors(what: str, values: Any) -> Results:
+def named_tensors(what: str, values: Nested) -> Results:
     """The floating-point tensors among nested values, each by its place."""
-    leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(values)[0] if isinstance(leaf, Tensor)]
-    return {f"{what}{keystr(path)}": leaf for path, leaf in leaves if rounds(leaf)}
+    leaves = [(place, leaf) for place, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
+    return {f"{what}{place}": leaf for place, leaf in leaves if rounds(leaf)}
 
 
 def rounding_unit(setting: Setting) -> float:
@@ -127,7 +128,7 @@ def rounding_unit(setting: Setting) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: Nested) -> Nested:
     """A tensor with memory of its own."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -144,26 +145,25 @@ def results_of(step: Step, setting: Setting, nudge: int = 0) -> Results:
     Raises:
         GpulabError: Where torch's compiler fails.
     """
-    from torch._dynamo.exc import TorchDynamoException
-
+    compiler_error = _torch_internals.compiler_error()
     try:
         with seeded(setting, SEED), setting.apply():
             prepared = (_Alone if isinstance(step, ModuleCall) else _Whole)(step, setting, nudge)
             with prepared:
                 return {name: where_float64_is(tensor).double() for name, tensor in prepared().items()}
-    except TorchDynamoException as error:
+    except compiler_error as error:
         why = " ".join(str(error).partition("\n\n")[0].split())
         raise GpulabError(f"setting {str(setting)!r}: torch's compiler fails on this step: {why}") from error
 
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
     """The first call of each module in a step that is done as it is written; inner modules stand before outer ones."""
-    prepared, calls, inputs = _Whole(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Any]()
+    prepared, calls, inputs = _Whole(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Nested]()
 
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
         inputs[module] = tree_map(_kept, (args, kwargs))
 
-    def end(name: str, module: nn.Module, output: Any) -> None:
+    def end(name: str, module: nn.Module, output: Nested) -> None:
         if module not in calls:
             gradients: Results = {}
             calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)

@@ -7,10 +7,10 @@ import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from gpulab._torch_internals import is_compiled
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import RESULT, Trace, aligned
@@ -25,7 +25,7 @@ SEED = 0  # the random numbers of torch, NumPy and Python begin here in every ex
 
 
 def record(
-    step: Callable[..., Any],
+    step: Callable[..., object],
     setting: Setting | str = "cpu",
     file: str | Path | None = None,
     *,
@@ -86,7 +86,7 @@ def record(
     return trace
 
 
-def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trace:
+def perform(step: Callable[..., object], setting: Setting, watcher: Tracer) -> Trace:
     """Do the step once under a setting, watched."""
     torch.clear_autocast_cache()  # which holds weights that another execution has cast
     with (
@@ -116,7 +116,7 @@ def perform(step: Callable[..., Any], setting: Setting, watcher: Tracer) -> Trac
         for f in (report.findings if report else [])
     ]
     # Torch runs a model as it is written where it is watched.
-    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in watcher.results.used_modules())
+    compiled = any(map(is_compiled, watcher.results.used_modules()))
     about = {"loss": getattr(run, "loss_taken", ""), "compiled": "not compiled" * compiled}
     notes = {name: words for name, words in about.items() if words}
     return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)

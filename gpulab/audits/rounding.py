@@ -10,14 +10,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpulab._torch_internals import Nested, OpOverload, has_failed, named_arguments
 from gpulab.audits.count_sketch import factors, rounds
-from gpulab.audits.twins import Twin, distance, gave_up, named_arguments, norm, repeats, rounded_results
+from gpulab.audits.twins import Twin, distance, norm, repeats, rounded_results
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
@@ -82,7 +82,7 @@ class Accuracy:
 
 
 def forward_error(
-    operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested], out: Nested
 ) -> Accuracy:
     """Compare what an operation returned with the same operation in float64, on the same device.
 
@@ -93,7 +93,7 @@ def forward_error(
         kwargs: named arguments of the call.
         out: what it returned; or wrote, where it returns nothing.
     """
-    if name in RECURRENT or gave_up(operation, out):
+    if name in RECURRENT or has_failed(operation, out):
         return Accuracy()  # what a factorisation leaves when it fails is each library's own
     if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
         out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
@@ -113,7 +113,7 @@ def forward_error(
         return Accuracy()
 
 
-def _beside_twin(name: str, args: Sequence[Any], results: list[Tensor], twin: Twin) -> Accuracy:
+def _beside_twin(name: str, args: Sequence[Nested], results: list[Tensor], twin: Twin) -> Accuracy:
     """The error of that result which is worst, and what rounds as it does."""
     exact = twin()
     sizes = list(map(norm, exact))
@@ -165,7 +165,7 @@ def _beside_twin(name: str, args: Sequence[Any], results: list[Tensor], twin: Tw
 # --- how far rounding may lead --------------------------------------------------------------------------------
 
 
-def _terms(name: str, args: Sequence[Any]) -> list[float]:
+def _terms(name: str, args: Sequence[Nested]) -> list[float]:
     """How many products are summed in each element of each result."""
     if name == "convolution":
         weight, transposed, groups = args[1], args[6], args[8]
@@ -288,10 +288,10 @@ def _explaining_format(
     return best
 
 
-def _attention(operation: Any) -> Callable[..., Tensor]:
+def _attention(operation: OpOverload) -> Callable[..., Tensor]:
     """Scaled dot-product attention as written down, for kernels that exist on one device or for float32 alone."""
 
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
+    def attend(*args: Nested, **kwargs: Nested) -> Tensor:
         arguments = named_arguments(operation, args, kwargs)
         mask, causal = arguments.get("attn_mask", arguments.get("attn_bias")), arguments.get("is_causal", False)
         query, key, value = args[:3]

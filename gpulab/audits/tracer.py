@@ -7,30 +7,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._decomp import get_decompositions
 from torch.nn.modules import module as hooks
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from gpulab._torch_internals import UncompiledDispatchMode, is_composite
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    UncompiledDispatchMode,
+    base_of,
+    decomposition_of,
+    find_tensors,
+    has_wrapper_subclass,
+    is_composite,
+    is_view,
+    map_nested,
+    name_as_written,
+    named_arguments,
+    named_leaves,
+    only_allocates,
+    operation_name,
+    overwrites_first_argument,
+    register_optimizer_step_pre_hook,
+    result_names,
+    returned_or_written,
+)
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
-from gpulab.audits.twins import DEFINITIONS, named_arguments, outcome, writes
+from gpulab.audits.twins import DEFINITIONS, writes
 from gpulab.guards.call_sites import Callers
 from gpulab.guards.reentrancy import at_work, own_work
 from gpulab.steps import State
 
-OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
-# What computes nothing: changes of shape, and memory that has not been written yet.
-SILENT = {"detach", "alias", "set", "lift_fresh"}
-EMPTY = ("empty", "new_empty")
+SILENT = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
 # What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
 # which nobody has set where nothing is dropped, or memory that nobody has written.
 NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
@@ -48,7 +60,7 @@ class Tracer(UncompiledDispatchMode):
         measured: whether each operation's error and steadiness are measured.
     """
 
-    def __init__(self, sketches: dict[str, np.ndarray], tell: Callable[[], Any], measured: bool = False) -> None:
+    def __init__(self, sketches: dict[str, np.ndarray], tell: Callable[[], object], measured: bool = False) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured = sketches, tell, measured
         self.results = StepResults(self._value)
@@ -56,36 +68,40 @@ class Tracer(UncompiledDispatchMode):
         self.callers = Callers()
 
     def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
         """Run an operation and note what it did."""
         kwargs = kwargs or {}
-        name = operation._schema.name.partition("::")[2].rstrip("_")
+        name = operation_name(operation)
         if name in SILENT or at_work():
             return operation(*args, **kwargs)
-        if name.startswith(EMPTY):
+        if only_allocates(name):
             out = operation(*args, **kwargs)
             return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        if has_wrapper_subclass(types):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
         if name == "_euclidean_dist":  # which has no kernel of its own: the root of a product, each seen by itself
             with self:
-                return get_decompositions([operation])[operation](*args)
+                return decomposition_of(operation)(*args)
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
         changes = writes(operation)
         written_to = changes or name in WRITES_UNSAID
-        before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
+        before = map_nested(_copy, (args, kwargs)) if written_to else (args, kwargs)
         named = named_arguments(operation, *before)
         arguments = {key: as_json(value) for key, value in named.items()}
         random = _is_random(operation, arguments)
-        blind = changes and (random or name in OVERWRITES)
-        inputs = self._values(sk.leaves([value for key, value in named.items() if key not in NOTES])[blind:])
+        blind = changes and (random or overwrites_first_argument(name))
+        inputs = self._values(find_tensors([value for key, value in named.items() if key not in NOTES])[blind:])
         self.results.find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
-        raw_results = outcome(operation, args, out)
+        raw_results = returned_or_written(operation, args, out)
         results = _results(operation, raw_results)
         if not results:
             return out
@@ -97,33 +113,36 @@ class Tracer(UncompiledDispatchMode):
         op.changed = self._changed(before, (args, kwargs), blind) if changes else []
         op.nans = self.measured and any(map(_has_nan, rounded))
         if measured:
-            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
-            again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
+            again_args, again_kwargs = map_nested(_copy, before) if written_to else before
+            returned_again = operation(*again_args, **again_kwargs)
+            again = _results(operation, returned_or_written(operation, again_args, returned_again))
             repeated = self._values(again)
             if repeated != op.outputs:
                 op.repeats, op.spread = False, sk.spread(self.sketches, repeated, op.outputs)
-            plain = all(map(sk.is_plain, sk.leaves((before, raw_results))))  # others are compared by their parts alone
+            plain = all(
+                map(sk.is_plain, find_tensors((before, raw_results)))
+            )  # others are compared by their parts alone
             if plain:
                 vars(op).update(vars(forward_error(operation, name, before[0], before[1], raw_results)))
         self.operations.append(op)
         self.tell()
         return out
 
-    def _run(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
         """The operation; one that has no kernel for float64, as mixtures of experts use, in float32 or bfloat16."""
         try:
             return operation(*args, **kwargs)
         except RuntimeError:
-            leaves = sk.leaves((args, kwargs))
-            if not any(t.dtype == torch.float64 for t in leaves) or writes(operation):
+            tensors = find_tensors((args, kwargs))
+            if not any(t.dtype == torch.float64 for t in tensors) or writes(operation):
                 raise
             for dtype in (torch.float32, torch.bfloat16):
-                shorter_args, shorter_kwargs = sk.mapped(_as_type(torch.float64, dtype), (args, kwargs))
+                shorter_args, shorter_kwargs = map_nested(_as_type(torch.float64, dtype), (args, kwargs))
                 with contextlib.suppress(RuntimeError):
-                    return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
+                    return map_nested(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
 
-    def _values(self, values: Any) -> list[str]:
+    def _values(self, values: Nested) -> list[str]:
         return [self._value(t) for t in _numeric_tensors(values)]
 
     def _value(self, tensor: Tensor) -> str:
@@ -133,30 +152,30 @@ class Tracer(UncompiledDispatchMode):
             self.sketches[name] = sk.sketch(tensor)
         return name
 
-    def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
+    def _changed(self, before: Nested, after: Nested, blind: bool) -> list[str]:
         """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
-        leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
-        plain = [(then, now) for then, now in leaves if now.numel() and sk.is_plain(now)]
+        tensors = zip(find_tensors(before), find_tensors(after), strict=True)
+        plain = [(then, now) for then, now in tensors if now.numel() and sk.is_plain(now)]
         changed = [now for then, now in plain if sk.name(then) != sk.name(now)]
-        bases = [now._base for now in changed if now._base is not None]  # which has changed with its part
+        bases = [base for now in changed if (base := base_of(now)) is not None]  # which has changed with its part
         return [self._value(t) for t in ([] if blind else changed) + bases]
 
 
-def _numeric_tensors(values: Any) -> list[Tensor]:
+def _numeric_tensors(values: Nested) -> list[Tensor]:
     """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
     tensors = sk.tensors(values)
     return [t for t in tensors if t.dtype != torch.uint8] if any(map(sk.rounds, tensors)) else tensors
 
 
-def _results(operation: Any, raw_results: Any) -> list[Tensor]:
+def _results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
     """What an operation made of tensors, without its notes."""
-    returns = operation._schema.returns
-    if isinstance(raw_results, tuple) and len(raw_results) == len(returns):
-        raw_results = [value for entry, value in zip(returns, raw_results, strict=True) if entry.name not in NOTES]
+    names = result_names(operation)
+    if isinstance(raw_results, tuple) and len(raw_results) == len(names):
+        raw_results = [value for name, value in zip(names, raw_results, strict=True) if name not in NOTES]
     return _numeric_tensors(raw_results)
 
 
-def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:
+def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Nested], Nested]:
     return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
 
 
@@ -165,7 +184,7 @@ def _has_nan(tensor: Tensor) -> bool:
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Nested) -> Nested:
     """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel.
 
     >>> _has_nan(torch.tensor([torch.inf, -torch.inf])), _has_nan(torch.tensor([1.0, torch.nan]))
@@ -179,7 +198,7 @@ def _copy(value: Any) -> Any:
     return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
 
 
-def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:
+def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
     """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
     dropped = (arguments.get(name) for name in ("dropout_p", "dropout"))
     return torch.Tag.nondeterministic_seeded in operation.tags and 0.0 not in dropped
@@ -215,16 +234,16 @@ class StepResults:
     def followed(self) -> Iterator[None]:
         """Follow which module is at work, until the step is done; then put back what it changed."""
 
-        def enter(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
+        def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
             if not self.path:
                 own_name = type(module).__name__
-                self.names = {inner: _as_written(name) or own_name for name, inner in module.named_modules()}
+                self.names = {inner: name_as_written(name) or own_name for name, inner in module.named_modules()}
                 if module not in self.roots:
                     self._keep(module)
                     self.roots[module] = self._buffers(module)
             self.path.append(self.names.get(module, type(module).__name__))
 
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
+        def leave(module: nn.Module, inputs: Nested, output: Nested) -> None:  # noqa: ARG001
             if self.path:
                 self.path.pop()
 
@@ -244,10 +263,10 @@ class StepResults:
             self.kept.add(owner)
             self.undo.callback(State(owner, with_contents=True).restore)
 
-    def find_leaves(self, args: Any) -> None:
+    def find_leaves(self, args: Nested) -> None:
         """Note which of the arguments of an operation are leaves, whose gradients and updates are results."""
-        for t in sk.leaves(args):
-            if not t.requires_grad or t._is_view() or not t.is_leaf:
+        for t in find_tensors(args):
+            if not t.requires_grad or is_view(t) or not t.is_leaf:
                 continue
             if t not in self.leaves and not t.is_inference():
                 self.undo.callback(t.register_post_accumulate_grad_hook(self._keep_gradient).remove)
@@ -265,24 +284,24 @@ class StepResults:
         return [self.name(t) for t in sk.tensors(tensor.detach())]
 
     def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
-        return {_as_written(name): self._names_of(buffer) for name, buffer in module.named_buffers()}
+        return {name_as_written(name): self._names_of(buffer) for name, buffer in module.named_buffers()}
 
     def used_modules(self) -> list[nn.Module]:
         """The modules that a step called, and their own."""
         return [submodule for model in self.roots for submodule in model.modules()]
 
-    def as_operations(self, returned: Any, sketches: dict[str, np.ndarray]) -> list[Operation]:
+    def as_operations(self, returned: Nested, sketches: dict[str, np.ndarray]) -> list[Operation]:
         """What the step returned, each gradient, and every parameter and buffer that it changed."""
         entries: list[tuple[str, str, list[str]]] = []
-        returned_leaves, _ = tree_flatten_with_path(returned)
-        for path, value in returned_leaves:
+        returned_leaves = named_leaves(returned)
+        for place, value in returned_leaves:
             if isinstance(value, Tensor | float):
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                label = "loss" if len(returned_leaves) == 1 else f"result {keystr(path)}"
+                label = "loss" if len(returned_leaves) == 1 else f"result {place}"
                 entries.append((label, "", self._names_of(tensor)))
         names: dict[Tensor, str] = {}
         for root in reversed(self.roots):  # a parameter of two has its name in the first
-            names |= {parameter: _as_written(name) for name, parameter in root.named_parameters()}
+            names |= {parameter: name_as_written(name) for name, parameter in root.named_parameters()}
         for number, (leaf, contents) in enumerate(self.leaves.items(), 1):
             name, values = names.get(leaf, f"tensor {number} of shape {tuple(leaf.shape)}"), self._names_of(leaf)
             entries.append(("gradient", name, self.gradients.get(leaf, [])))
@@ -296,8 +315,3 @@ class StepResults:
             for label, name, values in sorted(entries)
             if values
         ]
-
-
-def _as_written(name: str) -> str:
-    """The name of a module or parameter, without what `torch.compile` puts before it."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")

@@ -13,23 +13,27 @@ import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from gpulab import files
+from gpulab._torch_internals import Nested
 from gpulab.audits.rounding import ATTENTION, Accuracy
 from gpulab.errors import DataError
 from gpulab.settings import Setting
+
+# A value as JSON has it. No narrower type: pydantic would convert what it reads from a file to it.
+Json: TypeAlias = Any
 
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
 TENSOR = "Tensor"  # what stands for one among an operation's arguments
 FORMAT = 6
 KEY = "gpulab trace"
 IN_ROWS = {"operations", "reference", "sketches"}
-COMPRESSION: dict[str, Any] = {"use_dictionary": False, "compression": "zstd", "compression_level": 19}
+COMPRESSION: dict[str, bool | int | str] = {"use_dictionary": False, "compression": "zstd", "compression_level": 19}
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
 
 # Kernels of different devices that compute the same thing.
@@ -64,7 +68,7 @@ class Operation(Accuracy):
     outputs: list[str]
     shape: list[int]
     dtype: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Json] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     random: bool = False
     repeats: bool | None = None
@@ -79,7 +83,7 @@ class Operation(Accuracy):
         return [*self.inputs, *self.outputs, *self.changed]
 
 
-def as_json(argument: Any) -> Any:
+def as_json(argument: Nested) -> Json:
     """An operation's argument as JSON: `TENSOR` for a tensor, None for what a setting may change or JSON lacks."""
     if isinstance(argument, Tensor):
         return TENSOR
@@ -119,8 +123,8 @@ class Trace:
     reference: list[Operation]
     sketches: dict[str, np.ndarray]
     overwritten: list[dict[str, str]] = field(default_factory=list)
-    passport: dict[str, Any] = field(default_factory=dict)
-    arithmetic: dict[str, Any] = field(default_factory=dict)
+    passport: dict[str, Json] = field(default_factory=dict)
+    arithmetic: dict[str, Json] = field(default_factory=dict)
     label: str = ""
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -180,7 +184,7 @@ class Trace:
             files.check_table_size(file, opened.metadata, most or LARGEST)
             table = opened.read()
             rows = files.read_json(file, f"[{','.join(table['operation'].to_pylist())}]".encode())
-            halves: tuple[list[Any], list[Any]] = [], []
+            halves: tuple[list[Json], list[Json]] = [], []
             for row in rows:
                 halves[row.pop("reference")].append(row)
             parts = {**notes, "operations": halves[0], "reference": halves[1], "sketches": {}}

@@ -11,12 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpulab.audits.count_sketch import WITH_FLOAT64, leaves, mapped, rounds, where_float64_is
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    find_tensors,
+    has_failed,
+    is_mutable,
+    map_nested,
+    named_arguments,
+    returned_or_written,
+    schema_name,
+)
+from gpulab.audits.count_sketch import WITH_FLOAT64, rounds, where_float64_is
 
 Answer = tuple[float | None, float | None]
 UNKNOWN: Answer = None, None
@@ -31,46 +41,51 @@ class Twin:
     It returns so many of the results as are compared. `compute` may be another function of the same arguments.
     """
 
-    def __init__(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], results: int) -> None:
-        self.operation, self.results, self.compute = operation, results, operation
-        self.args, self.kwargs = mapped(in_float64, (list(args), kwargs))
+    def __init__(self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested], results: int) -> None:
+        self.operation, self.results = operation, results
+        self.compute: Callable[..., Nested] = operation
+        self.args, self.kwargs = map_nested(in_float64, (list(args), kwargs))
         self.in_place = writes(operation)
 
     @cached_property
-    def named(self) -> dict[str, Any]:
+    def named(self) -> dict[str, Nested]:
         """All arguments by name."""
         return named_arguments(self.operation, self.args, self.kwargs)
 
     @property
     def numbers(self) -> list[Tensor]:
         """The tensors of numbers that rounding can touch."""
-        return [t for t in leaves((self.args, self.kwargs)) if rounds(t)]
+        return [t for t in find_tensors((self.args, self.kwargs)) if rounds(t)]
 
     def __call__(
         self, change: Callable[[Tensor], Tensor] = lambda x: x, positions: Sequence[int] | None = None
     ) -> list[Tensor]:
         """The results of arguments that are changed first, all or those at some places."""
 
-        def changed(value: Any) -> Any:
+        def changed(value: Nested) -> Nested:
             return change(value) if isinstance(value, Tensor) and rounds(value) else value
 
         args, kwargs = (self.args, self.kwargs)
         if self.in_place:  # what the operation overwrites is still needed
-            args, kwargs = mapped(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
-        args = [mapped(changed, arg) if positions is None or i in positions else arg for i, arg in enumerate(args)]
-        out = self.compute(*args, **(mapped(changed, kwargs) if positions is None else kwargs))
-        if gave_up(self.operation, out):
+            args, kwargs = map_nested(_cloned, (args, kwargs))
+        args = [map_nested(changed, arg) if positions is None or i in positions else arg for i, arg in enumerate(args)]
+        out = self.compute(*args, **(map_nested(changed, kwargs) if positions is None else kwargs))
+        if has_failed(self.operation, out):
             raise RuntimeError("a factorisation failed")
-        return rounded_results(outcome(self.operation, args, out))[: self.results]
+        return rounded_results(returned_or_written(self.operation, args, out))[: self.results]
 
-    def by_definition(self, name: str, out: Any) -> Answer | None:
+    def by_definition(self, name: str, out: Nested) -> Answer | None:
         """What the definition of an operation with several right answers says of what it returned."""
         if name not in DEFINITIONS:
             return None
-        return DEFINITIONS[name](self, name, leaves(mapped(in_float64, out)))
+        return DEFINITIONS[name](self, name, find_tensors(map_nested(in_float64, out)))
 
 
-def in_float64(value: Any) -> Any:
+def _cloned(value: Nested) -> Nested:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def in_float64(value: Nested) -> Nested:
     """A tensor of real or complex numbers in float64, any other as it is; both on a device that has float64."""
     if isinstance(value, torch.device):
         return value if value.type in WITH_FLOAT64 else torch.device("cpu")
@@ -86,35 +101,14 @@ def in_float64(value: Any) -> Any:
     return value.double() if value.is_floating_point() else value
 
 
-def writes(operation: Any) -> bool:
+def writes(operation: OpOverload) -> bool:
     """Whether an operation writes to its arguments; a batch normalisation does, and its schema does not say so."""
-    return operation._schema.is_mutable or "batch_norm" in operation._schema.name
+    return is_mutable(operation) or "batch_norm" in schema_name(operation)
 
 
-def outcome(operation: Any, args: Sequence[Any], out: Any) -> Any:
-    """What an operation returned; what it wrote to, for one that returns nothing, as optimizers' do."""
-    if out is not None:
-        return out[:1] if operation._schema.name == "aten::_ctc_loss" else out  # the rest has gaps
-    named = zip(operation._schema.arguments, args, strict=False)
-    return [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
-
-
-def named_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of its schema, defaults included."""
-    defaults = {argument.name: argument.default_value for argument in operation._schema.arguments}
-    placed = {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)}
-    return defaults | placed | kwargs
-
-
-def rounded_results(out: Any) -> list[Tensor]:
+def rounded_results(out: Nested) -> list[Tensor]:
     """The tensors that an operation returned whose numbers are rounded."""
-    return [where_float64_is(t.detach()) for t in leaves(out) if rounds(t) and t.numel()]
-
-
-def gave_up(operation: Any, out: Any) -> bool:
-    """Whether a routine of linear algebra says that it failed: its result named `info` is not zero."""
-    names = [value.name for value in operation._schema.returns]
-    return "info" in names and bool(out[names.index("info")].any())
+    return [where_float64_is(t.detach()) for t in find_tensors(out) if rounds(t) and t.numel()]
 
 
 def norm(tensor: Tensor) -> float:
@@ -179,15 +173,15 @@ def _selection(twin: Twin, name: str, results: list[Tensor]) -> Answer | None:
 # --- several numbers written to one place ---------------------------------------------------------------------
 
 
-def _written(twin: Twin, *_: Any) -> Answer | None:
+def _written(twin: Twin, *_: object) -> Answer | None:
     """Where a place is named twice, either number may stay; of sums, and one number for all places, nobody can tell."""
     summed = twin.named.get("reduce") is not None or twin.named.get("accumulate")
     return UNKNOWN if not summed and "value" not in twin.named and repeats(twin.named) > 1 else None
 
 
-def repeats(arguments: dict[str, Any]) -> int:
+def repeats(arguments: dict[str, Nested]) -> int:
     """How often a place is named that is named most often; a mask names none twice."""
-    indices = leaves(arguments.get("indices", arguments.get("index")))
+    indices = find_tensors(arguments.get("indices", arguments.get("index")))
     return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
 
 

@@ -13,17 +13,26 @@ import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch.nn import functional as F
 
-from gpulab._torch_internals import UncompiledDispatchMode
-from gpulab.audits import count_sketch as sk
-from gpulab.audits.tracer import EMPTY, OVERWRITES
-from gpulab.audits.twins import outcome
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    UncompiledDispatchMode,
+    find_tensors,
+    flop_formulas,
+    is_mutable,
+    only_allocates,
+    operation_name,
+    overwrites_first_argument,
+    returned_or_written,
+    storage_identity,
+)
 from gpulab.errors import UsageError, check_count
 from gpulab.numerics.flags import precision_allowed
 from gpulab.passports import machine, passport
@@ -240,7 +249,7 @@ class Placement(Report):
         return "\n".join(lines)
 
 
-def place(step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7) -> Placement:
+def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7) -> Placement:
     """Find out what holds a training step back: memory, arithmetic, or the launching of its operations.
 
     The step's operations and bytes are counted, its time is measured, and both are compared with what the device can do
@@ -407,26 +416,30 @@ class OperationCounter(UncompiledDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        from torch.utils.flop_counter import flop_registry  # imports Triton: 70 MB
-
-        self.formulas = flop_registry
+        self.formulas = flop_formulas()
         self.operations = self.moved = 0
         self.flop, self.unknown = Counter[str](), set[str]()
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
         """Run an operation and count."""
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
-        name = operation._schema.name.partition("::")[2].rstrip("_")
-        written = _distinct(outcome(operation, args, out))
+        name = operation_name(operation)
+        written = _distinct(returned_or_written(operation, args, out))
         inputs = {key: value for key, value in kwargs.items() if key != "out"}
-        read = _distinct((args[1:] if name in OVERWRITES else args, inputs))
-        view = written.keys() <= read.keys() and not operation._schema.is_mutable
-        if view or name.startswith(EMPTY):
+        read = _distinct((args[1:] if overwrites_first_argument(name) else args, inputs))
+        view = written.keys() <= read.keys() and not is_mutable(operation)
+        if view or only_allocates(name):
             return out
         self.operations += 1
         self.moved += sum(read.values()) + sum(written.values())
-        formula = self.formulas.get(operation._overloadpacket)
+        formula = self.formulas.get(operation.overloadpacket)
         if formula is not None:
             self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)
         elif MULTIPLIES.search(name):
@@ -434,19 +447,20 @@ class OperationCounter(UncompiledDispatchMode):
         return out
 
 
-def _precision(name: str, args: Sequence[Any]) -> str:
+def _precision(name: str, args: Sequence[Nested]) -> str:
     """The format that a product is computed in, as the ceilings name it."""
-    first, allowed = sk.leaves(args)[0], precision_allowed("conv" if "conv" in name else "matmul")
+    first, allowed = find_tensors(args)[0], precision_allowed("conv" if "conv" in name else "matmul")
     short = first.is_cuda and first.dtype == torch.float32 and allowed == "tf32"
     return "tf32" if short else str(first.dtype).removeprefix("torch.")
 
 
-def _distinct(values: Any) -> dict[int, int]:
+def _distinct(values: Nested) -> dict[int, int]:
     """The bytes of each piece of memory among the tensors of nested values, each once; an expanded one as it lies."""
     sizes: dict[int, int] = {}
-    for tensor in sk.leaves(values):
+    for tensor in find_tensors(values):
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-            sizes[storage._cdata] = max(size, sizes.get(storage._cdata, 0))
+            identity = storage_identity(storage)
+            sizes[identity] = max(size, sizes.get(identity, 0))
     return sizes

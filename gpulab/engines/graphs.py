@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gpulab._torch_internals import Nested, clear_cublas_workspaces, tree_leaves, tree_map_only
+from gpulab.data.feed import Loader
+from gpulab.models.base import Trainable
+
+# What `torch.cuda.graph_pool_handle` returns. Its class is private, and torch 2.6 has none.
+GraphPool: TypeAlias = Any
 
 # Capturing waits for the whole device and changes what all graphs share, so threads do it one at a time.
 CAPTURING = threading.Lock()
+
+
+class WindowEngine(Protocol):
+    """What the fast engines use of an engine whose windows they compute.
+
+    Attributes:
+        gradient_methods: How it computes gradients, such as `autograd`.
+        model: What is trained.
+        loader: Brings frames to the device.
+    """
+
+    gradient_methods: frozenset[str]
+    model: Trainable
+    loader: Loader
+
+    def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
+        """Update the weights by the frames of a window; return losses and the state after it."""
+
+    def update(self, batches: Iterable[Tensor], state: Nested) -> tuple[Tensor, Nested]:
+        """Return the losses of the batches, and the state after the last."""
+
+    def changed_tensors(self) -> list[Tensor]:
+        """Return the tensors, besides gradients and states, that `update` changes."""
 
 
 class Captured:
@@ -22,12 +51,12 @@ class Captured:
     parameters' buffers, cannot be captured.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: WindowEngine) -> None:
         self.engine = engine
         self.gradient_methods = engine.gradient_methods | {"captured"}
         self.graph: tuple[torch.Size, Graph] | None = None  # for windows of the last shape
 
-    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+    def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
         """As of `Engine`; losses and state are valid until the next call."""
         window = torch.from_numpy(frames)
         if self.graph is None or self.graph[0] != window.shape:
@@ -35,14 +64,16 @@ class Captured:
             self.graph = window.shape, Graph(self._update, arguments, self.engine.changed_tensors())
         return self.graph[1](window, state)
 
-    def _update(self, window: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
         """What is captured: from bytes to losses, with the state left where the next window finds it."""
-        losses, after = self.engine.update(self.engine.model.batches(self.engine.loader.scaled[window.int()]), state)
+        scaled = self.engine.loader.scaled
+        assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
+        losses, after = self.engine.update(self.engine.model.batches(scaled[window.int()]), state)
         _fill(state, after)
         return losses, state
 
 
-def _fill(held: Any, given: Any) -> None:
+def _fill(held: Nested, given: Nested) -> None:
     """Copy nested tensors into those that a graph holds."""
     for tensor, new in zip(tree_leaves(held), tree_leaves(given), strict=True):
         if isinstance(tensor, Tensor) and tensor is not new:
@@ -65,7 +96,11 @@ class Graph:
     """
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Sequence[Any], changed: Iterable[Tensor] = (), pool: Any = None
+        self,
+        function: Callable[..., Nested],
+        inputs: Sequence[Nested],
+        changed: Iterable[Tensor] = (),
+        pool: GraphPool | None = None,
     ) -> None:
         self.inputs = tree_map_only(Tensor, torch.clone, tuple(inputs))
         kept = [(tensor, tensor.detach().clone()) for tensor in changed]
@@ -82,12 +117,12 @@ class Graph:
         self.graph = torch.cuda.CUDAGraph()
         with CAPTURING:
             # cuBLAS has a workspace a stream: another graph captured on this one would use it, too.
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
             with torch.cuda.graph(self.graph, pool=pool, stream=aside, capture_error_mode="relaxed"):
                 self.outputs = function(*self.inputs)
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Nested) -> Nested:
         """What the function returns for inputs of the same shapes, valid until the next call."""
         _fill(self.inputs, inputs)
         self.graph.replay()

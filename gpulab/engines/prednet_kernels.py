@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gpulab._torch_internals import fused_lstm_cell, fused_lstm_cell_backward
 from gpulab.numerics.flags import precision_allowed
 
 tanh_backward, sigmoid_backward = torch.ops.aten.tanh_backward.grad_input, torch.ops.aten.sigmoid_backward.grad_input
@@ -89,7 +90,7 @@ class FusedCell(Cell):
         """Write the cell `after`, and R; what `backward` needs."""
         peeping = torch.addcmul(self.bias, self.peepholes, before[:, None]).flatten(1, 2)
         vectors = map(self._vectors, (gates, peeping, before))
-        new_r, new_cell, activated = torch.ops.aten._thnn_fused_lstm_cell(*vectors, None, None)
+        new_r, new_cell, activated = fused_lstm_cell(*vectors, None, None)
         after.copy_(self._maps(new_cell, after))
         r.copy_(self._maps(new_r, r))
         return activated, after
@@ -101,7 +102,7 @@ class FusedCell(Cell):
         assert room is None, "torch's kernel makes its own"
         activated, after = kept
         vectors = map(self._vectors, (d_r, d_cell, before, after))
-        new_gates, new_cell, _ = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(*vectors, activated, False)
+        new_gates, new_cell, _ = fused_lstm_cell_backward(*vectors, activated, False)
         d_gates, d_before = self._maps(new_gates, before), self._maps(new_cell, before)
         for number in PEEPING:
             d_before.addcmul_(d_gates.chunk(4, 1)[number], self.peepholes[:, number])

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gpulab._torch_internals import has_global_module_hooks, has_module_hooks, has_tensor_hooks
 from gpulab.engines.prednet_kernels import (
     PEEPING,
     Cell,
@@ -37,10 +38,9 @@ pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
 def is_plain(model: nn.Module) -> bool:
     """Whether a network computes what its class says: no hook sees or changes it, no part has another `forward`."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in model.modules())
-    watched = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-    return not (hooked or watched or torch.nn.modules.module._has_any_global_hook())
+    changed = any("forward" in vars(part) or has_module_hooks(part) for part in model.modules())
+    watched = any(map(has_tensor_hooks, model.parameters()))
+    return not (changed or watched or has_global_module_hooks())
 
 
 class Windows:

@@ -12,16 +12,24 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.cuda import _gpu_trace
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpulab._torch_internals import Span, is_plain, span_of, uncompiled
+from gpulab._torch_internals import (
+    TO_COPY,
+    Nested,
+    OpOverload,
+    Span,
+    StorageWeakRef,
+    is_event_finished,
+    is_plain,
+    register_gpu_wait_callback,
+    span_of,
+    uncompiled,
+)
 from gpulab.guards.call_sites import user_line
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory_digest
@@ -41,7 +49,7 @@ class _Copy:
 
     def over(self) -> bool:
         """Whether nothing can go wrong any more: it was waited for and is done, or its memory is gone."""
-        return self.storage.expired() or (self.waited and torch._C._CudaEventBase.query(self.event))
+        return self.storage.expired() or (self.waited and is_event_finished(self.event))
 
     def overwritten(self) -> bool:
         """Whether the source holds something else than when the copy was asked for."""
@@ -62,9 +70,9 @@ class CopiesUnderWay:
         self.lock = threading.RLock()
         _known.add(self)
 
-    def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def note(self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested], result: Nested) -> None:
         """Look at an operation that was just run: is it a copy that goes on after it?"""
-        if operation is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
+        if operation is TO_COPY and kwargs.get("non_blocking"):
             target, source = result, args[0]
         elif operation is torch.ops.aten.copy_.default and (kwargs.get("non_blocking") or args[2:] == (True,)):
             target, source = args[:2]
@@ -137,7 +145,7 @@ _known: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()
 
 
 @uncompiled
-def waiting(*_: Any) -> None:
+def waiting(*_: object) -> None:
     """Somebody waits for a GPU."""
     for copies in list(_known):
         copies.waiting()
@@ -146,6 +154,4 @@ def waiting(*_: Any) -> None:
 @functools.cache
 def _hear_of_waits() -> None:
     """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence once."""
-    torch._C._activate_gpu_trace()
-    for kind in ("device", "stream", "event"):
-        getattr(_gpu_trace, f"register_callback_for_{kind}_synchronization")(waiting)
+    register_gpu_wait_callback(waiting)

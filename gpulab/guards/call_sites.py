@@ -15,10 +15,13 @@ from typing import NamedTuple
 
 import torch
 
+from gpulab._torch_internals import current_node, newest_node_number, node_number
+
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-OWN = str(Path(__file__).parent) + os.sep  # the guard, which is nobody's
+# The frames of the guard itself, and of the module through which it calls torch, are nobody's lines.
+OWN = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
 OUTSIDE = os.path.join(PACKAGE, "audits", "recording.py")  # what calls an audited step is none of its lines
 
 
@@ -56,7 +59,7 @@ class Line(NamedTuple):
 @functools.cache
 def _is_users(file: str) -> bool:
     """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
-    return not file.startswith((OWN, "<frozen")) and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
+    return not file.startswith((*OWN, "<frozen")) and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
 
 
 def _frames(thread: int = 0) -> Iterator[types.FrameType]:
@@ -71,7 +74,7 @@ def _frames(thread: int = 0) -> Iterator[types.FrameType]:
 def user_line(thread: int = 0) -> Line:
     """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
     users = (frame for frame in _frames(thread) if _is_users(frame.f_code.co_filename))
-    others = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((OWN, TORCH)))
+    others = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((*OWN, TORCH)))
     return next(map(line_of, itertools.chain(users, others)), Line("<unknown>", 0, "<unknown>"))
 
 
@@ -101,10 +104,10 @@ class Callers:
 
     def of_this(self, module: str = "") -> tuple[str, str, str]:
         """The phase, the module and the line (`file:line: text`) of the operation that is being called."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is not None:
-            return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
+            return "backward", *self.made_by.get(node_number(node), ("", ""))
         line = innermost_line()
         # The newest node is this operation's, if it has one; else it is known already.
-        self.made_by.setdefault(torch.autograd._get_sequence_nr() - 1, (module, line))
+        self.made_by.setdefault(newest_node_number(), (module, line))
         return "forward", module, line

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gpulab._torch_internals import component_tensors
+from gpulab._torch_internals import component_tensors, dispatch_disabled
 
 TABLE = 1 << 16  # random numbers, one for each place in a row of words
 NARROWEST = 1 << 6  # words in a row; a tensor that would have shorter ones is filled up with zeros
@@ -45,7 +45,7 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
     ordinary = component_tensors(tensor.detach())
     if not ordinary:
         return None
-    with torch._C._DisableTorchDispatch():  # nobody who watches operations is to see these
+    with dispatch_disabled():  # nobody who watches operations is to see these
         if any(component.device.type != "cpu" for component in ordinary):
             digests = [_digest(component) for component in ordinary]
             return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))

@@ -19,13 +19,27 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer
 
-from gpulab._torch_internals import Span, span_of, uncompiled
+from gpulab._torch_internals import (
+    Node,
+    Span,
+    base_of,
+    call_after_backward,
+    current_backward_pass,
+    current_node,
+    is_checkpoint_frame,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    register_optimizer_step_post_hook,
+    saved_values,
+    span_of,
+    uncompiled,
+    version_of,
+)
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
 from gpulab.guards.call_sites import Line, user_line
 from gpulab.guards.findings import Overwritten, Step
@@ -155,12 +169,12 @@ class Guard:
         self.checked = self._unchecked = self._warned = 0
         self._shared = SharedReads(self._tell)
         self._steps, self._latest_steps = 0, dict[int, Step]()  # of optimizers: how many, and by whose identity
-        self._findings: dict[tuple[Any, ...], Overwritten] = {}
+        self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
         self._threads: list[int] = []  # who is inside the block
         self._holders: dict[Line, Holder | None] = {}  # who shared the memory of what a line saved
         # What was compared on an accelerator, and what tells of a difference, by autograd's number of a backward pass.
-        self._pending: dict[int, list[tuple[Any, Any, Callable[[], None]]]] = {}
+        self._pending: dict[int, list[tuple[Tensor, Tensor, Callable[[], None]]]] = {}
 
     @property
     def findings(self) -> list[Overwritten]:
@@ -188,7 +202,7 @@ class Guard:
     @uncompiled
     def __enter__(self) -> Guard:
         try:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            push_saved_tensor_hooks(self._pack, self._unpack)
         except RuntimeError as error:
             raise GpulabError(FORBIDDEN.format(error)) from error
         if not self._threads:
@@ -200,8 +214,10 @@ class Guard:
         return self
 
     @uncompiled
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        pop_saved_tensor_hooks()
         self._threads.remove(_thread.ident)
         if not self._threads:
             self._steps_seen.remove()
@@ -230,16 +246,17 @@ class Guard:
         return saved.tensor
 
     @own_work
-    def _check(self, saved: _Saved, node: Any) -> None:
-        if saved.tensor._version != saved.version:
+    def _check(self, saved: _Saved, node: Node | None) -> None:
+        if version_of(saved.tensor) != saved.version:
             self._report(saved.finding(node, "step" if saved.is_parameter else "inplace"), saved.span, saved.steps)
             return
         digest = None if saved.digest is None else fingerprint(saved.tensor)
         with self._lock:
             self.checked += digest is not None
             self._unchecked += digest is None
-        task = torch._C._current_graph_task_id()
-        later = isinstance(digest, Tensor) and task >= 0  # on an accelerator: looked at once, when `backward` ends
+        task = current_backward_pass()
+        # On an accelerator: looked at once, when `backward` ends.
+        later = isinstance(digest, Tensor) and isinstance(saved.digest, Tensor) and task >= 0
         if (not later and (digest is None or bool(digest == saved.digest))) or _is_scratch(node, saved.tensor):
             return
         cause = "data" if span_of(saved.tensor) == saved.span else "replaced"
@@ -251,9 +268,11 @@ class Guard:
             if birth := self._shared.birth_of(saved.tensor):
                 birth.remember(saved.span)  # told once: the operation is about to read it
             return
+        assert isinstance(digest, Tensor)
+        assert isinstance(saved.digest, Tensor)
         with self._lock:
             if task not in self._pending:
-                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
+                call_after_backward(functools.partial(self._settle, task))
             self._pending.setdefault(task, []).append((digest, saved.digest, report))
 
     @own_work
@@ -313,43 +332,46 @@ class _Saved:
         # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`. Others are detached: an
         # operation that keeps its own output would otherwise keep itself alive for ever.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = tensor._version
-        owner = tensor if tensor._base is None else tensor._base
+        self.version = version_of(tensor)
+        base = base_of(tensor)
+        owner = tensor if base is None else base
         self.is_parameter = owner.is_leaf and owner.requires_grad
         self.line, self.steps = line, steps
         self.digest = fingerprint(self.tensor)
         self.span = span_of(self.tensor)
 
-    def finding(self, node: Any, cause: str, name_operand: bool = True) -> Overwritten:
+    def finding(self, node: Node | None, cause: str, name_operand: bool = True) -> Overwritten:
         """What is known without asking who shares the memory."""
-        backward = torch._C._current_graph_task_id() >= 0
+        backward = current_backward_pass() >= 0
         operation = node.name() if node is not None else "recomputation" if backward else "no operation"
         operand = next(_saved_names(node, self.tensor), None) if name_operand else None
         return Overwritten.of(cause, operation, self.tensor, {"saved by": self.line}, operand)
 
 
-def _current_node(caller: types.FrameType | None) -> Any:
+def _current_node(caller: types.FrameType | None) -> Node | None:
     """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
-    node = torch._C._current_autograd_node()
-    recomputing = caller is not None and caller.f_globals.get("__name__") == "torch.utils.checkpoint"
-    return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
+    node = current_node()
+    return (
+        None
+        if is_checkpoint_frame(caller) and not isinstance(node, torch.autograd.function.BackwardCFunction)
+        else node
+    )
 
 
-def _saved_names(node: Any, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:
+def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:
     """Under which names a node has saved this tensor: what has its shape, and lies where it does in memory."""
     span = span_of(tensor)
-    for attribute in among or dir(node):
-        with contextlib.suppress(RuntimeError):
-            value = getattr(node, attribute, None) if attribute.startswith("_saved_") else None
+    for name, value in saved_values(node, among):
+        with contextlib.suppress(RuntimeError):  # some nested tensors have no shape
             if isinstance(value, Tensor) and value.shape == tensor.shape and span_of(value) == span != (0, 0):
-                yield attribute.removeprefix("_saved_")
+                yield name
 
 
-def _is_scratch(node: Any, tensor: Tensor) -> bool:
+def _is_scratch(node: Node | None, tensor: Tensor) -> bool:
     """Whether the operation itself writes there after saving, as its backward pass expects.
 
     Batch normalisation moves its running mean and variance, which its backward pass never uses; a randomised leaky
     ReLU keeps the tensor that it is about to fill with its noise.
     """
-    own = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
-    return getattr(node, "_saved_training", False) and any(_saved_names(node, tensor, own))
+    is_training = any(value for _, value in saved_values(node, ["training"]))
+    return is_training and any(_saved_names(node, tensor, ("running_mean", "running_var", "noise")))

@@ -6,11 +6,11 @@ import gc
 import itertools
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gpulab._torch_internals import Span, span_of
+from gpulab._torch_internals import Nested, Span, span_of
 from gpulab.guards.call_sites import _frames, _is_users, line_of
 
 
@@ -43,7 +43,7 @@ def overlap(first: Span, second: Span) -> bool:
     return first[0] < second[1] and second[0] < first[1]
 
 
-def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
+def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
     """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it."""
     for frame in itertools.chain(_frames(thread), _suspended_frames()):
         if not _is_users(frame.f_code.co_filename):

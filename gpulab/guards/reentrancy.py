@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
 
-from gpulab._torch_internals import Function, uncompiled
+from gpulab._torch_internals import Function, Nested, uncompiled
 
 _thread = threading.local()
 
@@ -20,7 +19,7 @@ def own_work(function: Function) -> Function:
     """While the function runs, `at_work` is true in its thread, which may be one of autograd's."""
 
     @functools.wraps(function)
-    def work(*args: Any, **kwargs: Any) -> Any:
+    def work(*args: Nested, **kwargs: Nested) -> Nested:
         before, _thread.at_work = at_work(), True
         try:
             return function(*args, **kwargs)

@@ -8,8 +8,11 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpulab._torch_internals import OPERATOR_MODULE
 from gpulab.errors import OverwrittenError
 from gpulab.guards.guards import Guard
+
+OWN_MODULES = ("runpy", "gpulab.guards.", "gpulab._torch_internals")
 
 
 def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
@@ -44,13 +47,13 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
 def keep_own_frames(error: BaseException) -> None:
     """Leave in the traceback of a script's error what it would have without runpy and the guard.
 
-    An operation of torch that the guard watches is called by the guard through `torch._ops`.
+    The guard calls the operations that it watches, and torch calls them through a module of its own.
     """
     kept: list[types.TracebackType] = []
     trace, ours = error.__traceback__, False
     while trace:
         module = trace.tb_frame.f_globals.get("__name__", "")
-        ours = module == "runpy" or module.startswith("gpulab.guards.") or (ours and module == "torch._ops")
+        ours = module.startswith(OWN_MODULES) or (ours and module == OPERATOR_MODULE)
         if not ours:
             kept.append(trace)
         trace = trace.tb_next

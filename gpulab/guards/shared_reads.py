@@ -13,19 +13,29 @@ NumPy and read again and again is a view on purpose, and no finding.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpulab._torch_internals import Span, is_plain, span_of, uncompiled
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    Span,
+    StorageWeakRef,
+    UncompiledDispatchMode,
+    is_plain,
+    span_of,
+    storage_identity,
+    version_of,
+)
 from gpulab.guards.async_copies import CopiesUnderWay
 from gpulab.guards.call_sites import Line, user_line
 from gpulab.guards.findings import Overwritten
@@ -73,15 +83,15 @@ class _Birth:
         now = memory(*self.memory)
         return not self.content or self.elements(tensor, now) != self.elements(tensor, self.content)
 
-    def elements(self, tensor: Tensor, source: Any) -> bytes:
+    def elements(self, tensor: Tensor, source: bytes | ctypes.Array[ctypes.c_char]) -> bytes:
         """A tensor's elements as bytes, read from `source`: the memory itself, or the copy kept of it."""
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
         offset = tensor.data_ptr() - self.memory[0]
-        return np.ndarray(tuple(tensor.shape), f"V{width}", source, offset, strides).tobytes()
+        return np.ndarray(tuple(tensor.shape), f"V{width}", memoryview(source), offset, strides).tobytes()
 
 
-class SharedReads(TorchDispatchMode):
+class SharedReads(UncompiledDispatchMode):
     """Inside, tensors that are made without a copy are noted, and what every operation reads is checked.
 
     `tell` hears of every stale read, and of every use of memory whose copy from or to a GPU goes on. A read takes time
@@ -99,20 +109,26 @@ class SharedReads(TorchDispatchMode):
         add_listener(self)
         return super().__enter__()
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
         remove_listener(self)
         if not is_listening(self):
             self.copies.end()
-        if raised[0] is None:
+        if kind is None:
             self.copies.settle()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would do what `uncompiled` does, and import the compiler for it
-
-    @uncompiled
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
         """Check what an operation reads, and run it."""
         kwargs = kwargs or {}
         if operation is MADE:
@@ -136,10 +152,10 @@ class SharedReads(TorchDispatchMode):
             return None
         address = storage.data_ptr()
         for birth in self.births.get(address, ()):
-            if birth.storage.cdata == storage._cdata:
+            if birth.storage.cdata == storage_identity(storage):
                 return birth
         memory = address, address + storage.nbytes()
-        birth = _Birth(StorageWeakRef(storage), memory, tensor._version, user_line())
+        birth = _Birth(StorageWeakRef(storage), memory, version_of(tensor), user_line())
         birth.remember(memory)
         if not is_copying():
             with _births_lock:
@@ -165,8 +181,8 @@ class SharedReads(TorchDispatchMode):
             if birth is None or not tensor.numel():
                 continue
             self.checked += 1
-            if tensor._version != birth.version:  # torch wrote there itself
-                birth.version = tensor._version
+            if version_of(tensor) != birth.version:  # torch wrote there itself
+                birth.version = version_of(tensor)
                 birth.remember(birth.memory)
             if not birth.differs(tensor):
                 continue

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gpulab._torch_internals import uncompiled
+from gpulab._torch_internals import Nested, uncompiled
 from gpulab.guards.async_copies import waiting
+
+StreamOrEvent: TypeAlias = torch.cuda.Stream | torch.cuda.Event
 
 
 class Listener(Protocol):
@@ -65,24 +68,24 @@ def remove_listener(listener: Listener) -> None:
             _originals.close()
 
 
-def _replacing(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _replacing(original: Callable[..., Nested], replacement: Callable[..., Nested]) -> Callable[..., Nested]:
     """Return a function that calls `replacement` with the original function and the arguments."""
 
     @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def replaced(*args: Nested, **kwargs: Nested) -> Nested:
         return replacement(original, *args, **kwargs)
 
     return uncompiled(replaced)
 
 
-def _create(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _create(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
     tensor = original(*args, **kwargs)
     for listener in list(_listeners):
         listener.on_tensor_created(tensor)
     return tensor
 
 
-def _create_copy(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _create_copy(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
     _thread.is_copying = True
     try:
         return original(*args, **kwargs)
@@ -90,20 +93,20 @@ def _create_copy(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
         _thread.is_copying = False
 
 
-def _read(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _read(original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested) -> Nested:
     for listener in list(_listeners):
         listener.on_tensor_read(tensor, original.__name__)
     return original(tensor, *args, **kwargs)
 
 
-def _query(original: Callable[[Any], bool], stream_or_event: Any) -> bool:
+def _query(original: Callable[[StreamOrEvent], bool], stream_or_event: StreamOrEvent) -> bool:
     finished = original(stream_or_event)
     if finished:
         waiting()
     return finished
 
 
-REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
+REPLACED: list[tuple[types.ModuleType | type, str, Callable[..., Nested]]] = [
     *((torch, name, _create) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
     (torch, "tensor", _create_copy),
     (torch.utils.dlpack, "from_dlpack", _create),

@@ -15,21 +15,27 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass_type,
-)
 
-from gpulab._torch_internals import UncompiledDispatchMode, is_composite
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    UncompiledDispatchMode,
+    active_dispatch_modes,
+    call_composite_kernel,
+    has_wrapper_subclass,
+    is_composite,
+    operation_name,
+    schema_name,
+    without_fused_rnn,
+)
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
 from gpulab.numerics.formats import FORMATS, round_to
@@ -100,8 +106,13 @@ class Arithmetic:
         slice_size = max(1, -(-a.shape[-1] // self.slices))
         if self.order == "tensor-core":
             slice_size = -(-slice_size // self.step) * self.step
-        tensor_core: Any = functools.partial(_tensor_core, arithmetic=self)
-        add_up = {None: torch.matmul, "sequential": _sequential, "pairwise": _pairwise, "tensor-core": tensor_core}
+        tensor_core = functools.partial(_tensor_core, arithmetic=self)
+        add_up: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
+            None: torch.matmul,
+            "sequential": _sequential,
+            "pairwise": _pairwise,
+            "tensor-core": tensor_core,
+        }
         slices = zip(a.split(slice_size, -1), b.split(slice_size, -2), strict=True)
         return functools.reduce(torch.add, itertools.starmap(add_up[self.order], slices))
 
@@ -275,7 +286,7 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
 
 def emulators() -> list[_Emulator]:
     """The emulators that are at work here: one, or none outside every emulation."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Emulator) and not mode.paused]
+    return [mode for mode in active_dispatch_modes() if isinstance(mode, _Emulator) and not mode.paused]
 
 
 @contextlib.contextmanager
@@ -323,18 +334,23 @@ class _Emulator(UncompiledDispatchMode):
         super().__init__()
         self.arithmetic, self.without_tf32, self.paused = arithmetic, without_tf32, False
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
         """Run an operation, a product as the chip would."""
         kwargs = kwargs or {}
         if self.paused:
             return operation(*args, **kwargs)
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        if has_wrapper_subclass(types):
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-        name, keys = _product_in(operation), torch._C.DispatchKey
+        name = _product_in(operation)
         if name in COMPOSED or is_composite(operation):  # a composite one comes here in inference mode
-            key = keys.CompositeExplicitAutograd if name in COMPOSED else keys.CompositeImplicitAutograd
             with self:
-                return operation._op_dk(key, *args, **kwargs)
+                return call_composite_kernel(operation, args, kwargs, is_explicit=name in COMPOSED)
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
         factors = [factor for factor in args[first : first + 2] if isinstance(factor, Tensor)]
         if name is None or not all(x.dtype == torch.float32 and x.layout == torch.strided for x in factors):
@@ -351,18 +367,17 @@ class _Emulator(UncompiledDispatchMode):
 class _Unfused(TorchFunctionMode):
     """Has recurrent layers computed from products that can be seen, instead of by one kernel."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., Nested],
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
         if getattr(function, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             return function(*args, **(kwargs or {}))
-        # The public `flags` of the two libraries would set their other flags as well.
-        onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-        try:
-            torch._C._set_mkldnn_enabled(False)
-            torch._C._set_cudnn_enabled(False)
+        with without_fused_rnn():
             return function(*args, **(kwargs or {}))
-        finally:
-            torch._C._set_mkldnn_enabled(onednn)
-            torch._C._set_cudnn_enabled(cudnn)
 
 
 def _allows_tf32(name: str) -> bool:
@@ -372,14 +387,20 @@ def _allows_tf32(name: str) -> bool:
 
 
 @functools.cache
-def _product_in(operation: Any) -> str | None:
+def _product_in(operation: OpOverload) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
-    name = operation._schema.name.partition("::")[2].rstrip("_")
+    name = operation_name(operation)
     multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED
     return name if multiplies or FUSED.fullmatch(name) else None
 
 
-def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, how: Arithmetic) -> Any:
+def _matrix_product(
+    operation: OpOverload,
+    name: str,
+    args: Sequence[Nested],
+    kwargs: dict[str, Nested],
+    how: Arithmetic,
+) -> Tensor:
     first = 1 if name in SUMS_WITH_PRODUCTS else 0
     a, b = map(how.rounded, args[first : first + 2])
     if not how.adds_up_here:
@@ -393,14 +414,14 @@ def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any,
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         out = alpha * out + beta * args[0] if beta else alpha * out
     out = how.finished(out)
-    target = args[0] if operation._schema.name.endswith("_") else kwargs.get("out")
+    target = args[0] if schema_name(operation).endswith("_") else kwargs.get("out")
     return out if target is None else target.resize_(out.shape).copy_(out)
 
 
 # --- convolutions ----------------------------------------------------------------------------------------
 
 
-def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor:
+def _convolution(operation: OpOverload, args: Sequence[Nested], how: Arithmetic) -> Tensor:
     x, weight = (how.rounded(factor, CONVOLUTION) for factor in args[:2])
     if not how.adds_up_here:
         return how.finished(operation(x, weight, *args[2:]))
@@ -410,10 +431,12 @@ def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor
     return how.finished(out if bias is None else out + bias[:, None, None])
 
 
-def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) -> list[Tensor | None]:
+def _convolution_backward(operation: OpOverload, args: Sequence[Nested], how: Arithmetic) -> list[Tensor | None]:
     """The gradients that the mask asks for, each alone, because the factors of each are rounded in a way of its own."""
     *tensors, _, _, _, _, _, _, _, mask = args
-    compute = functools.partial(_gradients_in_order, how) if how.adds_up_here else operation
+    compute: Callable[..., Nested] = operation
+    if how.adds_up_here:
+        compute = functools.partial(_gradients_in_order, how)
     gradients: list[Tensor | None] = [None, None, None]
     for n, kind in enumerate((CONVOLUTION, WEIGHT)):
         if mask[n]:
@@ -424,7 +447,9 @@ def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) 
     return gradients
 
 
-def _gradients_in_order(how: Arithmetic, flow: Tensor, x: Tensor, weight: Tensor, *options: Any) -> list[Any]:
+def _gradients_in_order(
+    how: Arithmetic, flow: Tensor, x: Tensor, weight: Tensor, *options: Nested
+) -> list[Tensor | None]:
     """The gradient of the input, or that of the weight: whichever the mask, the last option, asks for."""
     _, stride, padding, *others, (of_input, _, _) = options
     _check_plain(x, others)
@@ -440,7 +465,7 @@ def _gradients_in_order(how: Arithmetic, flow: Tensor, x: Tensor, weight: Tensor
     return [_correlation(spread, weight.transpose(0, 1).flip(2, 3), (1, 1), margins, how), None]
 
 
-def _check_plain(x: Tensor, options: Sequence[Any]) -> None:
+def _check_plain(x: Tensor, options: Sequence[Nested]) -> None:
     """`GpulabError` for a convolution whose order of summation is not emulated."""
     dilation, transposed, _, groups = options
     if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:

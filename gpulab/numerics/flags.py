@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.backends import cuda, cudnn
@@ -28,11 +28,17 @@ def _old_interface() -> tuple[bool, str] | None:
         return None
 
 
-def _new_interface() -> dict[str, Any]:
+class _HasPrecision(Protocol):
+    """A backend of torch with the new interface, which torch 2.6 does not have."""
+
+    fp32_precision: str
+
+
+def _new_interface() -> dict[str, _HasPrecision]:
     """What it sets, by the kind of product: all that `set_float32_matmul_precision` sets, too; nothing in torch 2.6."""
-    backends: Any = torch.backends
-    if not hasattr(backends, "fp32_precision"):
+    if not hasattr(torch.backends, "fp32_precision"):
         return {}
+    backends: Any = torch.backends  # torch adds these attributes when it runs, so mypy knows none of them
     conv, rnn = backends.cudnn.conv, backends.cudnn.rnn
     return {"matmul": backends.cuda.matmul, "conv": conv, "rnn": rnn, "onednn": backends.mkldnn.matmul}
 
@@ -120,7 +126,7 @@ def _flush_denormals(flush: bool) -> None:
 # --- all that is in force --------------------------------------------------------------------------------
 
 
-def arithmetic() -> dict[str, Any]:
+def arithmetic() -> dict[str, bool | int | str]:
     """The flags now in force, under the names that a run records them with."""
     return {
         "threads": torch.get_num_threads(),

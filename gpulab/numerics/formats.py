@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpulab._torch_internals import is_zero_tensor
 from gpulab.errors import UsageError
 
 MODES = ("nearest", "away", "truncate")
@@ -79,7 +80,7 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
     target = FORMATS[name]
     if mode != "nearest" and target.minexp > -126:
         raise UsageError(f"mode {mode!r}: numbers are rounded to {name} to nearest alone")
-    if name == "float32" or x._is_zerotensor():  # forward mode's zeros, which have no memory to be looked at
+    if name == "float32" or is_zero_tensor(x):  # forward mode's zeros, which have no memory to be looked at
         return x.clone()
     if target.dtype is None or mode != "nearest":
         return _round_bits(x, 24 - target.precision, mode)

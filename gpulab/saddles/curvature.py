@@ -8,7 +8,7 @@ Bengio 2014, *Identifying and attacking the saddle point problem* (arXiv 1406.25
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,7 @@ def _train(planned: NetworkRun, looked: dict[str, int]) -> tuple[pd.DataFrame, R
     return pd.DataFrame(rows, columns=["step", "size", *MEASURED, *SPECTRUM]), run
 
 
-def _measure(planned: NetworkRun, state: dict[str, Tensor], looked: dict[str, int]) -> dict[str, Any]:
+def _measure(planned: NetworkRun, state: dict[str, Tensor], looked: dict[str, int]) -> dict[str, float | np.ndarray]:
     """What the instrument says of these weights."""
     device = planned.setting.device
     with Setting.parse(INSTRUMENT.get(planned.setting.kind, "{}").format(device)).apply() as instrument:
@@ -211,7 +211,7 @@ def _measure(planned: NetworkRun, state: dict[str, Tensor], looked: dict[str, in
     }
 
 
-def _frame(table: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
+def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:  # a record is JSON from a file
     """The rows of a training as a file keeps them, with what is common to them."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
     spectra = {name: [np.resize(row, shape).astype(float) for row in table[name]] for name in SPECTRUM}

@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -186,7 +186,7 @@ class Descent:
 
 def escape(
     descent: Descent, optimizer: str | Factory, perturbation: float, steps: int | None
-) -> tuple[dict[str, Any], pd.DataFrame]:
+) -> tuple[dict[str, str | float], pd.DataFrame]:
     """Let a training go until it has left its saddle: a row of an `EscapeTable`, and a row for each step.
 
     It ends at the number of steps; by default three times as many as theory expects, and some more. A training by whole

@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import NoReturn
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from gpulab._torch_internals import graph_nodes
+from gpulab._torch_internals import (
+    BatchNormModule,
+    DropoutModule,
+    Nested,
+    graph_nodes,
+    is_compiler_loaded,
+    is_once_differentiable,
+    leaf_of,
+    reparametrized,
+    weight_norm,
+)
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.saddles.objectives import Batch, Loss, Objective
 from gpulab.saddles.operators import check_symmetric
@@ -29,14 +36,14 @@ except ModuleNotFoundError as error:  # everything works without that folder, on
     if error.name != "gpulab.engines":
         raise
 
-    def hessian_product(*_: Any) -> Any:  # type: ignore[misc]
+    def hessian_product(*_: object) -> NoReturn:  # type: ignore[misc]  # another signature
         """What says that there is no faster way."""
         raise UnsupportedError("the folder gpulab/engines is not here")
 
 
 Product = Callable[..., list[Tensor]]
+Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
-ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 MOST_AT_ONCE = 10
 
 
@@ -94,7 +101,7 @@ class Hessian:
 
     def _differentiate(self, objective: Callable[[], Tensor], method: str) -> None:
         """Work out how products are made, and see from two that the matrix is symmetric."""
-        linearize: Any = hessian_product if method == FORWARD else _keep_graph
+        linearize: Linearize = hessian_product if method == FORWARD else _keep_graph
         with self.inside():  # what is checkpointed is computed again in the backward pass
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
         self.method, self.loss = method, float(loss)
@@ -203,9 +210,9 @@ def hessian(
             reason = f"{name or 'the model'} shortens its own weights when it is used (max_norm={module.max_norm})"
             cure = "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
             raise UsageError(f"{reason}: {cure}")
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        drops = isinstance(module, DropoutModule) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
-        if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+        if module.training and (drops or isinstance(module, BatchNormModule)):
             # The loss would be another function each time.
             raise UsageError(f"{name or 'the model'} ({type(module).__name__}) is in training mode: call model.eval()")
     selected = _select(model, parameters)
@@ -221,10 +228,9 @@ def hessian(
         value = objective_of(model)
         leaves: set[int] = set()
         for node in graph_nodes(value):
-            if hasattr(node, "variable"):
-                leaves.add(id(node.variable))
-            backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
-            if getattr(backward, "__code__", None) is ONCE:  # whose gradients autograd would take for constants
+            if (leaf := leaf_of(node)) is not None:
+                leaves.add(id(leaf))
+            if is_once_differentiable(node):  # whose gradients autograd would take for constants
                 raise UsageError(f"{type(node).__name__} has no second derivatives: it is marked once_differentiable")
         if captured := [name for name, tensor in selected.items() if id(tensor) in leaves]:
             raise UsageError(
@@ -272,13 +278,13 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 def _holding_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
     """The model holds copies of its tensors, and chooses kernels that can be differentiated twice."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_reparametrize_module(model, copies, tie_weights=True))
+        stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_Unfused())
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        if "torch._dynamo" in sys.modules:  # what it compiles can be differentiated once
+        if is_compiler_loaded():  # what it compiles can be differentiated once
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -286,8 +292,14 @@ def _holding_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[Non
 class _Unfused(TorchFunctionMode):
     """Has a weight's norm computed by operations whose second derivatives are right: torch's of the kernel are not."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch._weight_norm:
+    def __torch_function__(
+        self,
+        function: Callable[..., Nested],
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
+        if function is weight_norm:
             v, g, dim = (*args, 0)[:3]
             return v * (g / torch.norm_except_dim(v, 2, dim))
         return function(*args, **(kwargs or {}))

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.nn.utils.stateless import _reparametrize_module
 
+from gpulab._torch_internals import reparametrized
 from gpulab.errors import UsageError, check_count
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
@@ -116,7 +116,7 @@ class Landscape:
     def _loss_at(self, displacement: Float[Tensor, " n"]) -> float:
         pieces = displacement.split([tensor.numel() for tensor in self.parameters.values()])
         weights = {n: t + piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
-        with _reparametrize_module(self.model, weights, tie_weights=True):
+        with reparametrized(self.model, weights, tie_weights=True):
             return float(self.objective(self.model))
 
 

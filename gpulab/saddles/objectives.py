@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
+from gpulab._torch_internals import Nested, tree_leaves, tree_map_only
 from gpulab.errors import UsageError
 from gpulab.steps import loss_of
 
 Loss = Callable[..., Tensor]
-Batch = Any
+Batch: TypeAlias = Nested  # as the user has it: a tensor, a pair, a mapping, or a DataLoader of these
 LACKS = (  # of a loss that does not take so many arguments
     "takes arguments, and there is no batch: give (inputs, targets)",
     "needs targets, and the batch is a tensor: the batch is (inputs, targets), or fits the loss",
@@ -63,7 +63,7 @@ class Objective:
 
     def _of_batch(self, model: nn.Module, batch: Batch = None) -> Tensor:
         if batch is None:
-            value: Any = self.loss()
+            value = self.loss()
         else:
             value = self.loss(model(batch)) if isinstance(batch, Tensor) else loss_of(model, batch, self.loss)[0]
         if not isinstance(value, Tensor) or value.numel() != 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -21,11 +22,14 @@ class Operator(Protocol):
         device: Where its vectors are.
     """
 
-    shape: Any
     dtype: torch.dtype
     device: torch.device
 
-    def __matmul__(self, vectors: Any) -> Any:
+    @property
+    def shape(self) -> Sequence[int]:
+        """(n, n)."""
+
+    def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
         """Return the product with a vector (n,), or with k vectors (n, k)."""
 
 

@@ -24,10 +24,10 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from gpulab.errors import DataError, UsageError, check_count
@@ -166,7 +166,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
 
 def linear_autoencoder_saddle(
-    data: Any, components: Sequence[int], *, hidden: int | None = None
+    data: Tensor | ArrayLike, components: Sequence[int], *, hidden: int | None = None
 ) -> LinearAutoencoderSaddle:
     """Build the critical point at which a linear autoencoder holds some principal components of the data.
 
@@ -237,7 +237,7 @@ def _model(basis: Tensor, components: tuple[int, ...], mixing: Tensor) -> Linear
     return model
 
 
-def _principal_components(data: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
     """The data as a matrix (N, D), and its second moments: eigenvalues, the largest first, and vectors, in columns."""
     try:
         matrix = torch.as_tensor(data).detach().to("cpu", torch.float64)

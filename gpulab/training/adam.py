@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
+
+from gpulab._torch_internals import adam
 
 
 class Adam:
@@ -15,8 +14,6 @@ class Adam:
     The same bits as `torch.optim.Adam(fused=True)`, whose class imports torch's compiler when it is
     first used: 150 MB and two seconds in every process.
     """
-
-    CONSTANTS = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
 
     def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float) -> None:
         self.parameters, self.learning_rate = parameters, learning_rate
@@ -32,6 +29,20 @@ class Adam:
         used = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         steps, averages, squares = ([tensors[index] for index in used] for tensors in self.state.values())
         weights: list[Tensor] = [self.parameters[index] for index in used]
-        gradients: Any = [parameter.grad for parameter in weights]
-        options: Any = {**self.CONSTANTS, "lr": self.learning_rate, "fused": True}
-        adam(weights, gradients, averages, squares, [], steps, **options)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        adam(
+            weights,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=self.learning_rate,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )

@@ -7,6 +7,7 @@ from small_networks import drawn
 from torch import nn
 
 import gpulab as gl
+from gpulab._torch_internals import operation_name
 from gpulab.audits.rounding import forward_error
 
 A, B = "cpu", "cpu:threads=1"
@@ -47,7 +48,7 @@ def faults(report):
 
 def compared(operation, args, out, **kwargs):
     """An operation's results beside those of float64."""
-    return forward_error(operation, operation._schema.name.partition("::")[2].rstrip("_"), args, kwargs, out)
+    return forward_error(operation, operation_name(operation), args, kwargs, out)
 
 
 def ratio(seen):

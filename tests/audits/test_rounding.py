@@ -9,6 +9,7 @@ from small_steps import compared, ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from gpulab._torch_internals import operation_name
 from gpulab.audits.rounding import SAFETY, Accuracy, forward_error
 from gpulab.numerics.formats import round_to
 
@@ -25,7 +26,7 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = operation._schema.name.partition("::")[2].rstrip("_")
+        name = operation_name(operation)
         before = tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, kwargs))
         out = operation(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in operation.tags and "attention" not in name

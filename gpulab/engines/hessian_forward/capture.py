@@ -9,14 +9,22 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpulab._torch_internals import UncompiledDispatchMode, graph_nodes
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    UncompiledDispatchMode,
+    WeakTensorKeyDictionary,
+    functional_variant,
+    graph_nodes,
+    is_mutable,
+    schema_name,
+    tree_flatten,
+    tree_unflatten,
+)
 from gpulab.errors import UnsupportedError
 
 DETACH = torch.ops.aten.detach.default
@@ -29,18 +37,18 @@ class Operation:
     Something that overwrites its argument is captured as the function that returns a new tensor instead.
     """
 
-    function: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    results: Any
+    function: OpOverload
+    arguments: tuple[Nested, ...]
+    options: dict[str, Nested]
+    results: Nested
     variables: dict[int, int]  # identity of an argument -> number of its tangent
 
-    def tangent(self, argument: Any) -> int | None:
+    def tangent(self, argument: Nested) -> int | None:
         """The number of the variable that is an argument's tangent; None for a constant."""
         return self.variables.get(id(argument))
 
 
-def as_list(results: Any) -> list[Any]:
+def as_list(results: Nested) -> list[Nested]:
     """What an operation returned, one or several."""
     return list(results) if isinstance(results, tuple | list) else [results]
 
@@ -62,8 +70,12 @@ class Capture(UncompiledDispatchMode):
         self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # by address: when, as what
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
         """Run an operation, and linearize it where something variable enters."""
         self.time += 1
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
@@ -75,7 +87,7 @@ class Capture(UncompiledDispatchMode):
         varies = any(number is not None for number in numbers)
         if varies:
             leaves = [self._detach(leaf) for leaf in leaves]
-        functional = self._before_overwriting(function, args[0]) if function._schema.is_mutable else function
+        functional = self._before_overwriting(function, args[0]) if is_mutable(function) else function
         results = function(*args, **kwargs or {})
         values = as_list(results)
         self.current.update((value, self.time) for value in values if isinstance(value, Tensor))
@@ -93,7 +105,7 @@ class Capture(UncompiledDispatchMode):
             self.variables.update((v, t) for v, t in zip(values, tangents, strict=False) if t is not None)
         return results
 
-    def tangent(self, tensor: Tensor, function: Any = None) -> int | None:
+    def tangent(self, tensor: Tensor, function: OpOverload | None = None) -> int | None:
         """The number of the variable that is the tangent of a tensor, for a function; None for a constant."""
         if self.overwritten and (tensor.requires_grad or not self.forward):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
@@ -102,32 +114,29 @@ class Capture(UncompiledDispatchMode):
         number = self.variables.get(tensor)
         if number is not None and not self.forward and not tensor.requires_grad and tensor in self.results:
             # A by-product that has no derivative for torch, such as a matrix's factors; `…_backward` allow for that.
-            if not function._schema.name.endswith("_backward"):
+            if function is None or not schema_name(function).endswith("_backward"):
                 raise UnsupportedError(f"{function} is given a by-product of the forward pass")
             return None
         return number
 
-    def _detach(self, value: Any) -> Any:
+    def _detach(self, value: Nested) -> Nested:
         if not isinstance(value, Tensor):
             return value
         alias = value.detach()
         self.detached[_address(alias)].append(weakref.ref(alias))
         return alias
 
-    def _before_overwriting(self, function: Any, written: Any) -> Any:
+    def _before_overwriting(self, function: OpOverload, written: Nested) -> OpOverload:
         """The operation that returns a new tensor where this one overwrites its first argument."""
-        name, names = function._schema.name, [argument.name for argument in function._schema.arguments]
-        packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
-        overloads = [getattr(packet, o) for o in packet.overloads()] if packet and name.endswith("_") else []
-        fitting = [o for o in overloads if [a.name for a in o._schema.arguments] == names and not o._schema.is_mutable]
-        if not fitting or not isinstance(written, Tensor):
+        name, functional = schema_name(function), functional_variant(function)
+        if functional is None or not isinstance(written, Tensor):
             raise UnsupportedError(f"{name} overwrites its arguments")
         if self.forward and written.requires_grad and not torch.is_grad_enabled():
             raise UnsupportedError(f"{name} overwrites a variable, unseen by autograd")
         for reference in self.detached.pop(_address(written), ()):
             if (alias := reference()) is not None:
                 alias.data = alias.clone()
-        return min(fitting, key=lambda overload: overload._overloadname != function._overloadname)
+        return functional
 
 
 def capture_gradient(

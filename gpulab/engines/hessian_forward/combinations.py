@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gpulab._torch_internals import compile_elementwise_kernel
+
 Coefficient = Tensor | float | None
 MOST_INPUTS = 8  # more constants in one sum would save little
 
@@ -84,4 +86,4 @@ def _kernel(with_total: bool) -> Callable[..., Tensor]:
     """The sum of two products, and `with_total` of a sum so far. Only these: each kernel compiles for half a second."""
     names, rest = ("T v, T c, T w, T d, T total", " + total") if with_total else ("T v, T c, T w, T d", "")
     code = f"template <typename T> T products({names}) {{ return c * v + d * w{rest}; }}"
-    return torch.cuda.jiterator._create_jit_fn(code)
+    return compile_elementwise_kernel(code)

@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpulab._torch_internals import Nested
 from gpulab.engines.hessian_forward.conv_autotune import fastest
 from gpulab.numerics.flags import precision_allowed
 
 aten = torch.ops.aten
 WORKSPACE = 2**28  # bytes that an algorithm of cuDNN may use besides the result
 
-Constants = dict[tuple[Any, ...], Tensor]  # batches of several, by their identities
+Constants = dict[tuple[object, ...], Tensor]  # batches of several, by their identities
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Geometry:
     dilation: tuple[int, ...]
 
     @classmethod
-    def of(cls, options: Sequence[Any]) -> Geometry | None:
+    def of(cls, options: Sequence[Nested]) -> Geometry | None:
         """What torch's operations are called with after their tensors; None for groups and transposed ones."""
         stride, padding, dilation, transposed, _, groups = options[:6]
         return cls(tuple(stride), tuple(padding), tuple(dilation)) if groups == 1 and not transposed else None
@@ -73,7 +73,7 @@ class Convolution:
     order: int = 0  # the number of the constant
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Equal for maps that can be done as one."""
         return self.geometry, self.which, self.varies, self.bias, self.shape, tuple(self.constant.shape)
 
@@ -152,11 +152,11 @@ def convolve(geometry: Geometry, which: str, first: Tensor, second: Tensor, shap
 
 def number_constants(maps: Sequence[Convolution]) -> None:
     """Give each map the number of its constant, counted by their first use."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     for member in maps:
         member.order = numbers.setdefault(_identity(member.constant), len(numbers))
 
 
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
+def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Equal for two views of the same numbers."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gpulab._torch_internals import (
+    UNSAFE_VIEW,
+    Nested,
+    OpOverload,
+    named_arguments,
+    schema_name,
+    tree_flatten,
+    tree_unflatten,
+)
 from gpulab.engines.hessian_forward.capture import Operation, as_list
 from gpulab.engines.hessian_forward.combinations import Coefficient, Combination, lift
 from gpulab.engines.hessian_forward.convolutions import BiasGradient, Convolution, Geometry
@@ -21,6 +29,8 @@ from gpulab.engines.hessian_forward.linear_maps import LinearMap, Step, without_
 from gpulab.errors import UnsupportedError
 
 aten = torch.ops.aten
+Tangents: TypeAlias = int | Sequence[int | None] | None  # variables, by number; None for a constant
+TangentMap: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]  # of tangents (k, …)
 
 
 class Builder:
@@ -29,9 +39,9 @@ class Builder:
     Rules find in it the `function` and the `results` of the operation, and the `tangent` of each of its arguments.
     """
 
-    function: Any
-    results: Any
-    tangent: Callable[[Any], int | None]
+    function: OpOverload
+    results: Nested
+    tangent: Callable[[Nested], int | None]
 
     def __init__(self, inputs: int) -> None:
         self.steps: list[Step] = []
@@ -43,7 +53,7 @@ class Builder:
         self.function, self.results, self.tangent = operation.function, operation.results, operation.tangent
         if any(isinstance(result, Tensor) and result.is_complex() for result in results):
             raise UnsupportedError(f"{operation.function} makes complex numbers")
-        name = operation.function._schema.name.removeprefix("aten::")
+        name = schema_name(operation.function).removeprefix("aten::")
         if name.endswith("_like") or name.startswith("new_") or not any(_floats(result) for result in results):
             return []
         rule = RULES.get(operation.function)
@@ -64,14 +74,14 @@ class Builder:
                 step.function = step.function.tried()
         return LinearMap(steps, results, self.bytes)
 
-    def steps_of(self, function: Callable[..., Any], inputs: Sequence[int | None], count: int) -> tuple[int, ...]:
+    def steps_of(self, function: TangentMap, inputs: Sequence[int | None], count: int) -> tuple[int, ...]:
         """Several new variables, made at once from others."""
         outputs = tuple(range(self.count, self.count + count))
         self.count += count
         self.steps.append(Step(function, tuple(number for number in inputs if number is not None), outputs))
         return outputs
 
-    def apply(self, function: Callable[..., Any], *arguments: Any) -> int | None:
+    def apply(self, function: TangentMap, *arguments: Nested) -> int | None:
         """The variable that a function makes of the tangents of arguments; None for constants."""
         tangents = [self.tangent(argument) for argument in arguments]
         return None if all(t is None for t in tangents) else self.steps_of(function, tangents, 1)[0]
@@ -107,7 +117,7 @@ class ByTorch:
         pointwise = torch.Tag.pointwise in self.function.tags
         self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
 
-    def tried(self) -> Callable[..., Any]:
+    def tried(self) -> TangentMap:
         """Itself, if torch can do it; or of an operation element by element, the sum of tangents times factors."""
         for index in self.indices:  # torch cannot write tangents where elements share memory
             self.flat[index] = self.flat[index].contiguous()
@@ -145,7 +155,7 @@ class ByTorch:
         return tuple(result for result, floats in zip(results, self.float_results, strict=True) if floats)
 
 
-def _floats(result: Any) -> bool:
+def _floats(result: object) -> bool:
     return isinstance(result, Tensor) and result.is_floating_point()
 
 
@@ -154,28 +164,26 @@ def _floats(result: Any) -> bool:
 # steps keep must not hold the tensors of an operation that they do not need.
 
 
-def reshaped(b: Builder, x: Tensor, *_: Any) -> Any:
+def reshaped(b: Builder, x: Tensor, *_: Nested) -> Tangents:
     shape = b.results.shape
     return b.apply(lambda tangent: tangent.reshape(len(tangent), *shape), x)
 
 
-def expanded(b: Builder, x: Tensor, *_: Any, **__: Any) -> Any:
+def expanded(b: Builder, x: Tensor, *_: Nested, **__: Nested) -> Tangents:
     shape = b.results.shape
     return b.apply(lambda tangent: lift(tangent, len(shape) + 1).expand(len(tangent), *shape), x)
 
 
-def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
+def along(b: Builder, x: Tensor, *arguments: Nested, **options: Nested) -> Tangents:
     """Operations whose dimensions have to be one more."""
-    function, schema = b.function, b.function._schema.arguments[1:]
-    values = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    values |= dict(zip([argument.name for argument in schema], arguments, strict=False)) | options
+    function, values = b.function, named_arguments(b.function, (x, *arguments), options)
     for name in values.keys() & {"dim", "dim0", "dim1"}:
         values[name] = values[name] % max(x.ndim, 1) + 1
-    ordered = [values[argument.name] for argument in schema]
+    _, *ordered = values.values()  # without x
     return b.steps_of(lambda tangent: function(tangent, *ordered), [b.tangent(x)], len(as_list(b.results)))
 
 
-def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tangents:
     """Constants among them have the tangent zero."""
     function, dim = b.function, dim % b.results.ndim + 1
     members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
@@ -188,13 +196,15 @@ def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return b.apply(join, *tensors)
 
 
-def reduced(b: Builder, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
+def reduced(
+    b: Builder, x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, **_: Nested
+) -> Tangents:
     dims = range(x.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     shifted, function = [d % x.ndim + 1 for d in dims], torch.sum if "sum" in str(b.function) else torch.mean
     return b.apply(lambda t: function(t, shifted, keepdim=keepdim), x) if shifted else b.tangent(x)
 
 
-def upsampled(b: Builder, x: Tensor, *arguments: Any) -> Any:
+def upsampled(b: Builder, x: Tensor, *arguments: Nested) -> Tangents:
     """Each member of a batch is treated alike, and the k tangents become a larger batch."""
     function, shape, batch = b.function, b.results.shape, len(x)
 
@@ -207,23 +217,23 @@ def upsampled(b: Builder, x: Tensor, *arguments: Any) -> Any:
     return b.apply(apply, x)
 
 
-def added(b: Builder, x: Any, y: Any, *, alpha: float = 1) -> Any:
+def added(b: Builder, x: Nested, y: Nested, *, alpha: float = 1) -> Tangents:
     scale = -alpha if "sub" in str(b.function) else alpha
     if b.tangent(x) is not None and b.tangent(y) is not None and x.shape == y.shape and scale == 1:
         return b.add(b.tangent(x), b.tangent(y))
     return b.combine((None, b.tangent(x)), (None if scale == 1 else scale, b.tangent(y)))
 
 
-def multiplied(b: Builder, x: Any, y: Any) -> Any:
+def multiplied(b: Builder, x: Nested, y: Nested) -> Tangents:
     return b.combine((y, b.tangent(x)), (x, b.tangent(y)))
 
 
-def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Any:
+def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tangents:
     scale = 2 / x.numel() if reduction == 1 else 2
     return b.combine((scale * (x - y), b.tangent(g)), (scale * g, b.tangent(x)), (-scale * g, b.tangent(y)))
 
 
-def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
+def max_pooled(b: Builder, x: Tensor, *_: Nested) -> Tangents:
     """The places of the largest are constants."""
     shape, largest = b.results[0].shape, b.results[1].flatten(-2)
 
@@ -234,7 +244,7 @@ def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
     return [b.apply(gather, x), None]
 
 
-def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
+def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) -> Tangents:
     shape, largest = x.shape, arguments[-1].flatten(-2)
 
     def scatter(tangent: Tensor) -> Tensor:
@@ -245,18 +255,18 @@ def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
     return b.apply(scatter, g)
 
 
-def matrix_product(b: Builder, x: Tensor, y: Tensor) -> Any:
+def matrix_product(b: Builder, x: Tensor, y: Tensor) -> Tangents:
     return b.add(b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y))
 
 
-def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Any:
+def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Tangents:
     if scales:
         return NotImplemented
     by_x, by_y = b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y)
     return b.combine((None, by_x), (None, by_y), (None, b.tangent(c)))
 
 
-def convolution(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Any:
+def convolution(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Nested) -> Tangents:
     if (geometry := Geometry.of(options)) is None:
         return NotImplemented
     shape, ones = b.results.shape, [1] * (x.ndim - 2)
@@ -267,7 +277,9 @@ def convolution(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options:
     return b.add(by_input, b.apply(lambda t: t.reshape(len(t), 1, -1, *ones).expand(len(t), *shape), bias))
 
 
-def convolution_backward(b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Any, *options: Any) -> Any:
+def convolution_backward(
+    b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Sequence[int], *options: Nested
+) -> Tangents:
     if (geometry := Geometry.of(options)) is None:
         return NotImplemented
     gradients = []
@@ -281,10 +293,10 @@ def convolution_backward(b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Any
 
 
 COPIES = aten.detach.default, aten.clone.default
-VIEWS = aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim
+VIEWS = aten.view.default, UNSAFE_VIEW, aten.unsqueeze.default, aten.squeeze.dim
 ALONG = aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.split.Tensor, aten.unbind.int
 REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
-RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
+RULES: dict[OpOverload, Callable[..., Tangents]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
     **dict.fromkeys(VIEWS, reshaped),
     **dict.fromkeys(ALONG, along),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.engines.graphs import Graph
+from gpulab.engines.graphs import Graph, GraphPool
 from gpulab.engines.hessian_forward.combinations import Combination
 from gpulab.engines.hessian_forward.convolutions import BiasGradient, Constants, Convolution, number_constants
 
@@ -29,6 +29,8 @@ class Step:
     `last` are those that no later step needs.
     """
 
+    # A function of tangents, such as a `Combination`, a `Convolution` or a `BiasGradient`. mypy does not see which of
+    # them the steps have that were selected by its class.
     function: Any
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -56,7 +58,7 @@ class LinearMap:
     def __init__(self, steps: Sequence[Step], results: Results, size: int) -> None:
         self.steps, self.results, self.bytes = optimized(steps, results), results, size // LIVE
         self.graphs: dict[int, Graph] = {}
-        self.pool: Any = None  # of the memory that they share
+        self.pool: GraphPool | None = None  # of the memory that they share
 
     def __call__(self, *tangents: Tensor) -> list[Tensor]:
         """The map of tensors of shape (k, …); on a GPU, the next call overwrites what it returns."""
