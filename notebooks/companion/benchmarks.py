@@ -7,17 +7,15 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-CLONE = Path(__file__).parents[2]
-SCRIPTS = CLONE / "benchmarks"
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 def benchmark(script: str) -> ModuleType:
     """Import a script by its path below `benchmarks/`, such as `peers/frameworks`.
 
-    As when it is run, the script finds what lies beside it and `benchmarks.measuring`.
+    As when it is run, the script can import the scripts beside it by their names.
     """
     folder, _, name = script.rpartition("/")
-    for importable in (CLONE, SCRIPTS / folder):
-        if str(importable) not in sys.path:
-            sys.path.append(str(importable))
+    if str(SCRIPTS / folder) not in sys.path:
+        sys.path.append(str(SCRIPTS / folder))
     return importlib.import_module(name)
