@@ -137,7 +137,7 @@ def verdict(
     `equivalent`. Levels that end with the same bits in every weight from every seed are `equivalent` without a test.
 
     Args:
-        frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.pairs.read_table`. Rows
+        frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows
             with `rerun` above 0 are a control; without that column all are first runs. The column `status` says how a
             run ended: one that is neither `finished` nor `diverged` is left out, and the verdict says so. Without that
             column, a run whose metric is no finite number counts as diverged.
