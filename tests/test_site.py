@@ -63,6 +63,11 @@ def test_every_public_name_has_an_entry(site, pages):
             assert {f"{package.__name__}.{name}", f"module-{package.__name__}.{name}"} & anchors, name
 
 
+def test_inherited_properties_have_an_entry(site, pages):
+    anchors = pages[site / "reference" / "gpulab.stats.html"].anchors
+    assert {"gpulab.stats.Verdict.decision", "gpulab.stats.Verdict.plot"} <= anchors
+
+
 def test_every_figure_has_words(pages):
     for file, page in pages.items():
         assert all((attributes.get("alt") or "").strip() for tag, attributes in page.elements if tag == "img"), file

@@ -1,10 +1,12 @@
 """The site: `make site`. Sphinx reads what this gathers in its source folder; nothing of that is written by hand."""
 
 import base64
+import functools
 import inspect
 import io
 import itertools
 import re
+import types
 from pathlib import Path
 
 import nbformat
@@ -137,6 +139,20 @@ def name_pictures(source):
         nbformat.write(notebook, file)
 
 
+def documented_members(kind):
+    """The public methods and properties of a class that have a docstring, those of gpulab's base classes included."""
+    described = (types.FunctionType, property, functools.cached_property, staticmethod, classmethod)
+    members = {}
+    for base in kind.__mro__:
+        if base.__module__.startswith(("gpulab", "companion")):
+            members = vars(base) | members
+    return [
+        name
+        for name, member in members.items()
+        if name[0] != "_" and isinstance(member, described) and inspect.getdoc(member)
+    ]
+
+
 def reference(source):
     """Write a page for each package, with an entry for each public name, in full where the name comes first."""
     seen, folder = {}, source / "reference"
@@ -156,7 +172,10 @@ def reference(source):
                 page += f".. py:data:: {public}\n\n   Of {', '.join(f'``{key}``' for key in value)}.\n\n"
             else:
                 seen[id(value)] = full
-                page += f".. auto{kind}:: {full}\n{'   :members:' * (kind == 'class')}\n\n"
+                page += f".. auto{kind}:: {full}\n"
+                if kind == "class":
+                    page += f"   :members: {', '.join(documented_members(value))}\n"
+                page += "\n"
         (folder / f"{name}.rst").write_text(page, encoding="utf-8")
 
 
