@@ -1,5 +1,5 @@
-"""Scripts that measure gpulab: its speed, its correctness, and what other libraries do.
+"""Scripts that measure the speed and the correctness of gpulab, and compare it with other libraries.
 
-They import what they share as `benchmarks.measuring`, which the editable installation of a clone finds. Without one,
-`python -m benchmarks.speed.costs` from the root of the clone does the same as `python benchmarks/speed/costs.py`.
+Run them from the root of a clone: `python benchmarks/speed/costs.py`. They import `benchmarks.measuring`, which an
+editable installation of the clone makes importable. Without one, set `PYTHONPATH=.`.
 """

@@ -277,7 +277,7 @@ def forward_faults() -> Iterator[Fault]:
 
 def backward_faults() -> Iterator[Fault]:
     group = "backward code"
-    place = ("WrongGradient", "mul", "abs", "flip", "fault_catalogue.py")
+    place = ("WrongGradient", "mul", "abs", "flip", "fault_catalogue.py", "small_networks.py")
 
     def wrong(network: str, how: str) -> Case:
         return Case(network, call=lambda model, x: WrongGradient.apply(model(x), how))
