@@ -173,7 +173,7 @@ ENTRIES = dict(entries())
 
 @pytest.mark.parametrize("name", ENTRIES.keys() - {"Nested", "Span"})
 def test_entry_says_which_torch_it_was_tested_with_and_what_would_break(name):
-    tested = r"^Tested: torch (2\.6 and )?2\.15(, on CUDA)?\. If (it changes|names change): .+\.$"
+    tested = r"^Tested: torch ((2\.6 and )?2\.15|2\.11, on CUDA)\. If (it changes|names change): .+\.$"
     assert re.search(rf"{tested}|^Uses public API only\.", ENTRIES[name], re.MULTILINE)
 
 
