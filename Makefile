@@ -11,7 +11,7 @@ DEVELOPED := $(VENV)/.developed
 TESTS := GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --max-worker-restart=0 -rs
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all check lab site slides clean
+.PHONY: help install run test test-all check format lab site slides clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,21 +30,27 @@ test-all: $(DEVELOPED) ## all the other tests: all notebooks, site, slides, atta
 	$(TESTS) -m slow
 
 check: $(DEVELOPED) ## style, format, types, and which module imports which, without the tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@failed=""; \
+	for tool in "ruff check ." "ruff format --check ." mypy lint-imports; do \
+	  echo "$$tool"; \
+	  $(BIN)/$$tool || failed="$$failed [$$tool]"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+format: $(DEVELOPED) ## repair what ruff can repair, and format the code
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
 
 lab: $(INSTALLED) ## open copies of the notebooks in JupyterLab, without outputs, in lab/
 	$(BIN)/python -m companion copies lab
-	PYTHONPATH=$(CURDIR)/notebooks $(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/00_start_here.ipynb
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/00_start_here.ipynb
 
 site: $(DEVELOPED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
 	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source
-	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/sphinx/doctrees build/sphinx/source build/site
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/_tools -d build/sphinx/doctrees build/sphinx/source build/site
 
 slides: $(DEVELOPED) ## turn the notebooks into slides in build/slides, which open from disk, and print the hand-outs
-	$(BIN)/python docs/slides.py build/slides
+	$(BIN)/python docs/_tools/slides.py build/slides
 
 clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -8,16 +8,22 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.models import ArgumentInfo, OptionInfo
 
 from gpulab import __version__, files
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
-from gpulab.run_options import FACTORS, OPTIONS, whole_numbers
+from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
 from gpulab.settings import Setting
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What JSON can write, or a word: an option of a user's own function may be any of it.
+CommandValue = Any
 PYTHONS_WARNINGS = warnings.formatwarning
 
 app = typer.Typer(
@@ -35,7 +41,7 @@ def say(text: object, to: IO[str] | None = None) -> None:
     print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
 
 
-def say_runs(frame: Any, where: str = "") -> None:
+def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
     from gpulab.store import tables
 
@@ -56,12 +62,12 @@ def save_plot(result: Report, file: Path | None) -> None:
 # --- options that several commands have ------------------------------------------------------------------
 
 
-def option(words: str, usually: str | bool = True, flag: str = "", **more: Any) -> Any:
+def option(words: str, usually: str | bool = True, flag: str = "", **more: Any) -> OptionInfo:
     """What an option says, and what holds where nothing is said, if the parameter's default does not tell."""
     return typer.Option(*filter(None, [flag]), help=words, show_default=usually, **more)
 
 
-def argument(words: str, usually: str | bool = False, **more: Any) -> Any:
+def argument(words: str, usually: str | bool = False, **more: Any) -> ArgumentInfo:
     """What an argument says, and what holds where it is left out."""
     return typer.Argument(help=words, show_default=usually, **more)
 
@@ -86,7 +92,7 @@ STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
 REGISTERED = "file written before the runs, with the question and how it will be answered; its digest is kept"
-NAMES = ", ".join(name for name, each in OPTIONS.items() if each.help)
+NAMES = ", ".join(name for name, each in RUN_OPTIONS.items() if each.help)
 MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NAMES}; a function what it has"
 
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
@@ -111,7 +117,7 @@ def options_of_run(model: str, options: list[str] | None, data_options: list[str
         return {"model_options": read_options(options)}
     of: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
     for name, chosen in read_options(options).items():
-        of[OPTIONS[name].of if name in OPTIONS else "model"][name] = chosen
+        of[RUN_OPTIONS[name].of if name in RUN_OPTIONS else "model"][name] = chosen
     return of["run"] | {"data_options": of["data"], "model_options": of["model"]}
 
 
@@ -129,7 +135,7 @@ def pairs(options: list[str] | None) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def value(text: str) -> Any:
+def value(text: str) -> CommandValue:
     """A number, a list of them, true or false; or else a word."""
     with contextlib.suppress(ValueError):
         return json.loads(text)

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# A `gpulab.guards.Overwritten`. That class is in a layer above this module, so it cannot be imported.
+GuardFinding = Any
+
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -59,10 +62,15 @@ class UsageError(GpulabError, ValueError):
     """
 
 
-def check_count(name: str, value: Any, most: int | None = None, least: int = 1) -> None:
+def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> None:
     """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):
+    is_allowed = (
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and int(value) >= least
+        and (most is None or int(value) <= most)
+    )
+    if not is_allowed:
         up_to = "" if most is None else f" to {most:,}"
         raise UsageError(f"{name}={value!r}: expected a whole number from {least}{up_to}")
 
@@ -111,7 +119,7 @@ class OverwrittenError(GpulabError):
         mul (3,)
     """
 
-    def __init__(self, finding: Any) -> None:
+    def __init__(self, finding: GuardFinding) -> None:
         super().__init__(str(finding))
         self.finding = finding
 

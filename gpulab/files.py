@@ -27,6 +27,10 @@ from gpulab.errors import DataError, GpulabError
 if TYPE_CHECKING:
     import pyarrow.parquet
 
+# The content of a JSON document: dictionaries by text, lists, texts, numbers, booleans and None. How
+# they are nested depends on the kind of document, and whoever reads one checks what it needs.
+JSON = Any
+
 PACKAGE = Path(__file__).parent
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
@@ -120,7 +124,7 @@ def read(file: str | Path, most: int = MOST) -> bytes:
         return stream.read()
 
 
-def read_json(file: str | Path, content: bytes) -> Any:
+def read_json(file: str | Path, content: bytes) -> JSON:
     """What a JSON file says; `DataError` for a damaged one."""
     try:
         return json.loads(content.decode("utf-8"))
@@ -141,7 +145,7 @@ def shipped(file: str | Path) -> Path:
     """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
     folder, *rest = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *rest)
-    return copy if folder in ("benchmarks", "data") and copy.is_file() and not Path(file).exists() else Path(file)
+    return copy if folder == "data" and copy.is_file() and not Path(file).exists() else Path(file)
 
 
 # --- seals -------------------------------------------------------------------------------------------------
@@ -163,10 +167,10 @@ def check_seal(file: str | Path, content: bytes) -> None:
         raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")
 
 
-# --- what they hold ---------------------------------------------------------------------------------------
+# --- their content ----------------------------------------------------------------------------------------
 
 
-def digest(document: Any) -> str:
+def digest(document: JSON) -> str:
     """The SHA-256 of a JSON document, whatever the order of its names."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 

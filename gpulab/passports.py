@@ -11,19 +11,51 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from gpulab import __version__
+from gpulab.files import JSON
 
 PASSPORT_FORMAT = 1
-# The first four run the published network; the others train as well (`benchmarks/frameworks.py`).
+# The first four run the published network; the others train as well (`benchmarks/peers/frameworks.py`).
 OTHERS = ["chainer", "cupy-cuda13x", "cupy-cuda12x", "numpy", "jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu"]
 DETAILS = {"name": "{}", "compute_capability": "compute capability {}", "multiprocessors": "{} multiprocessors"}
 DETAILS |= {"memory": "{} GiB", "driver": "driver {}"}  # of a GPU, in this order
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
 
 
-class Passport(dict[str, Any]):
+class CPUDescription(TypedDict):
+    """What the system tells of a CPU, of which a passport keeps a part."""
+
+    model: str
+    flags: list[str]
+
+
+class CPU(TypedDict):
+    """The CPU in a passport."""
+
+    model: str
+    architecture: str
+    physical_cores: int
+    logical_cores: int
+    vector_extensions: list[str]
+
+
+class GPU(TypedDict):
+    """A GPU in a passport. The keys that may be missing are those that torch does not know on every system."""
+
+    kind: str
+    name: str
+    compute_capability: NotRequired[str]
+    multiprocessors: NotRequired[int]
+    memory_bytes: NotRequired[int]
+    driver: NotRequired[str | None]
+
+
+Software = dict[str, str | None]  # versions by name; None where there is no such software
+
+
+class Passport(dict[str, JSON]):
     """The description of a machine that `gpulab.passport` returns: a dictionary whose values JSON can carry.
 
     `print` shows it in lines, a notebook shows it as a table.
@@ -31,7 +63,9 @@ class Passport(dict[str, Any]):
 
     def rows(self) -> list[tuple[str, str]]:
         """The passport as (what, value) pairs, for a table."""
-        cpu, software = self["cpu"], self["software"]
+        cpu: CPU = self["cpu"]
+        gpus: list[GPU] = self["gpus"]
+        software: Software = self["software"]
         families = dict.fromkeys(re.sub(r"(avx512|amx).*", r"\1", name) for name in cpu["vector_extensions"])
         rows = [
             ("CPU", cpu["model"]),
@@ -39,15 +73,15 @@ class Passport(dict[str, Any]):
             ("vector extensions", ", ".join(families) or "none reported"),
             ("memory", f"{self['memory_bytes'] / 2**30:.1f} GiB"),
         ]
-        for index, gpu in enumerate(self["gpus"]):
-            known = gpu | {"memory": f"{gpu.get('memory_bytes', 0) / 2**30:.0f}"}
+        for index, gpu in enumerate(gpus):
+            known = {**gpu, "memory": f"{gpu.get('memory_bytes', 0) / 2**30:.0f}"}
             details = [words.format(known[key]) for key, words in DETAILS.items() if known.get(key) not in (None, "0")]
             rows.append((f"GPU {index}", ", ".join(details)))
-        if not self["gpus"]:
+        if not gpus:
             rows.append(("GPU", "none"))
         rows += [(name, version) for name, version in software.items() if version and name not in ("gpulab", "commit")]
         commit = f" ({software['commit'][:10]})" if software["commit"] else ""
-        return [*rows, ("gpulab", software["gpulab"] + commit)]
+        return [*rows, ("gpulab", f"{software['gpulab']}{commit}")]
 
     def summary(self) -> str:
         """One line: the GPUs or, without one, the CPU, and torch's version."""
@@ -61,7 +95,7 @@ class Passport(dict[str, Any]):
         return "\n".join(f"{what:18} {value}" for what, value in self.rows())
 
 
-def machine(passport: Mapping[str, Any], kind: str = "") -> str:
+def machine(passport: Mapping[str, JSON], kind: str = "") -> str:
     """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind` of device says."""
     if kind == "cpu" or not (kind or passport["gpus"]):
         return passport["cpu"]["model"]
@@ -114,7 +148,7 @@ def passport() -> Passport:
 
 
 @functools.cache
-def cpu_description() -> dict[str, Any]:
+def cpu_description() -> CPUDescription:
     """The CPU's model name and sorted feature flags: the kernel's on Linux, where a run's name depends on the model.
 
     Elsewhere py-cpuinfo finds them, which takes about a second.
@@ -131,15 +165,22 @@ def cpu_description() -> dict[str, Any]:
     return {"model": model_name, "flags": sorted(info.get("flags", []))}
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _gpus() -> list[GPU]:
     import torch
 
-    gpus: list[dict[str, Any]] = []
+    gpus: list[GPU] = []
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        gpu: dict[str, Any] = {"kind": "cuda", "name": found.name, "compute_capability": f"{found.major}.{found.minor}"}
-        gpu |= {"multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory}
-        gpus.append(gpu | {"driver": _nvidia_driver()})
+        gpus.append(
+            {
+                "kind": "cuda",
+                "name": found.name,
+                "compute_capability": f"{found.major}.{found.minor}",
+                "multiprocessors": found.multi_processor_count,
+                "memory_bytes": found.total_memory,
+                "driver": _nvidia_driver(),
+            }
+        )
     if torch.backends.mps.is_available():
         gpus.append({"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"})
     for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
@@ -163,7 +204,7 @@ def _nvidia_driver() -> str | None:
     return versions.split("\n")[0].strip() if versions else None
 
 
-def _software() -> dict[str, str | None]:
+def _software() -> Software:
     import torch
 
     def built_with(pattern: str) -> str | None:

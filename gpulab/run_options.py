@@ -1,7 +1,7 @@
 """The options of a run: what `gpulab.train` and the commands accept beside the setting.
 
-Store, command line and experiments all read `OPTIONS`. A new option, or a new factor, is one entry here, and the line
-of code in which it acts.
+Store, command line and experiments all read `RUN_OPTIONS`. A new option, or a new factor, is one entry here, and the
+line of code in which it acts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpulab.errors import UsageError
+
+# The value of an option is a text, a number, a boolean, a list of numbers, or None. Its type depends
+# on the option's entry in `RUN_OPTIONS`: a union would have to be narrowed wherever one is read.
+OptionValue = Any
+
+LOADERS = ("window", "copied", "reused", "imitated")
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -26,7 +32,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Option:
+class RunOption:
     """One thing that may be chosen for a run: an argument of `gpulab.train`, an option of the commands.
 
     Attributes:
@@ -42,60 +48,60 @@ class Option:
     """
 
     help: str
-    read: Callable[[str], Any] = str
+    read: Callable[[str], OptionValue] = str
     of: str = "run"
-    usual: Any = None
+    usual: OptionValue = None
     factor: bool = False
-    choices: tuple[Any, ...] = ()
+    choices: tuple[OptionValue, ...] = ()
 
 
-OPTIONS: dict[str, Option] = {
-    "data": Option("digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"),
-    "frames": Option("how many frames, or images, to train on", int),
-    "window": Option("frames, or images, between two looks at the loss", int),
-    "size": Option("height and width of the frames, such as [48,64]", whole_numbers, of="model"),
-    "channels": Option("PredNet's channels, such as [3,16,32]", whole_numbers, of="model"),
-    "speed": Option("how fast walk and moving-digits move", float, of="data"),
-    "grey": Option("read a video or a folder in grey, as one channel", bool, of="data"),
-    "learning_rate": Option("Adam's", float),
-    "loader": Option(
+RUN_OPTIONS: dict[str, RunOption] = {
+    "data": RunOption("digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"),
+    "frames": RunOption("how many frames, or images, to train on", int),
+    "window": RunOption("frames, or images, between two looks at the loss", int),
+    "size": RunOption("height and width of the frames, such as [48,64]", whole_numbers, of="model"),
+    "channels": RunOption("PredNet's channels, such as [3,16,32]", whole_numbers, of="model"),
+    "speed": RunOption("how fast walk and moving-digits move", float, of="data"),
+    "grey": RunOption("read a video or a folder in grey, as one channel", bool, of="data"),
+    "learning_rate": RunOption("Adam's", float),
+    "loader": RunOption(
         "how frames reach the device: window (at once); or one by one through a buffer, copied, reused or imitated",
         usual="window",
         factor=True,
-        choices=("window", "copied", "reused", "imitated"),
+        choices=LOADERS,
     ),
     # Of recorded runs only, made while frames could be encoded as JPEG and decoded by a decoder of one's choice.
-    "decoder": Option("", of="data", factor=True),
-    "flip": Option("which initial weight, by its number, has its last bit changed", int, factor=True),
-    "fast": Option(
+    "decoder": RunOption("", of="data", factor=True),
+    "flip": RunOption("which initial weight, by its number, has its last bit changed", int, factor=True),
+    "fast": RunOption(
         "compute gradients in fewer operations where that can be done, equal up to rounding",
         bool,
         usual=True,
         factor=True,
         choices=(True, False),
     ),
-    "draws": Option(
+    "draws": RunOption(
         "whose generator draws the initial weights: cpu or device", usual="cpu", factor=True, choices=("cpu", "device")
     ),
-    "covariance": Option("how the whitener computes it", of="model", factor=True),
+    "covariance": RunOption("how the whitener computes it", of="model", factor=True),
     # A record that does not say was made with the whole state cut off.
-    "truncation": Option(
+    "truncation": RunOption(
         "what PredNet's backpropagation through time is cut off from: loss or state",
         of="model",
         usual="state",
         factor=True,
     ),
 }
-FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
+FACTORS = {name: option for name, option in RUN_OPTIONS.items() if option.factor}
 
 
-def options_of_run(**options: Any) -> dict[str, Any]:
+def options_of_run(**options: OptionValue) -> dict[str, OptionValue]:
     """The options that `gpulab.train` takes as arguments of its own, besides `data`, checked, each with its value.
 
     Raises:
         UsageError: For an unknown option, or a value that there is not.
     """
-    own = {name: option for name, option in OPTIONS.items() if option.of == "run" and name != "data"}
+    own = {name: option for name, option in RUN_OPTIONS.items() if option.of == "run" and name != "data"}
     if unknown := sorted(options.keys() - own):
         raise UsageError(f"no option {unknown[0]!r}; there are {', '.join(own)}")
     for name, value in options.items():

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from gpulab.errors import UsageError, in_one_line
-from gpulab.files import PACKAGE, shipped
+from gpulab.files import JSON, PACKAGE
+
+Definition = Callable[..., object] | type  # a function or a class
 
 LIBRARIES = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
+MOVED_FILES = {"benchmarks/networks.py": "gpulab.models.example_steps"}  # older commands name the file
 GENERATED = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
 
 
@@ -48,9 +51,12 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():
         raise UsageError(f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}")
+    moved = MOVED_FILES.get(Path(where).as_posix())
+    if moved is not None and not Path(where).exists():
+        where = moved
     try:
         if where.endswith(".py"):
-            module = _module_of(shipped(where).resolve())
+            module = _module_of(Path(where).resolve())
         else:
             _look_in(os.getcwd())
             module = importlib.import_module(where)
@@ -86,14 +92,14 @@ def _module_of(file: Path) -> types.ModuleType:
     return module
 
 
-# --- the text of one ---------------------------------------------------------------------------------------
+# --- source text -------------------------------------------------------------------------------------------
 
 
 class UnknownSourceError(Exception):
     """Something that has no text, and that JSON cannot carry; the message says what."""
 
 
-def source_of(value: Any, file: Path | None = None, inside: tuple[Any, ...] = ()) -> Any:
+def source_of(value: object, file: Path | None = None, inside: tuple[object, ...] = ()) -> JSON:
     """What a function is written in, as JSON: the text of its file, and of the files beside it that this imports.
 
     Of one that was typed into a notebook it is its own text, with what that names: functions and classes by their
@@ -117,16 +123,22 @@ def source_of(value: Any, file: Path | None = None, inside: tuple[Any, ...] = ()
             raise UnknownSourceError(f"a {type(value).__qualname__} in it has no text") from None
     if value in inside or isinstance(value, types.ModuleType) or (inside and _of_library(value)):
         return [getattr(value, "__module__", ""), value.__name__]
+    if isinstance(value, types.BuiltinFunctionType):
+        raise UnknownSourceError(f"no text of {value.__qualname__}")
     file = file or file_of(value)
     named = _named(value, typed=file is None)
+    text: JSON = ""  # `inspect` knows no text of a class that was typed: its members stand for it
     try:
-        text: Any = texts_of(file) if file else "" if isinstance(value, type) else inspect.getsource(value)
+        if file:
+            text = texts_of(file)
+        elif not isinstance(value, type):
+            text = inspect.getsource(value)
     except (OSError, TypeError):
         raise UnknownSourceError(f"no text of {value.__qualname__}") from None
     return [text, {name: source_of(held, None, (*inside, value)) for name, held in named.items()}]
 
 
-def _named(definition: Any, typed: bool) -> dict[str, Any]:
+def _named(definition: types.FunctionType | type, typed: bool) -> dict[str, object]:
     """What a function takes from those around it; and if it was typed, what it names of what was typed beside it.
 
     Of a class that was typed, of which `inspect` has no text, its bases and members.
@@ -141,7 +153,7 @@ def _named(definition: Any, typed: bool) -> dict[str, Any]:
     return named | {name: definition.__globals__[name] for name in sorted(used & definition.__globals__.keys())}
 
 
-def file_of(definition: Any) -> Path | None:
+def file_of(definition: Definition) -> Path | None:
     """The file in which a function or class is written; None where it was typed into a notebook or a console."""
     if definition.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         return None
@@ -152,7 +164,7 @@ def file_of(definition: Any) -> Path | None:
     return file.resolve() if file.is_file() else None
 
 
-def _of_library(definition: Any) -> bool:
+def _of_library(definition: Definition) -> bool:
     file = file_of(definition)
     in_library = file is None or any(file.is_relative_to(folder.resolve()) for folder in LIBRARIES)
     return in_library and definition.__module__ != "__main__"

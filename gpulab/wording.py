@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
+
+# A level of a factor is a cell of a user's table: a text, a number, a date or anything else that pandas can group by.
+Level = Hashable
+# A text for each level. Its keys are not `Level`, because a `dict[str, str]` is no `Mapping[Level, str]` to mypy.
+TextByLevel = Mapping[Any, str]
 
 OWN_MEMORY, SHARED_MEMORY = "own memory", "shared memory"
 COPIED, OVERWRITTEN = "copied frames", "overwritten frames"  # the two conditions of the anomaly
@@ -23,6 +28,8 @@ SWITCHES = {
 }
 OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
 AGAIN = " again"  # at the end of a setting that was run a second time
+METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
+UNITS = {"prednet": "frame", "autoencoder": "image", "whitener": "image"}  # what a network's loss is the error of
 
 
 def setting_words(setting: str | Setting) -> str:
@@ -81,7 +88,7 @@ def optimizer_words(optimizer: str) -> str:
     return f"{OPTIMIZERS.get(name, name)} {bracket}{options}".rstrip()
 
 
-def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
+def names(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
     """What each level of a factor is called; levels that would be called alike keep their exact names.
 
     >>> names(["copied", "reused"], "loader")
@@ -91,14 +98,19 @@ def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
     >>> names(["cpu", 3], "width")
     {'cpu': 'cpu', 3: '3'}
     """
-    words = {"setting": setting_words, "loader": lambda loader: LOADERS.get(loader, str(loader))}.get(factor, str)
-    called = {level: words(level) for level in levels}
+    called = {level: _level_words(level, factor) for level in levels}
     times = Counter(called.values())
     return {level: words if times[words] == 1 else str(level) for level, words in called.items()}
 
 
-METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
-UNITS = {"prednet": "frame", "autoencoder": "image", "whitener": "image"}  # what a network's loss is the error of
+def _level_words(level: Level, factor: str) -> str:
+    """A level in words: those of a setting or a loader, or the level itself as text."""
+    text = str(level)
+    if factor == "setting":
+        return setting_words(text)
+    if factor == "loader":
+        return LOADERS.get(text, text)
+    return text
 
 
 def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:

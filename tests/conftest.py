@@ -2,13 +2,17 @@ import importlib.metadata
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from filelock import FileLock
 from nbval.plugin import IPyNbCell
 
 os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks inherit it and train small
@@ -16,9 +20,7 @@ os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads that wait by spinning starve the other test processes.
 os.environ["GOMP_SPINCOUNT"] = "0"
-# Other processes find the notebooks' `companion`, as this one does.
-COMPANION = str(Path(__file__).parents[1] / "notebooks")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [COMPANION, os.environ.get("PYTHONPATH")]))
+ROOT = Path(__file__).parents[1]
 
 # Of the notebooks, `make test` executes those that daily work breaks; `make test-all` the others.
 EVERY_DAY = ("00_start_here", "03_autoencoder", "05_the_anomaly", "10_verdict")
@@ -47,12 +49,21 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def shared():
-    """Real data for development, which lies beside the checkout and is no part of the project."""
-    folder = Path(__file__).parents[2] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip("the folder shared/data with real MNIST and a real video is not beside the checkout")
-    return folder
+def real_data():
+    """A function that finds a file of real data, or skips the test. CONTRIBUTING.md lists the files."""
+    folder = os.environ.get("GPULAB_REAL_DATA")
+
+    def find(name):
+        if not folder:
+            pytest.skip(f"needs {name}: GPULAB_REAL_DATA names no folder of real data")
+        if not Path(folder).is_dir():
+            pytest.fail(f"GPULAB_REAL_DATA={folder!r}: expected a folder; unset it to skip the tests on real data")
+        file = Path(folder).resolve() / name
+        if not file.is_file():
+            pytest.skip(f"needs {name}: the folder that GPULAB_REAL_DATA names does not hold it")
+        return file
+
+    return find
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +82,95 @@ def python():
         return done
 
     return run
+
+
+def build_once(tmp_path_factory, name, build):
+    """A folder that the first test process fills by `build`, while the others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, built = base / name, base / f"{name}.built"
+    with FileLock(base / f"{name}.lock"):
+        if not built.exists():
+            folder.mkdir(exist_ok=True)
+            build(folder)
+            built.touch()
+    return folder
+
+
+def require_site_extra():
+    """Skip what needs the extra `site` where it is not installed."""
+    for library in ("sphinx", "myst_nb", "furo", "sphinx_revealjs"):
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install gpulab[site]")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of the site, built as `make site` does."""
+    require_site_extra()
+
+    def build(folder):
+        (folder / "source").mkdir(exist_ok=True)
+        places = [ROOT / "docs" / "_tools", "-d", folder / "doctrees", folder / "source", folder / "site"]
+        command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", *places]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr
+
+    return build_once(tmp_path_factory, "site", build) / "site"
+
+
+@pytest.fixture(scope="session")
+def slides(tmp_path_factory):
+    """The folder of the slides, written as `make slides` does."""
+    require_site_extra()
+    command = [sys.executable, ROOT / "docs" / "_tools" / "slides.py"]
+
+    def build(folder):
+        subprocess.run([*command, folder], check=True, timeout=300)
+
+    return build_once(tmp_path_factory, "slides", build)
+
+
+class ExplorerServer:
+    """The process that serves the pages without code on a port of this machine."""
+
+    def __init__(self, process, port):
+        self.process, self.port = process, port
+
+    def address(self, page):
+        """The address of a page, such as `bits`."""
+        return f"http://127.0.0.1:{self.port}/voila/render/{page}.ipynb"
+
+    def listening_addresses(self):
+        """The addresses that the process and its children, kernels included, listen on."""
+        parent = psutil.Process(self.process.pid)
+        family = [parent, *parent.children(recursive=True)]
+        sockets = [socket for member in family for socket in member.net_connections("inet")]
+        return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture(scope="module")
+def explorer_server(tmp_path_factory):
+    """`python -m companion explore`, once it listens."""
+    pytest.importorskip("voila", reason="voila is not installed: pip install gpulab[notebooks]")
+    home = tmp_path_factory.mktemp("explore")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folders = {f"JUPYTER_{name}_DIR": str(home / name) for name in ("CONFIG", "RUNTIME")}
+    folders["IPYTHONDIR"] = str(home / "ipython")
+    environment = os.environ | folders
+    command = [sys.executable, "-m", "companion", "explore", "--port", str(port)]
+    options = {"cwd": home, "env": environment, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as process:
+        assert process.stdout.readline() == f"http://127.0.0.1:{port}\n"
+        server = ExplorerServer(process, port)
+        for _ in range(300):
+            if server.listening_addresses():
+                break
+            time.sleep(0.2)
+        yield server
+        process.terminate()
 
 
 @pytest.fixture

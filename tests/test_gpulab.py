@@ -59,7 +59,31 @@ def test_every_public_name_is_there_and_documented(package):
             parts = ["Args:"] if inspect.signature(public).parameters else []
             missing = [part for part in (*parts, ">>>") if part not in public.__doc__]
             assert not missing, f"{name}: the docstring has no {' and no '.join(missing)}"
-    assert set(package.__all__) <= set(dir(package)) | set(getattr(package, "NAMES", ()))
+    assert set(package.__all__) == set(dir(package))
+
+
+def test_packages_are_the_modules_among_the_public_names():
+    assert tuple(name for name in gl.__all__ if inspect.ismodule(getattr(gl, name))) == gl.PACKAGES
+
+
+MISSING = [("gpulab.plots", "losses", "seaborn"), ("companion", "bit_explorer", "ipywidgets")]
+
+
+@pytest.mark.parametrize(("package", "name", "library"), MISSING)
+def test_names_that_need_a_missing_library_say_which_extra_installs_it(python, package, name, library):
+    code = f"""
+    import sys
+    import gpulab
+    import {package}
+
+    sys.modules["{library}"] = None  # as if it were not installed
+    try:
+        {package}.{name}
+    except gpulab.GpulabError as error:
+        print(error)
+    """
+    expected = f"{library} is not installed: pip install 'gpulab[notebooks]'"
+    assert python(code).stdout == f"{expected}\n"
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)

@@ -4,17 +4,23 @@ import ast
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from typer.main import get_command
 
+import gpulab as gl
 from companion.__main__ import app as notebooks
 from gpulab import files
 from gpulab.cli import app
 from gpulab.settings import OPTIONS
+from gpulab.user_code import find_function
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -31,8 +37,8 @@ CONDA_NAMES = {"matplotlib": "matplotlib-base", "seaborn": "seaborn-base", "xxha
 
 
 def script(name):
-    """A script of docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    """A script of docs/_tools/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -67,7 +73,8 @@ def test_pages_name_only_commands_that_exist():
 
 def test_the_tables_of_commands_are_those_of_the_commands():
     commands = script("commands")
-    assert commands.MARKS.findall(DOCS["command_line.md"]) == [commands.tables()], "write anew: python docs/commands.py"
+    written = commands.MARKS.findall(DOCS["command_line.md"])
+    assert written == [commands.tables()], "write them anew: python docs/_tools/commands.py"
 
 
 EXAMPLES = [
@@ -133,7 +140,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "docs/seminar", "data", "benchmarks"])
+@pytest.mark.parametrize("folder", [".", "docs", "docs/seminar", "data", "benchmarks", "benchmarks/results"])
 def test_every_link_of_a_page_leads_somewhere(folder):
     pages = sorted((ROOT / folder).glob("*.md"))
     assert pages
@@ -149,7 +156,7 @@ def test_every_link_of_a_page_leads_somewhere(folder):
 def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     answer = script("answer")
     drawn = answer.picture()
-    assert re.findall(r"!\[(.+)\]\((docs/answer.svg)\)", README) == [(drawn.alt, "docs/answer.svg")]
+    assert re.findall(r"!\[(.+)\]\((docs/_static/answer.svg)\)", README) == [(drawn.alt, "docs/_static/answer.svg")]
     answer.write(drawn, tmp_path / "answer.svg")
     kept, anew = answer.FILE.read_text(encoding="utf-8"), (tmp_path / "answer.svg").read_text(encoding="utf-8")
     assert len(kept) <= 200_000
@@ -157,23 +164,68 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     point = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #ffffff'
     places = [[float(number) for place in re.findall(point, text) for number in place] for text in (kept, anew)]
     assert len(places[0]) == 2 * len(answer.pairs())
-    assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/answer.py"
+    assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/_tools/answer.py"
 
 
 def test_public_names_and_their_parameters_are_those_that_are_promised():
     names = script("names")
     assert names.PAGE.read_text(encoding="utf-8") == names.page(), (
-        "a name or parameter has changed: python docs/names.py"
+        "a name or parameter has changed: python docs/_tools/names.py"
     )
 
 
 def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_tools"))
     paper = script("paper")
     for file in paper.PAPERS:
-        assert file.read_text(encoding="utf-8") == paper.paper(file), "write it anew: python docs/paper.py"
+        assert file.read_text(encoding="utf-8") == paper.paper(file), "write it anew: python docs/_tools/paper.py"
     cited = {name for file in paper.PAPERS for name in re.findall(r"@(\w+)", paper.paper(file))}
     assert cited == set(re.findall(r"^@\w+\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M))
+
+
+def test_address_is_written_into_every_file_that_names_it(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    for name in ("README.md", "CITATION.cff", "pyproject.toml", "notebooks/00_start_here.ipynb"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    address = script("address")
+    address.settle("github.com/first/name", tmp_path)
+    address.settle("https://github.com/second/other.git", tmp_path)
+    texts = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.rglob("*.*") if file.is_file()}
+    assert [name for name, text in texts.items() if "first/name" in text] == []
+    public = "https://github.com/second/other"
+    assert yaml.safe_load(texts["CITATION.cff"])["repository-code"] == public
+    urls = tomllib.loads(texts["pyproject.toml"])["project"]["urls"]
+    added = {"Repository": public, "Issues": f"{public}/issues", "Changelog": f"{public}/blob/HEAD/CHANGELOG.md"}
+    assert urls == PROJECT["urls"] | added
+    badges = re.findall(r"\]\((docs/[\w/]+\.svg)\)\]\(https:", texts["README.md"])
+    assert len(badges) == 2
+    assert [badge for badge in badges if not (ROOT / badge).is_file()] == []
+    cells = json.loads(texts["00_start_here.ipynb"])["cells"]
+    assert ["colab" in cell["metadata"].get("tags", []) for cell in cells[:3]] == [False, True, False]
+    assert f"git clone -q {public} " in "".join(cells[1]["source"])
+    with pytest.raises(SystemExit, match="OWNER/NAME"):
+        address.settle("example.org/name", tmp_path)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda file: file.name)
+def test_workflows_name_what_exists(file):
+    workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert workflow["jobs"]
+    for name, job in workflow["jobs"].items():
+        commands = "\n".join(step.get("run", "") for step in job["steps"])
+        named = re.findall(r"\btests/[\w/.]+", commands)
+        called = set(re.findall(r"^make ([a-z-]+)", commands, re.M))
+        assert named or called, f"{name} tests nothing"
+        assert called <= targets, name
+        assert [path for path in named if not (ROOT / path).exists()] == [], name
+
+
+def test_dependabot_looks_at_every_kind_of_dependency_once_a_week():
+    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))["updates"]
+    assert {update["package-ecosystem"] for update in updates} == {"pip", "github-actions"}
+    assert {update["schedule"]["interval"] for update in updates} == {"weekly"}
+    assert all(update["groups"] for update in updates)
 
 
 def test_every_option_of_a_setting_is_listed():
@@ -199,7 +251,7 @@ def test_recorded_data_goes_into_the_wheel():
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.M))
-    read = set(re.findall(r"\b(?:data|benchmarks)/[\w./-]+", commands))
+    read = set(re.findall(r"\bdata/[\w./-]+", commands))
     assert read
     monkeypatch.setattr(files, "PACKAGE", tmp_path / "gpulab")
     monkeypatch.chdir(tmp_path)
@@ -211,10 +263,52 @@ def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypat
         assert files.shipped(file) == copy
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)
+def test_steps_of_gpulab_that_the_examples_record_are_found(monkeypatch, tmp_path):
+    recorded = re.findall(r"^\$ gpulab record (gpulab\.\S+) ", ALL_PAGES, re.M)
+    assert recorded
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in recorded:
+        assert isinstance(find_function(name, "step"), gl.Step)
+
+
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+COMMANDS = [file for file in BENCHMARKS if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")]
+# A path that follows "COMMIT:", or that "(commit …)" follows, is one in the history.
+BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*` \(commit)")
+FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present one
+
+
+@pytest.mark.parametrize("folder", ["gpulab", "notebooks", "docs", "benchmarks"])
+def test_every_benchmark_that_is_named_is_there(folder):
+    files = [file for kind in ("py", "pyi", "md", "in", "ipynb") for file in (ROOT / folder).rglob(f"*.{kind}")]
+    files = [file for file in files if file.parent != ROOT / "benchmarks" / "results"]  # which name older scripts, too
+    for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]:
+        named = set(BENCHMARK_PATH.findall(file.read_text(encoding="utf-8"))) - FORMER_PATHS
+        missing = sorted(path for path in named if not (ROOT / path).exists())
+        assert not missing, f"{file.relative_to(ROOT)}: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda script: script.relative_to(ROOT).as_posix())
 def test_benchmarks_import_what_is_there(script):
+    """Names of this repository's packages, and scripts that lie beside one."""
+    beside = {file.stem for file in script.parent.glob("*.py")}
+    elsewhere = {file.stem for file in BENCHMARKS} - beside
     for node in ast.walk(ast.parse(script.read_bytes())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("gpulab", "companion"):
-            module = importlib.import_module(node.module)
-            for name in node.names:
-                assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
+        if isinstance(node, ast.Import):
+            assert elsewhere.isdisjoint(name.name for name in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.module not in elsewhere
+            if (node.module or "").partition(".")[0] in ("gpulab", "companion", "benchmarks"):
+                module = importlib.import_module(node.module)
+                for name in (name.name for name in node.names):
+                    assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
+
+
+@pytest.mark.slow("starts a process for each script")
+@pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.relative_to(ROOT).as_posix())
+def test_benchmarks_start(script):
+    command = [sys.executable, script.relative_to(ROOT), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower()

@@ -1,5 +1,6 @@
 import functools
 import linecache
+import math
 import sys
 import types
 
@@ -7,7 +8,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.training.functions import TrainingFunction
-from gpulab.user_code import find_function
+from gpulab.user_code import UnknownSourceError, find_function, source_of
 
 
 def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
@@ -19,6 +20,20 @@ def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
     for name in ("my_steps_here", "my_steps_here:number", "no_such_module_anywhere:step"):
         with pytest.raises(gl.UsageError, match=name):
             find_function(name, "step")
+
+
+def test_find_function_by_the_former_file_of_the_example_steps(tmp_path, monkeypatch):
+    """Recorded commands name `benchmarks/networks.py`, which a file of the user's with this name precedes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    former, current = (
+        find_function(f"{where}:lstm", "step") for where in ("benchmarks/networks.py", "gpulab.models.example_steps")
+    )
+    assert isinstance(former, gl.Step)
+    assert former.batch.equal(current.batch)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "networks.py").write_text("def lstm(setting):\n    return 3\n")
+    assert find_function("benchmarks/networks.py:lstm", "step")(None) == 3
 
 
 # --- the text of one ---------------------------------------------------------------------------------------
@@ -81,3 +96,8 @@ def test_source_of_an_object_that_trains_is_unknown():
 
     assert TrainingFunction(Trainer()).unknown
     assert gl.seed_runs(Trainer(), seeds=1, progress=False).final_loss[0] == 2
+
+
+def test_source_of_a_function_that_is_not_written_in_python_is_unknown():
+    with pytest.raises(UnknownSourceError, match="no text of sqrt"):
+        source_of(math.sqrt)

@@ -1,7 +1,7 @@
 """What two traces of one step say about each other, operation by operation: one function for each kind of finding.
 
-Each names a case of `benchmarks/public_cases.py` that it is for, a question that people asked in public, or a fault of
-`benchmarks/plant_faults.py`.
+Each names a case of `benchmarks/correctness/public_cases.py` that it is for, a question that people asked in public, or
+a fault of `tests/audits/fault_catalogue.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Frames and images to learn from, and how they reach the device."""
 
-from gpulab.data.datasets import load
+import lazy_loader
 
-__all__ = ["load"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,13 +7,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gpulab.errors import DataError
-from gpulab.files import Stamps, check_unchanged, content_of
+from gpulab.files import JSON, Stamps, check_unchanged, content_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -67,7 +67,7 @@ class Data(ABC):
     def __len__(self) -> int:
         """How many frames or images there are to train on."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, JSON]:
         """What, besides the name, makes this data: JSON-ready, for the record of a run."""
         return {"size": list(self.size)}
 
@@ -128,7 +128,7 @@ class Sequence(Data):
         squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(HELDOUT_WINDOW)]
         return float(np.mean(squares, axis=0).min() / self.channels)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, JSON]:
         """The size and the numbers of frames."""
         return super().options() | {"frames": self.frames, "heldout": self.held}
 

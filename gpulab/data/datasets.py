@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,10 +13,18 @@ from gpulab.data.films import Folder, Video
 from gpulab.data.images import Images, digits, mnist
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import UsageError, check_count, extra
+from gpulab.files import JSON
 
-NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR")
-READ = {"video": Video, "frames": Folder}  # what is the user's own
-FORMS = {name.removesuffix("DIR").removesuffix("FILE") for name in NAMES}  # with a colon where a place follows
+
+class OptionGroup(NamedTuple):
+    """Options of `load` that only some kinds of data take: their defaults, and what they are for, as errors say it."""
+
+    defaults: Mapping[str, float]
+    purpose: str
+
+
+RENDERING = OptionGroup({"seed": 0, "speed": 1.0}, "are for what is rendered")
+READING = OptionGroup({"grey": False}, "is for frames of your own")
 
 
 class Rendered(Sequence):
@@ -32,9 +40,71 @@ class Rendered(Sequence):
         """Frames `start` to `stop`, rendered as they are asked for."""
         return self.scene.stream(start, stop, self.threads)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, JSON]:
         """The size, the numbers of frames, the scene's seed and its speed."""
         return super().options() | {"scene_seed": self.scene.seed, "speed": self.scene.speed}
+
+
+class Request(NamedTuple):
+    """What `load` was asked for, besides the kind of data; `place` is what follows the colon of the name."""
+
+    place: str
+    frames: int | None
+    size: tuple[int, int]
+    seed: int
+    speed: float
+    grey: bool
+
+
+def _load_digits(_: Request) -> Images:
+    return Images("digits", *map(np.copy, np.split(digits(), [1500])))  # each caller gets its own copy
+
+
+def _load_mnist(request: Request) -> Images:
+    return mnist(request.place)
+
+
+def _load_walk(request: Request) -> Rendered:
+    return _load_scene("walk", Walk(request.seed, request.size, request.speed), request.frames)
+
+
+def _load_moving_digits(request: Request) -> Rendered:
+    scene = MovingDigits(digits()[:, 0], request.seed, request.size, request.speed)
+    return _load_scene("moving-digits", scene, request.frames)
+
+
+def _load_scene(name: str, scene: Walk | MovingDigits, frames: int | None) -> Rendered:
+    frames = frames or 1000
+    return Rendered(name, scene, frames, max(20, frames // HELD_OUT))
+
+
+def _load_video(request: Request) -> Video:
+    return Video(Path(request.place), request.size, request.frames, request.grey)
+
+
+def _load_folder(request: Request) -> Folder:
+    return Folder(Path(request.place), request.size, request.frames, request.grey)
+
+
+class Kind(NamedTuple):
+    """A kind of data: its names, its loader, and the options that it takes besides `frames` and `size`."""
+
+    names: tuple[str, ...]
+    load: Callable[[Request], Data]
+    options: OptionGroup | None = None
+
+
+KINDS = {
+    "digits": Kind(("digits",), _load_digits),
+    "mnist": Kind(("mnist", "mnist:DIR"), _load_mnist),
+    "walk": Kind(("walk",), _load_walk, RENDERING),
+    "moving-digits": Kind(("moving-digits",), _load_moving_digits, RENDERING),
+    "video": Kind(("video:FILE",), _load_video, READING),
+    "frames": Kind(("frames:DIR",), _load_folder, READING),
+}
+NAMES = tuple(name for kind in KINDS.values() for name in kind.names)
+# What a name begins with: a kind, and a colon where a place follows.
+PREFIXES = {name.removesuffix("DIR").removesuffix("FILE") for name in NAMES}
 
 
 @extra("notebooks")
@@ -96,28 +166,29 @@ def load(
         Alpaydin, Kaynak 1998, *Optical recognition of handwritten digits* (UCI Machine Learning Repository), of which
         scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database of handwritten digits*.
     """
-    kind, _, place = str(name).partition(":")
-    if (f"{kind}:" if place else kind) not in FORMS:
+    kind_name, _, place = str(name).partition(":")
+    if (f"{kind_name}:" if place else kind_name) not in PREFIXES:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
     if not (isinstance(size, tuple | list) and len(size) == 2):
         raise UsageError(f"data {name!r}: size={size!r} must be (height, width)")
-    for option, value in {"height": size[0], "width": size[1], "frames": 1 if frames is None else frames}.items():
-        check_count(f"data {name!r}: {option}", value)
+    check_count(f"data {name!r}: height", size[0])
+    check_count(f"data {name!r}: width", size[1])
+    if frames is not None:
+        check_count(f"data {name!r}: frames", frames)
     check_count(f"data {name!r}: seed", seed, least=0)
     if not 0 < speed < float("inf"):
         raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
-    rendered, read = kind in ("walk", "moving-digits"), READ.get(kind)
-    if not rendered and (seed != 0 or speed != 1):
-        raise UsageError(f"data {name!r}: seed={seed}, speed={speed} are for what is rendered: walk, moving-digits")
-    if grey and not read:
-        raise UsageError(f"data {name!r}: grey={grey} is for frames of your own: video:FILE, frames:DIR")
-    if kind == "digits":
-        return Images("digits", *map(np.copy, np.split(digits(), [1500])))  # for each caller its own
-    if kind == "mnist":
-        return mnist(place)
-    if read:
-        return read(Path(place), size, frames, grey)
-    speed, frames = float(speed), frames or 1000  # 2 and 2.0 are one speed, and give one record
-    size = (size[0], size[1])
-    scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(digits()[:, 0], seed, size, speed)
-    return Rendered(kind, scene, frames, max(20, frames // HELD_OUT))
+    kind = KINDS[kind_name]
+    _check_options(name, kind, {"seed": seed, "speed": speed, "grey": grey})
+    # The speeds 2 and 2.0 are the same, and must give the same record.
+    return kind.load(Request(place, frames, (size[0], size[1]), seed, float(speed), bool(grey)))
+
+
+def _check_options(name: str, kind: Kind, options: Mapping[str, float]) -> None:
+    """Raise `UsageError` for options that this kind of data does not take, unless they have their default values."""
+    for group in (RENDERING, READING):
+        given = {option: options[option] for option in group.defaults}
+        if group != kind.options and given != group.defaults:
+            values = ", ".join(f"{option}={value}" for option, value in given.items())
+            takers = [taker for other in KINDS.values() if other.options == group for taker in other.names]
+            raise UsageError(f"data {name!r}: {values} {group.purpose}: {', '.join(takers)}")

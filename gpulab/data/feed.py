@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,10 +13,17 @@ from torch import Tensor
 
 from gpulab.data.base import Data, Window
 from gpulab.errors import UsageError
-from gpulab.run_options import OPTIONS
+from gpulab.run_options import LOADERS
 from gpulab.settings import Setting
 
-LOADERS = OPTIONS["loader"].choices
+
+class _Batching(Protocol):
+    """What a loader needs of a network. The networks are in a layer above this module."""
+
+    @property
+    def sequential(self) -> bool: ...
+
+    def batches(self, window: Tensor) -> Iterable[Tensor]: ...
 
 
 class Feed:
@@ -78,7 +85,7 @@ class Loader:
         numpy_type = np.float64 if self.dtype == torch.float64 else np.float32
         return Feed(frames, np.empty((1, *frames.shape[1:]), numpy_type), self._to_device)
 
-    def batches(self, model: Any, frames: np.ndarray) -> Iterable[Tensor | Feed]:
+    def batches(self, model: _Batching, frames: np.ndarray) -> Iterable[Tensor | Feed]:
         """What each update of a model sees of a window."""
         if self.name == "window":
             return model.batches(self.window(frames))

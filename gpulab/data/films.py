@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from gpulab.errors import DataError
 from gpulab.files import Stamp, Stamps, reading, stamp
 
 if TYPE_CHECKING:
+    import av
+    import av.container
     import PIL.Image
 
 MOST_PIXELS = 1 << 27  # of a frame or an image
@@ -27,7 +29,7 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 # Not those that open further files or addresses, which their content names: playlists, and lists of images.
 FORMATS = "asf,avi,dv,flv,gif,h264,hevc,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,ogg,wav,yuv4mpegpipe"
 NO_VIDEO = "not a video that can be read"
-OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
+DEMUXER_OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
 ASK_FOR_GREY = "ask for grey=True (--option grey=true) to read one channel"
 
 
@@ -77,14 +79,15 @@ def _look(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
     return len(formats), formats[0] if formats else ""
 
 
-def _upright(file: Path, frame: Any) -> PIL.Image.Image:
+def _upright(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
     """A frame as it is to be shown: a telephone writes down how it was held, and leaves the pixels as they are."""
     from PIL import Image
 
     pixels, matrix = frame.to_ndarray(format="rgb24"), frame.side_data.get("DISPLAYMATRIX")
     if matrix is not None:
         # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
-        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+        # PyAV's stub knows of motion vectors only, and not that side data are buffers.
+        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()  # type: ignore[call-overload]
         if not (a or d):
             pixels, a, d = pixels.swapaxes(0, 1), c, b
         elif b or c:
@@ -94,11 +97,11 @@ def _upright(file: Path, frame: Any) -> PIL.Image.Image:
 
 
 @contextlib.contextmanager
-def _film(file: Path) -> Iterator[Any]:
+def _film(file: Path) -> Iterator[av.container.InputContainer]:
     """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MOST_PIXELS`."""
     import av
 
-    with reading(file, NO_VIDEO), av.open(f"file:{file}", options=OPTIONS, metadata_errors="replace") as film:
+    with reading(file, NO_VIDEO), av.open(f"file:{file}", options=DEMUXER_OPTIONS, metadata_errors="replace") as film:
         codec = film.streams.video[0].codec_context if film.streams.video else None
         if not codec:
             raise DataError(f"{file}: holds no video, or none whose codec is known here")

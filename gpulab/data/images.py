@@ -11,13 +11,12 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gpulab.data.base import HELD_OUT, Bytes, Data, Window, check_folder
 from gpulab.errors import DataError
-from gpulab.files import reading
+from gpulab.files import JSON, reading
 
 MOST_BYTES = 1 << 28  # of MNIST's images, unpacked
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
@@ -62,7 +61,7 @@ class Images(Data):
         for start in range(0, len(self.held), length):
             yield Window(self.held[start : start + length], restart=True)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, JSON]:
         """The size and the numbers of images."""
         return super().options() | {"images": len(self.train), "heldout": len(self.held)}
 

@@ -1,5 +1,5 @@
 """What a device does: how fast it is, and where a training step stands under that."""
 
-from gpulab.device.rooflines import Placement, bounds, place, recorded_rooflines, roofline
+import lazy_loader
 
-__all__ = ["Placement", "bounds", "place", "recorded_rooflines", "roofline"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,6 +1,5 @@
 """The guard: refuses tensors that something overwrites before autograd uses them. It needs torch alone."""
 
-from gpulab.guards.findings import Overwritten
-from gpulab.guards.guards import Guard, guard
+import lazy_loader
 
-__all__ = ["Guard", "Overwritten", "guard"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,9 +1,5 @@
 """The networks that gpulab trains."""
 
-from gpulab.models.autoencoders import Autoencoder, LinearAutoencoder, Whitener
-from gpulab.models.base import Trainable, flip_bit
-from gpulab.models.prednet import PredNet
+import lazy_loader
 
-__all__ = ["MODELS", "Autoencoder", "LinearAutoencoder", "PredNet", "Trainable", "Whitener", "flip_bit"]
-
-MODELS = {"autoencoder": Autoencoder, "prednet": PredNet, "whitener": Whitener}
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -14,6 +14,12 @@ from gpulab.errors import UsageError
 
 Model = TypeVar("Model", bound=nn.Module)
 
+# What one update sees, and what is remembered from one update to the next, depend on the network.
+# PredNet takes a tensor or a `Feed`, and its state is a list of `LayerState`; an autoencoder takes
+# images and has no state. The training loop passes both on without looking inside.
+Batch = Any
+ModelState = Any
+
 
 class Trainable(nn.Module):
     """The base class of gpulab's networks, which `gpulab.train` trains.
@@ -50,7 +56,7 @@ class Trainable(nn.Module):
         """
         raise NotImplementedError
 
-    def training_loss(self, batch: Any, state: Any) -> tuple[Tensor, Tensor, Any]:
+    def training_loss(self, batch: Batch, state: ModelState) -> tuple[Tensor, Tensor, ModelState]:
         """Compute the loss of one piece, on which the loop calls `backward`.
 
         Args:
@@ -64,7 +70,7 @@ class Trainable(nn.Module):
         """
         raise NotImplementedError
 
-    def check_state(self, state: Any) -> None:
+    def check_state(self, state: ModelState) -> None:
         """Check a state that comes from a file, such as a checkpoint, before training goes on from it.
 
         A tensor of another shape may broadcast, and then nothing else would notice. By default every state is taken.
@@ -84,19 +90,21 @@ class Trainable(nn.Module):
         """
         raise NotImplementedError
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> tuple[list[str], list[str]]:
         """Load weights as `torch.nn.Module.load_state_dict` does; training then starts from them.
 
         Args:
             state_dict: Tensors by the names of parameters and buffers.
-            *args: Passed on to torch.
-            **options: Passed on to torch.
+            strict: Whether missing and unexpected names are errors.
+            assign: Whether the tensors themselves become the weights, instead of their values.
 
         Returns:
             What torch's method returns: the missing and the unexpected names.
         """
         self.fresh = False
-        return super().load_state_dict(state_dict, *args, **options)
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:

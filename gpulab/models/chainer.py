@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpulab.errors import DataError, in_one_line, printable
 from gpulab.files import read
@@ -19,7 +19,30 @@ GATES = "ifco"
 MOST_BYTES = 1 << 31  # of a file, packed and unpacked
 
 
-def read_chainer(file: str | Path, network: type) -> Any:
+class _Cell(Protocol):
+    """What is read of a `ConvLSTM`, besides its peepholes."""
+
+    groups: tuple[int, ...]
+    gates: nn.Conv2d
+
+
+class _PredNet(Protocol):
+    """What is read of a `PredNet`, whose module imports this one."""
+
+    fresh: bool
+    conv_a: Sequence[nn.Conv2d]
+    conv_p: Sequence[nn.Conv2d]
+
+    def __init__(self, channels: Sequence[int], size: tuple[int, int]) -> None: ...
+
+    @property
+    def lstm(self) -> Sequence[_Cell]: ...
+
+
+Network = TypeVar("Network", bound=_PredNet)
+
+
+def read_chainer(file: str | Path, network: type[Network]) -> Network:
     """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not one."""
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
@@ -29,11 +52,12 @@ def read_chainer(file: str | Path, network: type) -> Any:
         # One without memory or numbers, to see whether the file holds a network of its size.
         outline = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
         with torch.device("meta"):
-            net = outline(channels, (height, width))
+            empty_net = outline(channels, (height, width))
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         held = ", ".join(sorted(arrays)[:4]) or "nothing"
         raise DataError(f"{file}: not a PredNet of the authors, it holds {held}, …: {in_one_line(error)}") from None
-    expected = {name: tuple(view.shape) for name, view in chainer_views(net, lambda parameter: parameter).items()}
+    expected_views = chainer_views(empty_net, lambda parameter: parameter)
+    expected = {name: tuple(view.shape) for name, view in expected_views.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
     wrong = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
     if wrong:
@@ -48,19 +72,24 @@ def read_chainer(file: str | Path, network: type) -> Any:
     return net
 
 
-def chainer_views(net: Any, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+def chainer_views(net: _PredNet, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Chainer's name → the part of a parameter that it names, of its data or gradient: `of(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
     """
+
+    def weight_and_bias(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
+        assert conv.bias is not None, "every convolution of a PredNet has a bias"
+        return of(conv.weight), of(conv.bias)
+
     views = {}
     for layer, conv in enumerate(net.conv_a, start=1):
-        views[f"ConvA{layer}/W"], views[f"ConvA{layer}/b"] = of(conv.weight), of(conv.bias)
+        views[f"ConvA{layer}/W"], views[f"ConvA{layer}/b"] = weight_and_bias(conv)
     for layer, conv in enumerate(net.conv_p):
-        views[f"ConvP{layer}/W"], views[f"ConvP{layer}/b"] = of(conv.weight), of(conv.bias)
+        views[f"ConvP{layer}/W"], views[f"ConvP{layer}/b"] = weight_and_bias(conv)
     for layer, cell in enumerate(net.lstm):
         prefix = f"ConvLSTM{layer}"
-        weights, biases = of(cell.gates.weight).chunk(4), of(cell.gates.bias).chunk(4)
+        weights, biases = (part.chunk(4) for part in weight_and_bias(cell.gates))
         for gate, weight, bias in zip(GATES, weights, biases, strict=True):
             *inputs, hidden = weight.split(cell.groups, dim=1)
             views[f"{prefix}/h_{gate}/W"], views[f"{prefix}/h_{gate}/b"] = hidden, bias

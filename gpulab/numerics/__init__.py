@@ -1,6 +1,5 @@
 """Number formats, and another chip's arithmetic."""
 
-from gpulab.numerics.emulation import emulate
-from gpulab.numerics.formats import FORMATS, round_to
+import lazy_loader
 
-__all__ = ["FORMATS", "emulate", "round_to"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -237,7 +237,7 @@ def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> 
     `cpu:tf32=on,emulate=ampere` allows both. A format, and an `Arithmetic`, apply whatever the program allows.
 
     An emulation cannot know which kernel a library will choose: an H200 that may use TF32 computes many small
-    convolutions in float32 all the same (`benchmarks/products.md`).
+    convolutions in float32 all the same (`benchmarks/results/products.md`).
 
     Args:
         name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `float32`. Products in a

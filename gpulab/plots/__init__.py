@@ -4,10 +4,9 @@
 matplotlib. They are imported when a figure is first drawn; `__init__.pyi` lists the public functions.
 """
 
-from gpulab._lazy import attach, homes_in
+import lazy_loader
 
-_homes = homes_in(f"{__file__}i", __name__)
+from gpulab.errors import extra
 
-__all__ = [*_homes]
-
-__getattr__ = attach(__name__, _homes)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__ = extra("notebooks")(__getattr__)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
 
 from gpulab.picture import Picture
+from gpulab.report import Report
 
 MODULES = {  # by the name of a result's class
     "Audit": "gpulab.plots.instruments",
@@ -17,7 +17,7 @@ MODULES = {  # by the name of a result's class
 }
 
 
-def draw(result: Any) -> Picture:
+def draw(result: Report) -> Picture:
     """Draw a result with the function that its module has registered with `drawn`.
 
     Raises:
@@ -30,6 +30,6 @@ def draw(result: Any) -> Picture:
 
 
 @functools.singledispatch
-def drawn(result: Any) -> Picture:
+def drawn(result: object) -> Picture:
     """Return the figure of a result; `@drawn.register` adds the function that draws another kind."""
     raise TypeError(f"no module of gpulab.plots draws a {type(result).__name__}")

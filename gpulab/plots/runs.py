@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ from gpulab.plots.theme import BESIDE, FAINT, INK, Look
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
 from gpulab.training.profiles import LAST_FIFTH
-from gpulab.wording import AGAIN, metric_label, names
+from gpulab.wording import AGAIN, Level, TextByLevel, metric_label, names
 
 SEEDS = "one seed against another"
 BAND: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
@@ -142,7 +142,7 @@ def estimation(verdict: Verdict) -> Picture:
     _differences(right, verdict, verdict.pairs, tints, unit)
     _intervals(right, verdict, unit)
     margin = table.margin.max()
-    if margin == margin:  # it is seen whole, and what lies around it
+    if not math.isnan(margin):  # it is seen whole, and what lies around it
         sd = f"±{margin / unit:.2g} sd, " if unit != 1 else ""
         right.axvspan(-margin / unit, margin / unit, label=f"margin, {sd}±{margin:.2g}", **BAND)
         reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
@@ -215,14 +215,14 @@ def differences(verdict: Verdict) -> Picture:
     return theme.finished(figure, headline, alt, theme.origin_keys(verdict.runs))
 
 
-def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Any]) -> pd.Series:
+def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
     """Where each seed is drawn: near the row of its level, the first above and the last below it."""
     seeds = frame.groupby(factor)[block]
     beside = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
     return frame[factor].map([*levels].index).astype(float) + 0.4 * beside
 
 
-def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: Mapping[Any, str]) -> None:
+def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel) -> None:
     """A row for each level with every seed, the same seed joined by a thin line; diverged runs at the right edge."""
     runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
     diverged, size = runs.status == "diverged", 20 if runs[block].nunique() <= 40 else 5
@@ -240,9 +240,7 @@ def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str,
     axes.set(ylim=(len(tints) - 0.5, -0.5), xlabel=metric_label(metric, runs.get("experiment", ())), ylabel="")
 
 
-def _differences(
-    axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: Mapping[Any, str], unit: float = 1.0
-) -> None:
+def _differences(axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0) -> None:
     """A row for each level with the difference of every seed, and beside it the decision and the largest."""
     factor, pairs = verdict.factor, pairs[pairs.difference.notna()]
     heights, hollow = _heights(pairs, factor, verdict.block, tints), theme.is_recorded(verdict.runs).all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import ContextDecorator
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
+from numpy.typing import ArrayLike
 
 from gpulab.picture import Picture
-from gpulab.wording import names
+from gpulab.wording import Level, names
 
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
 COLOURS = {
@@ -44,12 +46,12 @@ COLOURS = {
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
 INK, FAINT = "#262626", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
-Look = dict[str, Any]  # how matplotlib is to draw a thing
+Look = dict[str, Any]  # how matplotlib is to draw a thing: keywords, whose values are of every type
 BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
 THEME: Look = {**sns.axes_style("ticks"), **sns.plotting_context("paper", font_scale=0.9), "figure.titlesize": 10}
 THEME |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False)
 # Decorates each function that draws. `rc_context` makes a new context for each call, so such functions may be nested.
-themed: Any = rc_context(THEME)
+themed: ContextDecorator = rc_context(THEME)
 
 
 def canvas(panels: int = 1, height: float = 3.6, rows: int = 1, **shared: Any) -> tuple[Figure, Sequence[Axes]]:
@@ -64,11 +66,12 @@ def finished(figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), 
     Below it stand the keys: of all that has a label in a panel, and of what is given.
     """
     figure.suptitle(title)
-    labelled: dict[str, Any] = {}
+    labelled: dict[str, Artist] = {}
     for axes in figure.axes:
         labelled |= {label: artist for artist, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         if legend := axes.get_legend():
-            labelled |= {text.get_text(): line for text, line in zip(legend.texts, legend.legend_handles, strict=True)}
+            handles = zip(legend.texts, legend.legend_handles, strict=True)
+            labelled |= {text.get_text(): handle for text, handle in handles if handle is not None}
             legend.remove()
     labelled |= {str(artist.get_label()): artist for artist in keys}
     if labelled:
@@ -91,7 +94,7 @@ def colour(setting: str) -> str:
     return COLOURS.get(setting, palette[zlib.crc32(setting.encode()) % len(palette)])
 
 
-def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
+def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
     """A colour for each level of a factor: a setting's own, or one after the other, of which none stands for a device.
 
     Blue is a CPU and orange a GPU in all figures.
@@ -123,7 +126,14 @@ def is_recorded(frame: pd.DataFrame) -> pd.Series:
     return frame.get("recorded", pd.Series(False, frame.index)).astype(bool)
 
 
-def points(axes: Axes, x: Any, y: Any, tint: Any, hollow: Any = False, **look: Any) -> None:
+def points(
+    axes: Axes,
+    x: ArrayLike,
+    y: ArrayLike,
+    tint: ArrayLike,
+    hollow: ArrayLike = False,
+    **look: Any,
+) -> None:
     """Points of one colour, or each of its own: filled for what was made here, hollow for what was recorded."""
     faces, edges = np.atleast_1d(np.where(hollow, "white", tint)), np.atleast_1d(tint)
     axes.scatter(x, y, **{"s": 26, "facecolors": faces, "edgecolors": edges, "linewidths": 1.1, "zorder": 3, **look})
@@ -148,7 +158,7 @@ def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
 # --- axes ------------------------------------------------------------------------------------------------
 
 
-def power_of_ten(value: float, _: Any = None) -> str:
+def power_of_ten(value: float, _: float | None = None) -> str:
     """A power of ten, as a label of an axis.
 
     >>> power_of_ten(0), power_of_ten(1e-3), power_of_ten(-100.0)

@@ -1,5 +1,5 @@
 """What runs on the same seeds allow one to say."""
 
-from gpulab.stats.verdicts import Verdict, verdict
+import lazy_loader
 
-__all__ = ["Verdict", "verdict"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

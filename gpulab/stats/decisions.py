@@ -8,35 +8,106 @@ seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit o
 weights equal the reference's to the last bit for every seed are not tested. Several levels are corrected by Holm's
 method (1979), differences and equivalences separately.
 
-`benchmarks/verdict_calibration.md` has the measured error rates, and where they exceed the level.
+`benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the level.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 import gpulab.stats.tests as inference
-from gpulab.stats.margins import margin_size
+from gpulab.stats.margins import margin_size, margin_sizes
 from gpulab.stats.pairs import Paired
+from gpulab.wording import Level
 
-DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
-COLUMNS = (  # of a verdict's table, after the factor's; `Verdict` says what they are
-    *("decision", "seeds", "difference", "low", "high", "confidence"),
-    *("p_different", "p_different_holm", "p_equivalent", "p_equivalent_holm"),
-    *("equivalent_low", "equivalent_high", "equivalent_confidence", "margin", "margin_relative"),
-    *("largest_difference", "same_bits", "moved", "diverged", "reference_diverged", "one_diverged"),
-    *("diverged_apart_at_most", "p_diverged", "p_diverged_holm", "left_out", "seeds_needed"),
-)
-DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
+Decision = Literal["different", "different but negligible", "inconclusive", "equivalent"]
+DECISIONS: tuple[Decision, ...] = get_args(Decision)
+
+DIVERGED_APART = 0.1  # share of the seeds: where more may diverge under one level only, it is not called equivalent
 POWER = 0.8  # of a comparison with as many seeds as are said to be needed
-FOR_SKEWNESS = 1  # what the correction for skewness costs, in seeds, where differences are normal (by simulation)
-MOST_SEEDS, TINY = 100_000, 1e-150
-SEEDS = np.unique(np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MOST_SEEDS, 800)]))).astype(int)
+FOR_SKEWNESS = 1  # seeds: the cost of the correction for skewness where differences are normal (by simulation)
+MOST_SEEDS = 100_000  # the most seeds that are said to be needed
+SEEDS = np.unique(  # the numbers of seeds that are tried
+    np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MOST_SEEDS, 800)]))
+).astype(int)
+TINY = 1e-150  # in the metric's units: the least standard deviation that a margin is divided by
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelDecision:
+    """One level of a factor compared with the reference: a row of a verdict's table.
+
+    All fields but the first are the columns of the table, in this order; `gpulab.stats.Verdict` says what they are. The
+    defaults are those of a level that has no seed in common with the reference.
+
+    Attributes:
+        level: The level, as it stands in the factor's column.
+        decision: What was decided about the level.
+        seeds: The number of pairs that finished under both levels.
+        difference: The mean difference from the reference, in the metric's units.
+        low: The lower end of the interval of the difference.
+        high: The upper end of it.
+        confidence: The confidence level of it.
+        p_different: The p value of no difference; NaN where nothing was tested.
+        p_different_holm: The same after Holm's correction.
+        p_equivalent: The p value of a difference beyond the margin; NaN where nothing was tested.
+        p_equivalent_holm: The same after Holm's correction.
+        equivalent_low: The lower end of the interval of the test of equivalence.
+        equivalent_high: The upper end of it.
+        equivalent_confidence: The confidence level of it.
+        margin: The margin, in the metric's units; NaN where there is none.
+        margin_relative: The margin over the absolute mean of the pairs under the reference.
+        largest_difference: The largest absolute difference.
+        same_bits: The number of pairs whose trained weights are identical.
+        moved: The number of pairs whose absolute difference exceeds the margin; NaN without a margin.
+        diverged: The number of pairs that diverged under this level.
+        reference_diverged: The number of pairs that diverged under the reference.
+        one_diverged: The number of pairs that diverged under one of the two only.
+        diverged_apart_at_most: The upper 95 % limit of the share of such pairs.
+        p_diverged: The p value of both diverging equally often.
+        p_diverged_holm: The same after Holm's correction.
+        left_out: The number of runs without a partner of the same seed.
+        seeds_needed: The number of seeds with which such a comparison would be conclusive.
+    """
+
+    level: Level
+    decision: Decision = "inconclusive"
+    seeds: int = 0
+    difference: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    confidence: float = math.nan
+    p_different: float = math.nan
+    p_different_holm: float = math.nan
+    p_equivalent: float = math.nan
+    p_equivalent_holm: float = math.nan
+    equivalent_low: float = math.nan
+    equivalent_high: float = math.nan
+    equivalent_confidence: float = math.nan
+    margin: float = math.nan
+    margin_relative: float = math.nan
+    largest_difference: float = math.nan
+    same_bits: int = 0
+    moved: float = math.nan
+    diverged: int = 0
+    reference_diverged: int = 0
+    one_diverged: int = 0
+    diverged_apart_at_most: float = 1.0
+    p_diverged: float = 1.0
+    p_diverged_holm: float = 1.0
+    left_out: int = 0
+    seeds_needed: float = math.nan
+
+
+COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")  # after the factor's
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,19 +117,25 @@ class Decisions(Paired):
     Attributes:
         margin: The largest difference without importance, as it was asked for.
         alpha: The level of significance.
-        table: A data frame with a row for each level, and the columns `COLUMNS`.
+        rows: The decision on each level other than the reference, in the order of the runs.
         between_seeds: The standard deviation of the metric over seeds under the reference.
     """
 
     margin: str | float
     alpha: float
-    table: pd.DataFrame
+    rows: tuple[LevelDecision, ...]
     between_seeds: float
 
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A data frame of `rows`, with the levels in a column of the factor's name before `COLUMNS`."""
+        cells = [tuple(vars(row).values()) for row in self.rows]
+        return pd.DataFrame(cells, columns=[self.factor, *COLUMNS])
+
     @property
-    def decisions(self) -> dict[Any, str]:
+    def decisions(self) -> dict[Level, str]:
         """A dictionary with the decision of each level."""
-        return dict(zip(self.table[self.factor], self.table.decision, strict=True))
+        return {row.level: row.decision for row in self.rows}
 
     @property
     def decision(self) -> str:
@@ -67,91 +144,230 @@ class Decisions(Paired):
         The order is `different`, `different but negligible`, `inconclusive`, `equivalent`. Without any level it is
         `inconclusive`.
         """
-        return min(self.decisions.values(), key=DECISIONS.index, default="inconclusive")
+        return min((row.decision for row in self.rows), key=DECISIONS.index, default="inconclusive")
 
 
-def compare_levels(paired: Paired, margin: str | float, alpha: float) -> pd.DataFrame:
-    """A verdict's table."""
-    levels, runs = paired.by_level(), paired.runs[paired.factor].value_counts()
-    losses, yes_or_no = paired.losses_of_reference(), paired.is_yes_or_no()
-    size, sizes = (margin_size(margin, losses, yes_or_no, n) for n in (None, SEEDS))
-    rows = [{paired.factor: level, **_level_numbers(pairs, size, yes_or_no)} for level, pairs in levels.items()]
-    table = pd.DataFrame(rows, columns=[paired.factor, *COLUMNS])
-    table["left_out"] = [runs[level] + runs[paired.reference] - 2 * len(pairs) for level, pairs in levels.items()]
-    alphas = _correct(table, alpha)
-    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
-    for row, pairs in enumerate(levels.values()):
-        differences = pairs.difference.dropna().to_numpy(float)
-        ends = _intervals(differences, *alphas, yes_or_no)
-        table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
-        needed = _seeds_needed(inference.sample_sd(differences), sizes, alpha / len(levels), yes_or_no)
-        undecided = table.decision[row] == "inconclusive"
-        table.loc[row, "seeds_needed"] = max(needed, len(pairs) + 1) if undecided else needed
-    return table
+def compare_levels(paired: Paired, margin: str | float, alpha: float) -> tuple[LevelDecision, ...]:
+    """Compare each level with the reference, and decide on it; `margin` is as it was asked for."""
+    levels = paired.by_level()
+    losses = paired.losses_of_reference()
+    yes_or_no = paired.is_yes_or_no()
+    size = margin_size(margin, losses, yes_or_no)
+    sizes = margin_sizes(margin, losses, SEEDS, yes_or_no)
+    runs = paired.runs[paired.factor].value_counts()
+    tests = [_test_level(pairs, size, yes_or_no) for pairs in levels.values()]
+    corrected_tests = _correct(tests, alpha)
+    rows = []
+    for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
+        row = _compare_level(level, pairs, test, corrected, size, yes_or_no)
+        decision = decide(row, alpha)
+        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, alpha / len(levels), yes_or_no)
+        if decision == "inconclusive":  # the pairs that there are were not enough
+            needed = float(max(needed, len(pairs) + 1))
+        left_out = int(runs[level] + runs[paired.reference] - 2 * len(pairs))
+        rows.append(replace(row, decision=decision, left_out=left_out, seeds_needed=needed))
+    return tuple(rows)
 
 
-def _level_numbers(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> dict[str, Any]:
-    """What one level's pairs say before any correction for the other levels, by names of `COLUMNS`."""
-    differences = pairs.difference.dropna().to_numpy(float)
-    n = len(differences)
-    tested = n > 1 and not (pairs.same_bits.all() and not differences.any())
-    different = inference.sign_flip_p if yes_or_no else inference.mean_p
-    equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
-    reference_mean = pairs.reference[pairs.difference.notna()].mean()
-    one_diverged = pairs.reference_diverged != pairs.other_diverged
-    apart = int(one_diverged.sum())
-    return {
-        "seeds": n,
-        "difference": float(np.sort(differences).mean()) if n else math.nan,
-        "p_different": different(differences) if tested else math.nan,
-        "p_equivalent": equivalent(differences, margin) if tested else math.nan,
-        "margin": margin,
-        "margin_relative": margin / abs(reference_mean) if reference_mean and not yes_or_no else math.nan,
-        "largest_difference": float(np.abs(differences).max()) if n else math.nan,
-        "same_bits": int(pairs.same_bits.sum()),
-        "moved": int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan,
-        "diverged": int(pairs.other_diverged.sum()),
-        "reference_diverged": int(pairs.reference_diverged.sum()),
-        "one_diverged": apart,
-        "diverged_apart_at_most": inference.clopper_pearson_upper(apart, len(pairs)),
-        "p_diverged": inference.sign_test_p(int((one_diverged & pairs.other_diverged).sum()), apart),
-    }
+def decide(row: LevelDecision, alpha: float) -> Decision:
+    """The decision on a level, a row of a verdict's table, from its corrected p values.
 
-
-def _correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
-    """Write the corrected p values and the levels of the intervals; return alpha for each family of intervals.
-
-    >>> table = pd.DataFrame({"one_diverged": [5, 4], "p_different": [0.5, 0.4], "p_diverged": [0.0625, 0.125]})
-    >>> levels = _correct(table := table.assign(p_equivalent=[0.01, 0.2]), 0.0625)
-    >>> table.p_diverged_holm.tolist()  # of four runs that diverged nothing could be shown: it is not corrected
-    [0.1875, 0.125]
-    >>> [round(float(level), 4) for level in levels]
-    [0.0208, 0.0625]
+    >>> row = LevelDecision(level="cuda", seeds=10, p_different=0.02)
+    >>> for different, equivalent in ((0.05, 1.0), (0.05, 0.05), (0.06, 0.05), (0.06, 0.06)):
+    ...     print(decide(replace(row, p_different_holm=different, p_equivalent_holm=equivalent), alpha=0.05))
+    different
+    different but negligible
+    equivalent
+    inconclusive
+    >>> decide(replace(row, p_different_holm=0.06, p_equivalent_holm=0.05, p_diverged_holm=0.05), alpha=0.05)
+    'different'
     """
+    if is_identical(row):
+        return "equivalent"
+    if row.p_diverged_holm <= alpha:
+        return "different"
+    equivalent = row.p_equivalent_holm <= alpha and not may_diverge_apart(row)
+    if row.p_different_holm <= alpha:
+        return "different but negligible" if equivalent else "different"
+    return "equivalent" if equivalent else "inconclusive"
+
+
+def is_identical(row: LevelDecision) -> bool:
+    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed.
+
+    >>> [is_identical(LevelDecision(level="cuda", seeds=n, same_bits=same)) for n, same in ((1, 1), (2, 2), (2, 1))]
+    [False, True, False]
+    """
+    return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
+
+
+def may_diverge_apart(row: LevelDecision) -> bool:
+    """Whether more seeds than may be passed over could diverge under one of the two alone.
+
+    >>> [may_diverge_apart(LevelDecision(level="cuda", one_diverged=n, diverged_apart_at_most=0.9)) for n in (0, 1)]
+    [False, True]
+    """
+    return row.one_diverged > 0 and row.diverged_apart_at_most > DIVERGED_APART
+
+
+def fewest_pairs(alpha: float) -> int:
+    """So many differences of one sign are the fewest that show anything at `alpha`: the sign flips' p is 2^(1 − n).
+
+    >>> fewest_pairs(0.05), fewest_pairs(0.0625)
+    (6, 5)
+    """
+    return math.ceil(1 - math.log2(alpha))
+
+
+@dataclass(frozen=True)
+class _LevelTests:
+    """The tests of one level alone: fields of `LevelDecision`."""
+
+    p_different: float
+    p_equivalent: float
+    p_diverged: float
+    one_diverged: int
+
+
+@dataclass(frozen=True)
+class _CorrectedTests:
+    """The tests of one level after the correction for all levels: fields of `LevelDecision`, and levels of intervals.
+
+    Attributes:
+        alpha: The level of the interval that belongs to the test of difference.
+        equivalent_alpha: That of each of the two one-sided tests of equivalence.
+    """
+
+    p_different_holm: float
+    p_equivalent_holm: float
+    p_diverged_holm: float
+    alpha: float
+    equivalent_alpha: float
+
+
+def _test_level(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> _LevelTests:
+    """Test one level's pairs, before any correction for the other levels."""
+    differences = _differences(pairs)
+    p_different = p_equivalent = math.nan
+    if len(differences) > 1 and not (pairs.same_bits.all() and not differences.any()):
+        different = inference.sign_flip_p if yes_or_no else inference.mean_p
+        equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
+        p_different = different(differences)
+        p_equivalent = equivalent(differences, margin)
+    one_diverged = pairs.reference_diverged != pairs.other_diverged
+    n_discordant = int(one_diverged.sum())
+    p_diverged = inference.sign_test_p(int((one_diverged & pairs.other_diverged).sum()), n_discordant)
+    return _LevelTests(
+        p_different=p_different,
+        p_equivalent=p_equivalent,
+        p_diverged=p_diverged,
+        one_diverged=n_discordant,
+    )
+
+
+def _correct(tests: Sequence[_LevelTests], alpha: float) -> list[_CorrectedTests]:
+    """Correct the p values of all levels by Holm's method, and find the levels of the intervals that belong to them.
+
+    >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
+    >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
+    >>> corrected = _correct([five, four], alpha=0.0625)
+    >>> [test.p_diverged_holm for test in corrected]  # of four runs that diverged nothing could be shown: not corrected
+    [0.1875, 0.125]
+    >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
+    (0.0208, 0.0625)
+    """
+    p_different = [test.p_different for test in tests]
+    p_equivalent = [test.p_equivalent for test in tests]
+    p_diverged = np.array([test.p_diverged for test in tests])
+    one_diverged = np.array([test.one_diverged for test in tests], float)
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
-    testable = 2.0 ** (1 - table.one_diverged.to_numpy(float)) <= alpha
-    corrected = inference.holm([*table.p_different, *np.where(testable, table.p_diverged, math.nan)])
-    table["p_different_holm"] = corrected[: len(table)]
-    table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], table.p_diverged)
-    table["p_equivalent_holm"] = inference.holm(list(table.p_equivalent))
+    testable = 2.0 ** (1 - one_diverged) <= alpha
+    difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
+    p_different_holm, p_diverged_holm = np.split(difference_family, 2)
+    p_diverged_holm = np.where(testable, p_diverged_holm, p_diverged)
+    p_equivalent_holm = inference.holm(p_equivalent)
     # Holm has stopped at this level: it rejects what is below, and nothing above.
-    alphas = [alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm)]
-    table["confidence"], table["equivalent_confidence"] = 1 - alphas[0], 1 - 2 * alphas[1]
-    return alphas[0], alphas[1]
+    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha)))
+    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha)))
+    return [
+        _CorrectedTests(
+            p_different_holm=float(p_different_holm[level]),
+            p_equivalent_holm=float(p_equivalent_holm[level]),
+            p_diverged_holm=float(p_diverged_holm[level]),
+            alpha=difference_alpha,
+            equivalent_alpha=equivalent_alpha,
+        )
+        for level in range(len(tests))
+    ]
 
 
-def _intervals(differences: np.ndarray, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
-    """The intervals of the tests of difference and of equivalence, four ends."""
+def _compare_level(
+    level: Level,
+    pairs: pd.DataFrame,
+    test: _LevelTests,
+    corrected: _CorrectedTests,
+    margin: float,
+    yes_or_no: bool,
+) -> LevelDecision:
+    """Describe one level by its tests, intervals and counts; the decision and what depends on it are left open."""
+    differences = _differences(pairs)
+    n = len(differences)
+    low, high = _difference_interval(differences, corrected.alpha, yes_or_no)
+    equivalent_low, equivalent_high = _equivalence_interval(differences, corrected.equivalent_alpha, yes_or_no)
+    reference_mean = float(pairs.reference[pairs.difference.notna()].mean())
+    has_relative_margin = reference_mean != 0 and not yes_or_no
+    return LevelDecision(
+        level=level,
+        seeds=n,
+        difference=float(np.sort(differences).mean()) if n else math.nan,
+        low=low,
+        high=high,
+        confidence=1 - corrected.alpha,
+        p_different=test.p_different,
+        p_different_holm=corrected.p_different_holm,
+        p_equivalent=test.p_equivalent,
+        p_equivalent_holm=corrected.p_equivalent_holm,
+        equivalent_low=equivalent_low,
+        equivalent_high=equivalent_high,
+        equivalent_confidence=1 - 2 * corrected.equivalent_alpha,
+        margin=margin,
+        margin_relative=margin / abs(reference_mean) if has_relative_margin else math.nan,
+        largest_difference=float(np.abs(differences).max()) if n else math.nan,
+        same_bits=int(pairs.same_bits.sum()),
+        moved=int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan,
+        diverged=int(pairs.other_diverged.sum()),
+        reference_diverged=int(pairs.reference_diverged.sum()),
+        one_diverged=test.one_diverged,
+        diverged_apart_at_most=inference.clopper_pearson_upper(test.one_diverged, len(pairs)),
+        p_diverged=test.p_diverged,
+        p_diverged_holm=corrected.p_diverged_holm,
+    )
+
+
+def _differences(pairs: pd.DataFrame) -> NDArray[np.float64]:
+    """The differences of the pairs that finished under both levels, shape (seeds,)."""
+    differences: NDArray[np.float64] = pairs.difference.dropna().to_numpy(float)
+    return differences
+
+
+def _difference_interval(differences: NDArray[np.float64], alpha: float, yes_or_no: bool) -> tuple[float, float]:
+    """The interval of the test of difference."""
+    if yes_or_no:
+        return inference.sign_flip_interval(differences, alpha)
+    return inference.mean_interval(differences, alpha)
+
+
+def _equivalence_interval(differences: NDArray[np.float64], alpha: float, yes_or_no: bool) -> tuple[float, float]:
+    """The interval of the test of equivalence."""
     if not yes_or_no or len(differences) < 2:
-        equivalent = inference.skewed_t_interval(differences, 2 * equivalent_alpha)
-        return [*inference.mean_interval(differences, alpha), *equivalent]
+        return inference.skewed_t_interval(differences, 2 * alpha)
     # the share of discordant pairs bounds the difference of the rates
-    limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), equivalent_alpha)
-    return [*inference.sign_flip_interval(differences, alpha), -limit, limit]
+    limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), alpha)
+    return -limit, limit
 
 
-def _seeds_needed(sd: float, margins: Any, alpha: float, yes_or_no: bool) -> float:
+def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, yes_or_no: bool) -> float:
     """The first of `SEEDS` with which the test of equivalence succeeds with `POWER` where nothing differs.
 
     It is for normal differences of the standard deviation `sd`; `margins` are those of as many seeds. A difference as
@@ -174,58 +390,3 @@ def _seeds_needed(sd: float, margins: Any, alpha: float, yes_or_no: bool) -> flo
     if not (enough.any() and by_share.any()):
         return math.inf
     return float(max(SEEDS[enough.argmax()] + FOR_SKEWNESS, SEEDS[by_share.argmax()], fewest_pairs(alpha)))
-
-
-def fewest_pairs(alpha: float) -> int:
-    """So many differences of one sign are the fewest that show anything at `alpha`: the sign flips' p is 2^(1 − n).
-
-    >>> fewest_pairs(0.05), fewest_pairs(0.0625)
-    (6, 5)
-    """
-    return math.ceil(1 - math.log2(alpha))
-
-
-def is_identical(row: Any) -> bool:
-    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed.
-
-    >>> from types import SimpleNamespace
-    >>> row = {"one_diverged": 0, "p_different": math.nan}
-    >>> [is_identical(SimpleNamespace(**row, seeds=n, same_bits=same)) for n, same in ((1, 1), (2, 2), (2, 1))]
-    [False, True, False]
-    """
-    return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
-
-
-def decide(row: Any, alpha: float) -> str:
-    """The decision on a level, a row of a verdict's table, from its corrected p values.
-
-    >>> from types import SimpleNamespace
-    >>> row = {"seeds": 10, "one_diverged": 0, "p_different": 0.02, "same_bits": 0, "p_diverged_holm": 1.0}
-    >>> for different, equivalent in ((0.05, 1.0), (0.05, 0.05), (0.06, 0.05), (0.06, 0.06)):
-    ...     p = {"p_different_holm": different, "p_equivalent_holm": equivalent}
-    ...     print(decide(SimpleNamespace(**row, **p), alpha=0.05))
-    different
-    different but negligible
-    equivalent
-    inconclusive
-    >>> decide(SimpleNamespace(**row | {"p_diverged_holm": 0.05}), alpha=0.05)
-    'different'
-    """
-    if is_identical(row):
-        return "equivalent"
-    if row.p_diverged_holm <= alpha:
-        return "different"
-    equivalent = row.p_equivalent_holm <= alpha and not may_diverge_apart(row)
-    if row.p_different_holm <= alpha:
-        return "different but negligible" if equivalent else "different"
-    return "equivalent" if equivalent else "inconclusive"
-
-
-def may_diverge_apart(row: Any) -> bool:
-    """Whether more seeds than may be passed over could diverge under one of the two alone.
-
-    >>> from types import SimpleNamespace
-    >>> [may_diverge_apart(SimpleNamespace(one_diverged=n, diverged_apart_at_most=0.9)) for n in (0, 1)]
-    [False, True]
-    """
-    return row.one_diverged > 0 and row.diverged_apart_at_most > DIVERGED_APART

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
+
+USUAL_MARGIN = "0.25sd"  # for numbers, in standard deviations between seeds under the reference
+USUAL_SHARE = 0.1  # for booleans, a share of the seeds
 
 
 def parse_margin(margin: str | float) -> tuple[float, str]:
@@ -22,32 +25,44 @@ def parse_margin(margin: str | float) -> tuple[float, str]:
     return number, with_unit[2] if with_unit else ""
 
 
-def margin_size(margin: str | float, losses: np.ndarray, yes_or_no: bool = False, n: Any = None) -> Any:
+def margin_size(margin: str | float, losses: NDArray[np.float64], yes_or_no: bool = False) -> float:
     """A margin in the metric's units; `losses` is the metric under the reference, shape (seeds,).
 
-    One in standard deviations is of their lower 97.5 % limit as it were for n seeds, by default as many as there are;
-    NaN where the losses do not differ. Of yes and no a margin is a share of the seeds.
+    One in standard deviations is of their lower 97.5 % limit; NaN where the losses do not differ. Of yes and no a
+    margin is a share of the seeds.
 
     >>> margin_size("10%", np.array([0.0, 1.0]), yes_or_no=True), margin_size("10%", np.array([4.0, 6.0]))
-    (0.1, np.float64(0.5))
+    (0.1, 0.5)
     >>> losses = np.arange(12.0)
-    >>> margin_size("0.5sd", losses, n=np.array([10, 12, 14])).round(4).tolist()  # wider with more seeds
-    [1.0577, 1.1276, 1.1802]
     >>> margin_size("0.5sd", losses) == 0.5 * inference.sd_lower_limit(losses)
-    np.True_
+    True
     >>> margin_size(1, np.array([0.0, 1.0]), yes_or_no=True)
     Traceback (most recent call last):
     gpulab.errors.UsageError: margin 1: of yes and no it is a share of the seeds below 1, such as 0.1
+    """
+    return float(margin_sizes(margin, losses, len(losses), yes_or_no))
+
+
+def margin_sizes(
+    margin: str | float,
+    losses: NDArray[np.float64],
+    n: ArrayLike,
+    yes_or_no: bool = False,
+) -> NDArray[np.float64]:
+    """The sizes of `margin_size` as they were for n seeds: only a margin in standard deviations depends on n.
+
+    >>> margin_sizes("0.5sd", np.arange(12.0), n=[10, 12, 14]).round(4).tolist()  # wider with more seeds
+    [1.0577, 1.1276, 1.1802]
+    >>> margin_sizes(0.5, np.arange(12.0), n=[10, 12, 14]).tolist()
+    [0.5, 0.5, 0.5]
     """
     number, unit = parse_margin(margin)
     share = number / 100 if unit == "%" else number
     if yes_or_no and (unit == "sd" or share >= 1):
         raise UsageError(f"margin {margin!r}: of yes and no it is a share of the seeds below 1, such as {USUAL_SHARE}")
     if unit == "sd":
-        return number * inference.sd_lower_limit(losses, n)
+        return number * inference.sd_lower_limits(losses, n)
+    size = share
     if unit == "%" and not yes_or_no:
-        return share * abs(losses.mean()) if losses.any() else math.nan
-    return share
-
-
-USUAL_MARGIN, USUAL_SHARE = "0.25sd", 0.1  # of numbers, and of yes and no
+        size = share * abs(losses.mean()) if losses.any() else math.nan
+    return np.full(np.shape(n), size)

@@ -4,58 +4,164 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from gpulab.errors import UsageError
+from gpulab.wording import Level
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
-HUGE = 1e75  # beyond, float64 does not hold fourth powers, which kurtosis is of
-
-
-def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> None:
-    """Raise `UsageError` where runs learned different things or for different times; columns `besides` may vary."""
-    names = ("experiment", "profile", "frames", "protocol", "options")
-    columns = [name for name in names if name in frame and name not in besides]
-    if "options" in columns:  # of trainings of the user's own
-        frame = frame.assign(options=[_without(text, besides) for text in frame.options])
-    protocols = frame[columns].drop_duplicates()
-    if columns and len(protocols) > 1:
-        advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
-        raise UsageError(f"the frame mixes {len(protocols)}: {protocols[:3].to_dict('records')}; {advice}")
-
-
-def _without(options: Any, names: Collection[str]) -> str:
-    """Options as JSON without some of them; what is not JSON as it is."""
-    try:
-        return str({name: value for name, value in json.loads(options).items() if name not in names})
-    except (TypeError, ValueError, AttributeError):
-        return str(options)
-
-
+HUGE = 1e75  # in the metric's units: beyond, float64 does not hold fourth powers, which kurtosis is of
 # What to do where a table's columns are called otherwise.
 NAME_THEM = "; say which by metric=, factor= and block= (--metric …); pandas.melt makes rows of a column for each level"
 
 
-def rows_where(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
-    """The rows that have these values, as text, in these columns."""
-    for name, text in conditions:
-        check_columns(frame, [name])
-        frame = frame[frame[name].astype(str) == text]
-    return frame
+@dataclass(frozen=True, eq=False)
+class Paired:
+    """Runs put side by side by seed: what a `Verdict` begins with."""
+
+    metric: str
+    factor: str
+    block: str
+    reference: Level
+    runs: pd.DataFrame  # the first of each level and block
+    pairs: pd.DataFrame  # a row for each other level's run beside the reference's
+    reruns: pd.DataFrame  # the same for the reference's reruns: a control
+    notes: tuple[str, ...]  # sentences on rows that were left out, or averaged
+
+    def by_level(self) -> dict[Level, pd.DataFrame]:
+        """The pairs of each other level, in the order of the runs."""
+        others = dict.fromkeys(level for level in self.runs[self.factor] if level != self.reference)
+        levels = pd.Series([*others]).tolist()  # of one type, as in a column of a table: 1 beside 2.5 is 1.0
+        return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
+
+    def losses_of_reference(self) -> NDArray[np.float64]:
+        """The metric of the runs of the reference that finished, shape (runs,)."""
+        finished = (self.runs[self.factor] == self.reference) & (self.runs.status == "finished")
+        losses: NDArray[np.float64] = self.runs.loc[finished, self.metric].to_numpy(float)
+        return losses
+
+    def is_yes_or_no(self) -> bool:
+        """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
+        values = self.runs[self.metric][self.runs.status == "finished"]
+        return bool(len(values) and values.isin((0.0, 1.0)).all())
 
 
-def check_columns(frame: pd.DataFrame, names: Iterable[Any], advice: str = "") -> None:
-    """Raise `UsageError`, which lists what there is and gives the advice, where a frame lacks one of these columns."""
-    for name in names:
-        if name not in frame:
-            columns = textwrap.shorten(", ".join(map(str, frame.columns)) or "none", 900)
-            raise UsageError(f"no column {name!r}; there are {columns}{advice}")
+def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Level | None) -> Paired:
+    """Put runs under each level of a factor beside the reference's; `UsageError` where there is nothing to compare."""
+    columns = (metric, factor, block)
+    checked = check_runs(frame, *columns)
+    has_ended = checked["status"].isin(("finished", "diverged"))
+    ended, unfinished = checked[has_ended], checked[~has_ended]
+    first_runs = ended[ended["rerun"] == 0]
+    runs = _one_row_each(first_runs, *columns)
+    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished)
+    of_reference, others = runs[runs[factor] == reference], runs[runs[factor] != reference]
+    reruns = ended[(ended["rerun"] > 0) & (ended[factor] == reference)]
+    return Paired(
+        metric=metric,
+        factor=factor,
+        block=block,
+        reference=reference,
+        runs=runs,
+        pairs=_beside(others, of_reference, *columns),
+        reruns=_beside(reruns, of_reference, *columns),
+        notes=(
+            *_notes_on_lost(checked, unfinished, factor),
+            *_notes_on_averaged(first_runs, runs, *columns),
+            *_notes_on_skipped(len(ended) - len(first_runs) - len(reruns), reference),
+        ),
+    )
+
+
+def _notes_on_lost(checked: pd.DataFrame, unfinished: pd.DataFrame, factor: str) -> Iterator[str]:
+    """What is to be said of runs that cannot be read, and of those that did not finish."""
+    if damaged := checked.attrs.get("damaged", 0):
+        yield f"{damaged} damaged run{'s' * (damaged > 1)} cannot be read, and may be missing from this."
+    if len(unfinished):
+        ends = unfinished.groupby([factor, "status"]).size()
+        where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
+        why = f"if it was the {factor} that stopped them, what is left flatters it"
+        yield f"Left out, because they did not finish: {len(unfinished)} ({where}); {why}."
+
+
+def _notes_on_averaged(
+    first_runs: pd.DataFrame, runs: pd.DataFrame, metric: str, factor: str, block: str
+) -> Iterator[str]:
+    """What is to be said of rows that were averaged to one for each level and block."""
+    if len(runs) < len(first_runs):
+        differing = ", ".join(_differing(first_runs, metric, factor, block)) or "no column"
+        counts = f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor} and {block}"
+        yield f"{counts}; those of one {block} differ in {differing}."
+
+
+def _notes_on_skipped(skipped: int, reference: Level) -> Iterator[str]:
+    """What is to be said of repeated runs under other levels than the reference."""
+    if skipped:
+        yield f"Not compared: {skipped:,} rows with `rerun` above 0 that are not under {reference}."
+
+
+def _one_row_each(runs: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
+    """A row for each level and block, with the mean of several such as episodes; it diverged where one of them did."""
+    repeated = runs[runs.duplicated([factor, block], keep=False)]
+    if not len(repeated):
+        return runs
+    differing = _differing(repeated, metric, factor, block)
+    words = [name for name in differing if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])]
+    # A name that each run has for itself tells no two kinds of runs apart.
+    if words := [name for name in words if runs[name].astype(str).nunique() < len(runs)]:
+        which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
+        raise UsageError(f"{which} was run more than once, with another {', '.join(words[:3])}; keep the rows of one")
+    groups = runs.groupby([factor, block], sort=False)
+    lost = (runs["status"] == "diverged").groupby([runs[factor], runs[block]], sort=False).transform("any")
+    averaged = runs.assign(
+        **{metric: groups[metric].transform("mean")},
+        status=np.where(lost, "diverged", "finished"),
+        weights=runs["weights"].where(groups["weights"].transform("nunique") == 1),
+    )
+    return averaged.drop_duplicates([factor, block])
+
+
+def _differing(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list[str]:
+    """Columns besides the metric that differ between runs of one level and block."""
+    others = runs.drop(columns=[metric, factor, block, *OWN], errors="ignore")
+    groups = others.astype(str).groupby([runs[factor], runs[block]], sort=False)
+    return [name for name in others if (groups[name].nunique() > 1).any()]
+
+
+def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd.DataFrame) -> Level:
+    """The level that others are compared with: as asked for, or else `cpu`, or the first."""
+    if not levels:
+        there = sorted(set(unfinished["status"]))
+        why = f"none is finished or diverged, but {there}" if there else "the table has no rows"
+        raise UsageError(f"no runs to compare: {why}")
+    if reference is None:
+        return "cpu" if "cpu" in levels else levels[0]
+    for level in levels:
+        if str(level) == str(reference):  # on the command line a number is text
+            return level
+    raise UsageError(f"no runs under {reference!r}; there are {sorted(map(str, levels))}")
+
+
+def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
+    """A row for each run that the reference has a run beside, from the same seed, with the difference of the two."""
+    columns = [block, metric, "status", "weights"]
+    merged = runs[[factor, *columns]].merge(of_reference[columns], on=block, suffixes=("", "_base"))
+    diverged, base_diverged = merged.status == "diverged", merged.status_base == "diverged"
+    pairs = merged[[factor, block]].assign(
+        reference=merged[f"{metric}_base"],
+        other=merged[metric],
+        difference=(merged[metric] - merged[f"{metric}_base"]).where(~diverged & ~base_diverged),
+        reference_diverged=base_diverged,
+        other_diverged=diverged,
+        same_bits=(merged.weights == merged.weights_base) & merged.weights.notna(),
+    )
+    return pairs.sort_values(block, kind="stable", ignore_index=True)
 
 
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
@@ -83,7 +189,7 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     return frame if "weights" in frame else frame.assign(weights=None)
 
 
-def _numbers(column: pd.Series) -> tuple[pd.Series, Any, Any]:
+def _numbers(column: pd.Series) -> tuple[pd.Series, pd.Series | bool, pd.Series | bool]:
     """The metric in float64; which are missing; and which are NaN or infinite.
 
     In a column of float64 NaN may stand for both, and is taken for neither.
@@ -114,115 +220,39 @@ def _levels(column: pd.Series) -> pd.Series:
     return column.astype(object).infer_objects()  # without categories, Arrow's types and those with NA
 
 
-def _differing(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list[str]:
-    """Columns besides the metric that differ between runs of one level and block."""
-    others = runs.drop(columns=[metric, factor, block, *OWN], errors="ignore")
-    groups = others.astype(str).groupby([runs[factor], runs[block]], sort=False)
-    return [name for name in others if (groups[name].nunique() > 1).any()]
+def check_columns(frame: pd.DataFrame, names: Iterable[str], advice: str = "") -> None:
+    """Raise `UsageError`, which lists what there is and gives the advice, where a frame lacks one of these columns."""
+    for name in names:
+        if name not in frame:
+            columns = textwrap.shorten(", ".join(map(str, frame.columns)) or "none", 900)
+            raise UsageError(f"no column {name!r}; there are {columns}{advice}")
 
 
-@dataclass(frozen=True, eq=False)
-class Paired:
-    """Runs put side by side by seed: what a `Verdict` begins with."""
-
-    metric: str
-    factor: str
-    block: str
-    reference: Any
-    runs: pd.DataFrame  # the first of each level and block
-    pairs: pd.DataFrame  # a row for each other level's run beside the reference's
-    reruns: pd.DataFrame  # the same for the reference's reruns: a control
-    notes: tuple[str, ...]  # sentences on rows that were left out, or averaged
-
-    def by_level(self) -> dict[Any, pd.DataFrame]:
-        """The pairs of each other level, in the order of the runs."""
-        names = dict.fromkeys(level for level in self.runs[self.factor] if level != self.reference)
-        return {level: self.pairs[self.pairs[self.factor] == level] for level in names}
-
-    def losses_of_reference(self) -> np.ndarray:
-        """The metric of the runs of the reference that finished, shape (runs,)."""
-        finished = (self.runs[self.factor] == self.reference) & (self.runs.status == "finished")
-        return self.runs.loc[finished, self.metric].to_numpy(float)
-
-    def is_yes_or_no(self) -> bool:
-        """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
-        values = self.runs[self.metric][self.runs.status == "finished"]
-        return bool(len(values) and values.isin((0.0, 1.0)).all())
+def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> None:
+    """Raise `UsageError` where runs learned different things or for different times; columns `besides` may vary."""
+    names = ("experiment", "profile", "frames", "protocol", "options")
+    columns = [name for name in names if name in frame and name not in besides]
+    if "options" in columns:  # of trainings of the user's own
+        frame = frame.assign(options=[_without(text, besides) for text in frame.options])
+    protocols = frame[columns].drop_duplicates()
+    if columns and len(protocols) > 1:
+        advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
+        raise UsageError(f"the frame mixes {len(protocols)}: {protocols[:3].to_dict('records')}; {advice}")
 
 
-def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any) -> Paired:
-    """Put runs under each level of a factor beside the reference's; `UsageError` where there is nothing to compare."""
-    frame = check_runs(frame, metric, factor, block)
-    ended = frame["status"].isin(("finished", "diverged"))
-    frame, unfinished = frame[ended], frame[~ended]
-    runs = _one_row_each(first_runs := frame[frame["rerun"] == 0], metric, factor, block)
-    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished)
-    of_reference, others = runs[runs[factor] == reference], runs[runs[factor] != reference]
-    reruns = frame[(frame["rerun"] > 0) & (frame[factor] == reference)]
-    columns, notes = (metric, factor, block), []
-    if damaged := frame.attrs.get("damaged", 0):
-        notes.append(f"{damaged} damaged run{'s' * (damaged > 1)} cannot be read, and may be missing from this.")
-    if len(unfinished):
-        ends = unfinished.groupby([factor, "status"]).size()
-        where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
-        why = f"if it was the {factor} that stopped them, what is left flatters it"
-        notes.append(f"Left out, because they did not finish: {len(unfinished)} ({where}); {why}.")
-    if len(runs) < len(first_runs):
-        differing = ", ".join(_differing(first_runs, metric, factor, block)) or "no column"
-        counts = f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor} and {block}"
-        notes.append(f"{counts}; those of one {block} differ in {differing}.")
-    if skipped := len(frame) - len(first_runs) - len(reruns):
-        notes.append(f"Not compared: {skipped:,} rows with `rerun` above 0 that are not under {reference}.")
-    pairs, control = _beside(others, of_reference, *columns), _beside(reruns, of_reference, *columns)
-    return Paired(*columns, reference, runs, pairs, control, tuple(notes))
+def _without(options: object, names: Collection[str]) -> str:
+    """Options as JSON without some of them; a cell that is not JSON as it is."""
+    if not isinstance(options, (str, bytes)):
+        return str(options)
+    try:
+        return str({name: value for name, value in json.loads(options).items() if name not in names})
+    except (ValueError, AttributeError):
+        return str(options)
 
 
-def _one_row_each(runs: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
-    """A row for each level and block, with the mean of several such as episodes; it diverged where one of them did."""
-    repeated = runs[runs.duplicated([factor, block], keep=False)]
-    if not len(repeated):
-        return runs
-    differing = _differing(repeated, metric, factor, block)
-    words = [name for name in differing if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])]
-    # A name that each run has for itself tells no two kinds of runs apart.
-    if words := [name for name in words if runs[name].astype(str).nunique() < len(runs)]:
-        which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
-        raise UsageError(f"{which} was run more than once, with another {', '.join(words[:3])}; keep the rows of one")
-    groups = runs.groupby([factor, block], sort=False)
-    lost = (runs["status"] == "diverged").groupby([runs[factor], runs[block]], sort=False).transform("any")
-    averaged = runs.assign(
-        **{metric: groups[metric].transform("mean")},
-        status=np.where(lost, "diverged", "finished"),
-        weights=runs["weights"].where(groups["weights"].transform("nunique") == 1),
-    )
-    return averaged.drop_duplicates([factor, block])
-
-
-def _find_reference(levels: list[Any], reference: Any, unfinished: pd.DataFrame) -> Any:
-    """The level that others are compared with: as asked for, or else `cpu`, or the first."""
-    if not levels:
-        there = sorted(set(unfinished["status"]))
-        why = f"none is finished or diverged, but {there}" if there else "the table has no rows"
-        raise UsageError(f"no runs to compare: {why}")
-    if reference is None:
-        return "cpu" if "cpu" in levels else levels[0]
-    for level in levels:
-        if str(level) == str(reference):  # on the command line a number is text
-            return level
-    raise UsageError(f"no runs under {reference!r}; there are {sorted(map(str, levels))}")
-
-
-def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
-    """A row for each run that the reference has a run beside, from the same seed, with the difference of the two."""
-    columns = [block, metric, "status", "weights"]
-    merged = runs[[factor, *columns]].merge(of_reference[columns], on=block, suffixes=("", "_base"))
-    diverged, base_diverged = merged.status == "diverged", merged.status_base == "diverged"
-    pairs = merged[[factor, block]].assign(
-        reference=merged[f"{metric}_base"],
-        other=merged[metric],
-        difference=(merged[metric] - merged[f"{metric}_base"]).where(~diverged & ~base_diverged),
-        reference_diverged=base_diverged,
-        other_diverged=diverged,
-        same_bits=(merged.weights == merged.weights_base) & merged.weights.notna(),
-    )
-    return pairs.sort_values(block, kind="stable", ignore_index=True)
+def rows_where(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
+    """The rows that have these values, as text, in these columns."""
+    for name, text in conditions:
+        check_columns(frame, [name])
+        frame = frame[frame[name].astype(str) == text]
+    return frame

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import overload
 
 import numpy as np
 import scipy
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
-FLIPS = 9999  # beyond, so many are drawn
-SD_CONFIDENCE = 0.975  # at 0.95 a rare second hump misleads
-APART = 3  # standard deviations of the others that a gap is wide
+EXACT = 16  # the most differences other than zero for which all 2^n combinations of signs are tried
+FLIPS = 9999  # combinations of signs that are drawn for more differences
+SD_CONFIDENCE = 0.975  # of the lower limit of a standard deviation; at 0.95 a rare second hump misleads
+APART = 3  # the least width of a gap between losses, in standard deviations of the others
+
+Floats = NDArray[np.float64]
 
 
 def mean_p(differences: ArrayLike) -> float:
@@ -58,7 +60,7 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
     return min(low, corrected[0]) if skewness < 0 else low, max(high, corrected[1]) if skewness > 0 else high
 
 
-def stuck(losses: ArrayLike) -> np.ndarray:
+def stuck(losses: ArrayLike) -> NDArray[np.bool_]:
     """Which losses, shape (n,), lie beyond a gap and make up most of the spread, such as those of seeds on a plateau.
 
     Fewer than half can be, of ten losses or more. The gap is at least three standard deviations of the others, and
@@ -84,18 +86,25 @@ def stuck(losses: ArrayLike) -> np.ndarray:
     return few & (apart and few.sum() < len(values) / 2)
 
 
-def moments(values: np.ndarray) -> tuple[float, float, int]:
+def moments(values: ArrayLike) -> tuple[float, float, int]:
     """Mean over standard deviation, skewness and number of a sample, shape (n,), that has a spread."""
-    sd, n = sample_sd(values), len(values)
-    return float(values.mean() / sd), float((((values - values.mean()) / sd) ** 3).mean() * (n / (n - 1)) ** 1.5), n
+    values = np.asarray(values, float)
+    n = len(values)
+    sd = sample_sd(values)
+    skewness = (((values - values.mean()) / sd) ** 3).mean() * (n / (n - 1)) ** 1.5
+    return float(values.mean() / sd), float(skewness), n
 
 
-def skewed_t(mean: Any, skewness: Any, n: Any) -> Any:
+@overload
+def skewed_t(mean: float, skewness: float, n: int) -> float: ...
+@overload
+def skewed_t(mean: Floats, skewness: Floats, n: int) -> Floats: ...
+def skewed_t(mean: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
     """Student's t of a mean, in standard deviations, made smaller where skewness makes it too large.
 
     That is where the sample's tail is on the side of zero. There the first term of the Edgeworth expansion of t, which
     is skewness · (2z² + 1) / (6√n), is taken away (Johnson 1978; Hall 1992, The Bootstrap and Edgeworth Expansion, ch.
-    2); elsewhere it is Student's t.
+    2); elsewhere it is Student's t. Mean and skewness may be those of several samples of n, an array each.
     """
     student = np.sqrt(n) * mean
     a = _lean(mean, skewness, n) / 3
@@ -103,7 +112,8 @@ def skewed_t(mean: Any, skewness: Any, n: Any) -> Any:
     return np.sign(student) * 2 * room / (1 + np.sqrt(1 + 4 * a * room))
 
 
-def _lean(sign: Any, skewness: Any, n: Any) -> Any:
+def _lean(sign: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
+    """The skewness over √n of a sample whose tail is on the side of zero, 0 of any other; `sign` is the mean's."""
     return np.maximum(-np.sign(sign) * skewness, 0) / np.sqrt(n)
 
 
@@ -158,7 +168,7 @@ def sign_flip_p(differences: ArrayLike) -> float:
     return extreme / 2 ** (n - 1) if n <= EXACT else (1 + extreme) / (1 + FLIPS)
 
 
-def sign_flips(n: int) -> Iterator[np.ndarray]:
+def sign_flips(n: int) -> Iterator[NDArray[np.integer]]:
     """Which of n differences are taken as positive, in parts of shape (flips, n), 0 or 1."""
     if n <= EXACT:  # the last sign is fixed: the other half mirrors this one
         yield np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
@@ -245,31 +255,40 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     return low, min(high, float(subset_means[subset_means < 0][-1]))
 
 
-def sd_lower_limit(values: ArrayLike, n: Any = None) -> Any:
+def sd_lower_limit(values: ArrayLike) -> float:
     """The lower 97.5 % limit of the standard deviation behind a sample, shape (values,); NaN where none differ.
 
     s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's kurtosis, 3 or
     more: the delta method on ln s (as in Bonett 2006). Unlike the textbook's (χ²), it was found to hold for heavy
-    tails and two humps as well (with at most 6 % errors). With n, one number or several, it is the limit that a sample
-    of as many would have.
+    tails and two humps as well (with at most 6 % errors).
 
-    >>> [round(float(sd_lower_limit(sample)), 4) for sample in ([1, 2, 3], [1, 2, 3, 4], [1, 1, 1, 1, 1, 9])]
+    >>> [round(sd_lower_limit(sample), 4) for sample in ([1, 2, 3], [1, 2, 3, 4], [1, 1, 1, 1, 1, 9])]
     [0.1163, 0.3521, 0.6426]
     """
+    return float(sd_lower_limits(values, np.size(values)))
+
+
+def sd_lower_limits(values: ArrayLike, n: ArrayLike) -> Floats:
+    """The limits of `sd_lower_limit` that samples of n values had with the spread and the kurtosis of this one.
+
+    >>> sd_lower_limits([1, 2, 3, 4], n=[4, 40]).round(4).tolist()
+    [0.3521, 1.0267]
+    """
     values = np.sort(np.asarray(values, float))
+    freedom = np.asarray(n) - 1
     if not (sd := sample_sd(values)) > 0:
-        return math.nan
+        return np.full(freedom.shape, math.nan)
     kurtosis = max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 else 3.0
-    freedom = (len(values) if n is None else n) - 1
     return sd * np.exp(-scipy.stats.t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((kurtosis - 1) / freedom) / 2)
 
 
-def sample_sd(values: np.ndarray) -> float:
+def sample_sd(values: ArrayLike) -> float:
     """The standard deviation of a sample, shape (n,); NaN for fewer than two.
 
-    >>> sample_sd(np.full(10, 0.1)), round(sample_sd(np.array([1.0, 3.0])), 4)
+    >>> sample_sd([0.1] * 10), round(sample_sd([1.0, 3.0]), 4)
     (0.0, 1.4142)
     """
+    values = np.asarray(values, float)
     if len(values) < 2:
         return math.nan
     return float(values.std(ddof=1)) if np.ptp(values) else 0.0  # for equal ones NumPy's is not always zero
@@ -285,7 +304,7 @@ def clopper_pearson_upper(count: float, n: int, alpha: float = 0.05) -> float:
     return float(scipy.stats.beta.ppf(1 - alpha, count + 1, n - count)) if count < n else 1.0
 
 
-def holm(p: Sequence[float]) -> np.ndarray:
+def holm(p: ArrayLike) -> Floats:
     """Holm's corrected p (1979); NaN (no test) stays NaN and counts for nothing."""
     # statsmodels' multipletests gives the same numbers, but collects garbage for 0.1 s before it does.
     corrected = np.array(p, float)

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -20,6 +19,7 @@ from gpulab.stats.decisions import COLUMNS, Decisions, compare_levels
 from gpulab.stats.margins import USUAL_MARGIN, USUAL_SHARE
 from gpulab.stats.pairs import pair
 from gpulab.stats.wording import sentences, with_numbers
+from gpulab.wording import Level, TextByLevel
 
 if TYPE_CHECKING:
     from gpulab.picture import Picture
@@ -39,7 +39,8 @@ class Verdict(Decisions, Report):
         reference: The level that the others were compared with.
         margin: The largest difference without importance, as it was asked for.
         alpha: The level of significance.
-        table: A data frame with a row for each other level; its columns are below.
+        rows: The decision on each other level, as a `gpulab.stats.decisions.LevelDecision`.
+        table: The same as a data frame with a row for each other level; its columns are below.
         pairs: A data frame with a row for each level and seed that both have. `difference` is the level's metric minus
             the reference's, and NaN where one of the two diverged.
         reruns: The same for the reference run again, as a control: what chance alone changes.
@@ -95,7 +96,7 @@ class Verdict(Decisions, Report):
     def __str__(self) -> str:
         return with_numbers(self)
 
-    def sentences(self, words: Mapping[Any, str] | None = None) -> list[str]:
+    def sentences(self, words: TextByLevel | None = None) -> list[str]:
         """Say what the levels came to, a sentence or two for those of one decision: the effect first.
 
         Args:
@@ -109,7 +110,7 @@ class Verdict(Decisions, Report):
 
     def picture(self) -> Picture | None:
         """The figure of every run and every difference; None where there is nothing to compare."""
-        return self.plot() if len(self.table) else None
+        return self.plot() if self.rows else None
 
 
 def verdict(
@@ -119,7 +120,7 @@ def verdict(
     block: str = "seed",
     margin: str | float | None = None,
     alpha: float = 0.05,
-    reference: Any = None,
+    reference: Level | None = None,
 ) -> Verdict:
     """Decide for each level of a factor, such as a setting, whether it changes a metric, by runs on the same seeds.
 
@@ -136,7 +137,7 @@ def verdict(
     `equivalent`. Levels that end with the same bits in every weight from every seed are `equivalent` without a test.
 
     Args:
-        frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.pairs.read_table`. Rows
+        frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows
             with `rerun` above 0 are a control; without that column all are first runs. The column `status` says how a
             run ended: one that is neither `finished` nor `diverged` is left out, and the verdict says so. Without that
             column, a run whose metric is no finite number counts as diverged.
@@ -186,5 +187,10 @@ def verdict(
     paired = pair(frame, metric, factor, block, reference)
     if margin is None:
         margin = USUAL_SHARE if paired.is_yes_or_no() else USUAL_MARGIN
-    table, between_seeds = compare_levels(paired, margin, alpha), inference.sample_sd(paired.losses_of_reference())
-    return Verdict(**vars(paired), margin=margin, alpha=alpha, table=table, between_seeds=between_seeds)
+    return Verdict(
+        **vars(paired),
+        margin=margin,
+        alpha=alpha,
+        rows=compare_levels(paired, margin, alpha),
+        between_seeds=inference.sample_sd(paired.losses_of_reference()),
+    )

@@ -1,14 +1,5 @@
 """Where runs are kept, and how they are read again: one format, one reader, one writer."""
 
-from gpulab._lazy import attach
+import lazy_loader
 
-NAMES = {
-    "history": "tables",
-    "pack": "tables",
-    "recorded_runs": "tables",
-    "write_run": "runs",
-}
-
-__all__ = [*NAMES]
-
-__getattr__ = attach(__name__, NAMES)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FORMAT = 3  # of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
 PACKAGE = Path(__file__).parents[1]
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
+# Arrays by the names of HISTORY, or a table that has such columns: any class with `columns[name]`.
+Columns = Any
 HISTORY = {"window": "int64", "step": "int64", "loss": "float64", "seconds": "float64"}  # the columns of a history
 
 
@@ -43,10 +45,10 @@ def read_json(file: str | Path, most: int = files.MOST) -> dict[str, Any]:
     return checked(file, files.read_json(file, content), content)
 
 
-def checked(file: str | Path, notes: Any, content: bytes) -> dict[str, Any]:
+def checked(file: str | Path, notes: object, content: bytes) -> dict[str, Any]:
     """The notes in a file of this content, without format and seal; `DataError` unless both are what they should be."""
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
-    if version != FORMAT:
+    if not isinstance(notes, dict) or version != FORMAT:
         raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT}")
     files.check_seal(file, content)
     notes.pop("seal", None)
@@ -168,7 +170,7 @@ def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.T
     return [(record, functools.partial(as_history, file, table, row)) for row, record in enumerate(records)]
 
 
-def as_history(file: str | Path, columns: Any, row: int | None = None) -> pyarrow.Table:
+def as_history(file: str | Path, columns: Columns, row: int | None = None) -> pyarrow.Table:
     """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is none.
 
     >>> import pyarrow

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 from gpulab import files
-from gpulab.run_options import FACTORS, OPTIONS
+from gpulab.run_options import FACTORS, RUN_OPTIONS
 from gpulab.store.identities import of_content
 
 
@@ -55,7 +55,7 @@ class RunRecord(_RequiredRecord, total=False):
     started: str
 
 
-def check_record(file: str, record: Any) -> RunRecord:
+def check_record(file: str, record: dict[str, Any]) -> RunRecord:
     """Return the record of a finished run, typed.
 
     Raises:
@@ -90,7 +90,7 @@ def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(record["configuration"].get("model_options", {}))
     # A network that was handed in is recorded by its layers, and has no options.
     if record["experiment"] == "prednet" and "channels" in options:
-        options.setdefault("truncation", OPTIONS["truncation"].usual)
+        options.setdefault("truncation", RUN_OPTIONS["truncation"].usual)
     return options
 
 

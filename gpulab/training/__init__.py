@@ -1,15 +1,5 @@
 """Training: a single run, and runs from many seeds."""
 
-from gpulab._lazy import attach
+import lazy_loader
 
-NAMES = {
-    "Experiment": "experiment",
-    "Run": "run",
-    "profile": "profiles",
-    "seed_runs": "experiment",
-    "train": "run",
-}
-
-__all__ = [*NAMES]
-
-__getattr__ = attach(__name__, NAMES)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -168,7 +168,7 @@ class Experiment:
     def _train(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
         """Do the runs that the store has not, and return the ids of all."""
         here = passport()
-        wanted = [_plan(job).identity(here) for job in jobs]  # `UsageError` for what has no identity
+        wanted = [plan_job(job).identity(here) for job in jobs]  # `UsageError` for what has no identity
         # The lock notices a dead holder on this machine at once, and one on another machine by a lease that nobody
         # refreshes. For that it has to be the same object at every look.
         locks = [_lock(self.folder, identity) for identity in wanted]
@@ -206,7 +206,8 @@ class Experiment:
 EXECUTION_ARGUMENTS = inspect.signature(train_run).parameters.keys() - inspect.signature(plan_run).parameters.keys()
 
 
-def _plan(job: dict[str, Any]) -> PlannedRun:
+def plan_job(job: dict[str, Any]) -> PlannedRun:
+    """Check the arguments of one training, as `Experiment.jobs` lists them."""
     return plan_run(**{name: value for name, value in job.items() if name not in EXECUTION_ARGUMENTS})
 
 

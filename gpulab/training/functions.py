@@ -67,7 +67,7 @@ class TrainingFunction:
         except UnknownSourceError as error:
             self.unknown = f"{self.name} ({error}: write all of it into a file)"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[Any, ...]:
         """Another process reads a file itself; what was typed has its text here alone."""
         return (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
 
@@ -199,12 +199,15 @@ def _results(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
     }
 
 
-def function_of(net: Any) -> TrainingFunction | None:
+def function_of(net: object) -> TrainingFunction | None:
     """The training of the user's own that a function stands for, or the name of one; None for anything else."""
     if isinstance(net, TrainingFunction):
         return net
-    stands_for_one = ":" in net if isinstance(net, str) else callable(net) and not isinstance(net, torch.nn.Module)
-    return TrainingFunction(net) if stands_for_one else None
+    if isinstance(net, str):
+        return TrainingFunction(net) if ":" in net else None
+    if callable(net) and not isinstance(net, torch.nn.Module):
+        return TrainingFunction(net)
+    return None
 
 
 def _allocated(setting: Setting) -> int | None:
@@ -213,9 +216,9 @@ def _allocated(setting: Setting) -> int | None:
     return None if stats is None else stats.get("allocation.all.allocated", 0)
 
 
-def _numbers(value: Any) -> dict[str, Any]:
+def _numbers(value: object) -> dict[str, Any]:
     """{name: number} of a dict, or of a number alone."""
-    named = value if isinstance(value, Mapping) else {FIRST: value}
+    named: Mapping[Any, Any] = value if isinstance(value, Mapping) else {FIRST: value}
     try:
         if not named or any(isinstance(number, str | bytes) for number in named.values()):
             raise TypeError

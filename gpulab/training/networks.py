@@ -314,7 +314,7 @@ def _make_model(net: Trainable | str, defaults: Protocol, options: Options) -> t
     digest of loaded weights.
 
     >>> own = MODELS["prednet"](channels=(3, 4), size=(16, 16))
-    >>> _make_model(own, PROTOCOLS["prednet", "smoke"], {})[1]["held"]
+    >>> _make_model(own, protocol("prednet", "smoke"), {})[1]["held"]
     {'channels': [3, 4], 'size': [16, 16], 'truncation': 'loss'}
     """
     if not isinstance(net, str):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,8 +30,31 @@ FULL = "160x120"  # the published size
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
 METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", 0.25)}  # and the margin: a share, or in sd
 FEWEST = 5  # cells, whose ranks an interval needs
-COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
-COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine machine_reference"
+COLUMNS = (
+    "family",
+    "film",
+    "size",
+    "condition",
+    "reference",
+    "endpoint",
+    "seeds",
+    "decision",
+    "difference",
+    "low",
+    "high",
+    "ratio",
+    "worse",
+    "margin",
+    "p",
+    "p_holm",
+    "p_equivalent",
+    "uncorrected",
+    "beat",
+    "beat_reference",
+    "beat_blurred",
+    "machine",
+    "machine_reference",
+)
 HEADINGS = {
     "one line, on a GPU": "The published code on a GPU, one line changed so that frames are overwritten",
     "one line, on a CPU": "The same on a CPU",
@@ -71,7 +94,7 @@ def published_runs() -> pd.DataFrame:
 
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
-    """Runs of `benchmarks/published.py`, with the columns that `published_runs` has.
+    """Runs of `benchmarks/peers/published.py`, with the columns that `published_runs` has.
 
     The published line, `reused`, fills one array for all frames: a CPU goes on using it, and a GPU gets copies. The
     loader `shared` overwrites one array of the GPU's own.
@@ -100,10 +123,10 @@ def published_table(frame: pd.DataFrame) -> pd.DataFrame:
             if {comparison.condition, comparison.reference} <= set(film_runs.condition):
                 rows += [_film_endpoint(film_runs, comparison, endpoint) | {"film": film} for endpoint in METRICS]
     table = corrected(pd.DataFrame(rows), ["family", "endpoint"])
-    return table.assign(p_equivalent=table.p_equivalent_holm)[COLUMNS.split()]
+    return table.assign(p_equivalent=table.p_equivalent_holm)[[*COLUMNS]]
 
 
-def _film_endpoint(frame: pd.DataFrame, comparison: PlannedPair, endpoint: str) -> dict[str, Any]:
+def _film_endpoint(frame: pd.DataFrame, comparison: PlannedPair, endpoint: str) -> dict[str, object]:
     """One endpoint of one comparison on one film, on the seeds that both have."""
     both = frame[frame.condition.isin([comparison.condition, comparison.reference])]
     both = both[both.groupby("seed").condition.transform("nunique") == 2].drop(columns=["setting", "loader"])

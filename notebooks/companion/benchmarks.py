@@ -10,8 +10,12 @@ from types import ModuleType
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
-def benchmark(name: str) -> ModuleType:
-    """The script `benchmarks/NAME.py` as a module, which imports what lies beside it."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))
+def benchmark(script: str) -> ModuleType:
+    """Import a script by its path below `benchmarks/`, such as `peers/frameworks`.
+
+    As when it is run, the script can import the scripts beside it by their names.
+    """
+    folder, _, name = script.rpartition("/")
+    if str(SCRIPTS / folder) not in sys.path:
+        sys.path.append(str(SCRIPTS / folder))
     return importlib.import_module(name)

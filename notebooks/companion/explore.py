@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import nbformat
 
 from companion.run import KERNEL
 
-NOTEBOOKS = Path(__file__).parents[1]
 HOST = "127.0.0.1"  # which no other machine reaches
+TEMPLATE = "explore"  # in the folder `voila/templates` of the following data directory of Jupyter
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Page:
     def source(self) -> nbformat.NotebookNode:
         """The page as Voilà wants it: a notebook of a text and one cell."""
         text = f"# {self.title}\n\n{self.move} {self.see}\n\nThe notebook `{self.notebook}` explains it."
-        code = f"import sys\n\nsys.path.append({str(NOTEBOOKS)!r})\n\nimport companion\n\ncompanion.{self.call}()"
+        code = f"import companion\n\ncompanion.{self.call}()"
         cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell(code)]
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
         return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel, "title": self.title})
@@ -73,8 +75,10 @@ def serve(port: int) -> int:
     with tempfile.TemporaryDirectory(prefix="gpulab-") as folder:
         for name, page in PAGES.items():
             nbformat.write(page.source(), Path(folder) / f"{name}.ipynb")
-        options = [f"--Voila.ip={HOST}", f"--port={port}", "--no-browser"]
-        voila = subprocess.Popen([sys.executable, "-m", "voila", folder, *options])
+        options = [f"--Voila.ip={HOST}", f"--port={port}", "--no-browser", f"--template={TEMPLATE}"]
+        data_directories = filter(None, [str(TEMPLATES), os.environ.get("JUPYTER_PATH")])
+        environment = os.environ | {"JUPYTER_PATH": os.pathsep.join(data_directories)}
+        voila = subprocess.Popen([sys.executable, "-m", "voila", folder, *options], env=environment)
         signal.signal(signal.SIGTERM, lambda *_: voila.terminate())
         try:
             return voila.wait()

@@ -58,6 +58,7 @@ COMPARISONS = {
         ("copied", "imitated"),
     ),
 }
+ALONE = "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed for."
 DECIDED = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
 
 
@@ -108,7 +109,7 @@ class BufferExplorer(ipywidgets.VBox):
         values = [loss.item() for loss in losses]
         return pd.DataFrame({"frame": frames, "loss when it came": values, "the gradient finds": found})
 
-    def _show(self, _: Any = None) -> None:
+    def _show(self, _: object = None) -> None:
         try:
             self.image.value = table(self.seen())
         except ValueError:
@@ -193,7 +194,7 @@ class SaddleExplorer(Explorer):
         title = f"{self.optimizer.label}, {self.format.value}, rate {self.rate.value}, {push}"
         return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, title)
 
-    def _roll(self, _: Any = None) -> None:
+    def _roll(self, _: object = None) -> None:
         setting, optimizer = FORMATS[self.format.value], self.optimizer.value
         self.path = trajectory(self.saddle, setting, optimizer, self.rate.value, self.push.value)
         self.draw()
@@ -229,7 +230,7 @@ class SeedsExplorer(Explorer):
             {count: partial_verdict for count, partial_verdict in self.verdicts.items() if count <= self.seeds.value}
         )
 
-    def _restart(self, _: Any = None) -> None:
+    def _restart(self, _: object = None) -> None:
         """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""
         query, self.factor, levels = COMPARISONS[self.which.value]
         runs = self.runs.query(f"rerun == 0 and {query}")
@@ -243,7 +244,7 @@ class SeedsExplorer(Explorer):
         else:
             self._show()
 
-    def _show(self, _: Any = None) -> None:
+    def _show(self, _: object = None) -> None:
         """Say the verdict on the seeds that are in, and draw it, with those of fewer seeds as far as there is time."""
         count, deadline = self.seeds.value, time.monotonic() + FILL_SECONDS
         for fewer in range(count, 1, -1):
@@ -257,7 +258,6 @@ class SeedsExplorer(Explorer):
         self.draw()
 
 
-ALONE = "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed for."
 # --- their figures ---------------------------------------------------------------------------------------
 
 
@@ -293,6 +293,7 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     ball, top = path_so_far.iloc[-1], 1.8 * surface.loss
     low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
     figure = Figure(figsize=(7.2, 4.8))
+    # Matplotlib has no types for its axes in three dimensions.
     axes: Any = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
     height = np.minimum(surface.losses[low], top)
     x, y = np.meshgrid(surface.along, surface.across[low])
@@ -309,7 +310,8 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
     ball_words = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
-    headline = f"{title}: after {len(path_so_far) - 1} steps the ball is {ball_words}"
+    # In one line the title would be wider than the figure.
+    headline = f"{title}:\nafter {len(path_so_far) - 1} steps the ball is {ball_words}"
     return theme.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
 
 

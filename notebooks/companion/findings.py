@@ -114,7 +114,7 @@ def names_in_text(levels: Iterable[Any], factor: str = "setting") -> dict[Any, s
     return {level: _bracketed(words) for level, words in names(levels, factor).items()}
 
 
-def setting_in_text(setting: Any) -> str:
+def setting_in_text(setting: str) -> str:
     """A setting within a sentence: `CPU (one thread)`."""
     return _bracketed(setting_words(setting))
 
@@ -194,7 +194,7 @@ def span(numbers: Iterable[float], form: str = ".0f") -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def listed(words: Iterable[Any]) -> str:
+def listed(words: Iterable[object]) -> str:
     """Words as in a sentence: a, b and c."""
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last

@@ -87,7 +87,7 @@ class Computed:
     losses: Tensor
     gradient: dict[str, Tensor]
 
-    def against(self, other: Computed) -> dict[str, Any]:
+    def against(self, other: Computed) -> dict[str, float]:
         """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
         own_gradient, other_gradient = (
             torch.cat([gradient[name].reshape(-1) for name in other.gradient])

@@ -1,33 +1,25 @@
 """What has a network learned, and does a factor change it?
 
-It has learned hardly anything if one of its colours is dead, and no motion if it does not beat the laziest prediction,
-that the next frame is the last one. To beat that one is no proof of motion: the last frame blurred does so, too.
+A network is compared with predictions that need no learning, or no learning of motion; `films` computes their losses.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 import pandas as pd
 
-from gpulab.data.base import Sequence
-from gpulab.data.datasets import load
+from companion.films import Film, films_of_runs
 from gpulab.report import Progress
 from gpulab.stats.decisions import decide
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.store.recorded import recorded_folder, recorded_table
+from gpulab.store.recorded import recorded_folder
 from gpulab.store.tables import recorded_runs, runs
-from gpulab.training.profiles import LAST_FIFTH, protocol
 from gpulab.wording import condition_words
 
-RENDERED = ("walk", "moving-digits")
-FILM = ("data", "frames", "frame_size", "scene_seed", "speed")  # what a film is rendered from
 ALPHA = 0.05
 # What runs are judged by. All but the first, which needs no threshold of ours, were planned in data/README.md before
 # the runs on the anomaly were made; for a CPU against a GPU they were not.
@@ -36,8 +28,27 @@ ALL, STUCK = "final loss of all seeds", "share of seeds that did not learn"
 LEARNED = "final loss of the seeds that learned"
 METRICS = (BEAT, ALL, STUCK, LEARNED)
 FAMILY = ("experiment", "profile", "setting", "loader")
-COLUMNS = "speed metric seeds decision difference low high relative margin p p_holm uncorrected registered"
-COLUMNS += " margin_relative registered_margin same_bits worse beat beat_reference"
+COLUMNS = (
+    "speed",
+    "metric",
+    "seeds",
+    "decision",
+    "difference",
+    "low",
+    "high",
+    "relative",
+    "margin",
+    "p",
+    "p_holm",
+    "uncorrected",
+    "registered",
+    "margin_relative",
+    "registered_margin",
+    "same_bits",
+    "worse",
+    "beat",
+    "beat_reference",
+)
 
 
 def learning_verdicts(
@@ -50,14 +61,14 @@ def learning_verdicts(
     """
     stuck = ~(frame.final_loss < plateau)
     learned = frame[~stuck.groupby(frame.seed).transform("any")]
-    options: dict[str, Any] = {"factor": factor, "reference": reference}
+    compare = functools.partial(verdict, factor=factor, reference=reference)
     shares = frame.assign(beat=frame.final_loss < repeat, stuck=stuck, status="finished")
-    verdicts = {BEAT: verdict(shares, metric="beat", **options)} if repeat == repeat else {}
-    verdicts[ALL] = verdict(frame, **options)
+    verdicts = {BEAT: compare(shares, metric="beat")} if not math.isnan(repeat) else {}
+    verdicts[ALL] = compare(frame)
     if plateau < math.inf:
-        verdicts[STUCK] = verdict(shares, metric="stuck", **options)
+        verdicts[STUCK] = compare(shares, metric="stuck")
         if len(learned):
-            verdicts[LEARNED] = verdict(learned, **options)
+            verdicts[LEARNED] = compare(learned)
     return verdicts
 
 
@@ -88,7 +99,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     table = pd.DataFrame(rows)
     family_size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
     table["p_diverged_holm"] = (table.p_diverged * family_size).clip(upper=1.0)
-    table = corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]]
+    table = corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS]]
     return table.assign(reference=reference, condition=conditions(table))
 
 
@@ -101,7 +112,7 @@ def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
     return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})
 
 
-def _levels(judged: Verdict) -> list[dict[str, Any]]:
+def _levels(judged: Verdict) -> list[dict[str, object]]:
     """The levels of a verdict, each with its decision against the margin without the caution about the sd."""
     table = judged.table.rename(columns={"decision": "uncorrected"}).assign(registered=judged.table.decision)
     table["registered_margin"] = table.margin
@@ -134,17 +145,17 @@ def repeat_losses(frame: pd.DataFrame) -> pd.Series:
 
     Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
     """
-    return _film_losses(frame, "repeat")
+    return _film_losses(frame, Film.repeat_loss)
 
 
 def blurred_losses(frame: pd.DataFrame) -> pd.Series:
     """The same for the last frame blurred, by the Gaussian that is best: what can be had without any motion."""
-    return _film_losses(frame, "blurred")
+    return _film_losses(frame, Film.blurred_loss)
 
 
 def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
     """For each run the least loss of a network with a dead colour; infinite where no film was rendered."""
-    return _film_losses(frame, "missing_colour").fillna(math.inf)
+    return _film_losses(frame, Film.missing_colour_loss).fillna(math.inf)
 
 
 def motion_finding(frame: pd.DataFrame) -> str:
@@ -201,65 +212,7 @@ def title_runs() -> pd.DataFrame:
     return frame.assign(setting=frame.setting + frame["rerun"].map({0: "", 1: " again"}), rerun=0)
 
 
-def _film_losses(frame: pd.DataFrame, loss: str) -> pd.Series:
-    """For each run one of `LOSSES_OF_A_FILM` of the film that it was trained on; NaN where none was rendered."""
-    films = zip(*(frame[name] for name in FILM), strict=True)
-    values = [film_loss(loss, *film) if film[0] in RENDERED else math.nan for film in films]
-    return pd.Series(values, frame.index, dtype=float)
-
-
-def film_loss(loss: str, *film: Any) -> float:
-    """One of `LOSSES_OF_A_FILM`: as recorded for the films of the recorded runs, which take long to render."""
-    recorded = _recorded_losses().get(film)
-    return float(recorded[loss]) if recorded else LOSSES_OF_A_FILM[loss](*film)
-
-
-@functools.cache
-def _recorded_losses() -> dict[tuple[Any, ...], dict[str, Any]]:
-    rows = recorded_table("films").to_dict("records")
-    return {tuple(row[name] for name in FILM): row for row in rows}
-
-
-@functools.cache
-def _film(data: str, frames: float, size: str, scene: float, speed: float) -> Sequence:
-    height, width = map(int, size.split("x"))
-    loaded = load(data, int(frames), (height, width), seed=int(scene), speed=speed)
-    assert isinstance(loaded, Sequence)
-    return loaded
-
-
-def _last_windows(data: str, frames: float, *film: Any) -> Iterator[np.ndarray]:
-    """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once take 250 MB."""
-    length = protocol("prednet", "paper").window
-    count = int(frames) // length  # a column of numbers has points where a run in the table has no frames
-    last = max(1, count // LAST_FIFTH)
-    windows = _film(data, frames, *film).windows(length, start=count - last)
-    yield from (window.frames / np.float32(255) for window in itertools.islice(windows, last))
-
-
-@functools.cache
-def _repeat_loss(*film: Any) -> float:
-    return float(np.mean([np.square(np.diff(frames, axis=0)).mean() for frames in _last_windows(*film)]))
-
-
-@functools.cache
-def _blurred_loss(*film: Any) -> float:
-    pairs = [(frames[:-1:5].copy(), frames[1::5].copy()) for frames in _last_windows(*film)]
-    return blurred_loss(*map(np.concatenate, zip(*pairs, strict=True)))
-
-
-@functools.cache
-def _missing_colour_loss(*film: Any) -> float:
-    return _film(*film).missing_colour_loss()
-
-
-LOSSES_OF_A_FILM = {"repeat": _repeat_loss, "blurred": _blurred_loss, "missing_colour": _missing_colour_loss}
-
-
-def blurred_loss(frames: np.ndarray, next_frames: np.ndarray) -> float:
-    """The mean squared error of frames (N, C, H, W) blurred by the Gaussian that is best, against those after them."""
-    from scipy.ndimage import gaussian_filter
-
-    widths = frames.shape[-1] / 64 * np.array([0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8])
-    blurred = (gaussian_filter(frames, (0, 0, width, width)) for width in widths)
-    return float(min(np.square(prediction - next_frames).mean() for prediction in blurred))
+def _film_losses(frame: pd.DataFrame, film_loss: Callable[[Film], float]) -> pd.Series:
+    """For each run a loss of the film that it was trained on; NaN where none was rendered."""
+    losses = [math.nan if film is None else film_loss(film) for film in films_of_runs(frame)]
+    return pd.Series(losses, frame.index, dtype=float)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gpulab import files
 from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 
 def find_notebooks(folder: Path, only: str | None) -> list[Path]:
@@ -25,7 +28,7 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     return [file for file in notebooks if not prefixes or file.name.startswith(tuple(prefixes))]
 
 
-def read_notebook(file: Path) -> Any:
+def read_notebook(file: Path) -> NotebookNode:
     """A notebook from its file; `DataError` where it is none."""
     import nbformat
 
@@ -35,14 +38,14 @@ def read_notebook(file: Path) -> Any:
         raise DataError(f"{file}: not a notebook: {in_one_line(error)}") from None
 
 
-def write_notebook(notebook: Any, file: Path) -> None:
+def write_notebook(notebook: NotebookNode, file: Path) -> None:
     """Write a notebook to a file, whole or not at all."""
     import nbformat
 
     files.write(file, (nbformat.writes(notebook).rstrip("\n") + "\n").encode())
 
 
-def tidy(notebook: Any) -> None:
+def tidy(notebook: NotebookNode) -> None:
     """Take out what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
     for node in (notebook, *notebook.cells):
         for name in ("papermill", "execution", "widgets"):

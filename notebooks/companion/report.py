@@ -9,12 +9,15 @@ import time
 from dataclasses import asdict
 from importlib.resources import files as resource_files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from companion.notebooks import read_notebook
 from companion.run import Result
 from gpulab import files
 from gpulab.passports import passport
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 HERE, RECORDED, BOTH = "here", "recorded", "both"  # where the numbers of a finding were made
 SECTIONS = {
@@ -63,14 +66,14 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
     return report.resolve()
 
 
-def bind(results: list[Result], profile: str) -> Any:
+def bind(results: list[Result], profile: str) -> NotebookNode:
     """A notebook of what the executed notebooks found: their findings by origin, then the figures of each."""
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
     failed = [result.name for result in results if result.error]
     seconds = sum(result.seconds for result in results)
     here = passport()
-    figure = CLONE / "docs" / "answer.svg"
+    figure = CLONE / "docs" / "_static" / "answer.svg"
     introduction = INTRODUCTION.format(
         figure=base64.b64encode(figure.read_bytes() if figure.is_file() else b"").decode(),
         outcome=f"**{len(failed)} of {len(results)} notebooks failed: {', '.join(failed)}.**"
@@ -108,18 +111,18 @@ def bind(results: list[Result], profile: str) -> Any:
     return new_notebook(cells=cells)
 
 
-def title(notebook: Any) -> str:
+def title(notebook: NotebookNode) -> str:
     """The first line of a notebook, which is its heading."""
     return str(notebook.cells[0].source).partition("\n")[0].removeprefix("# ")
 
 
-def origin_of_finding(cell: Any) -> str | None:
+def origin_of_finding(cell: NotebookNode) -> str | None:
     """Where the numbers of a cell's finding were made; None where the cell has no finding."""
     tags = cell.metadata.get("tags", [])
     return next((tag for tag in tags if tag in (HERE, RECORDED)), BOTH) if "finding" in tags else None
 
 
-def figure_of(output: Any) -> dict[str, str] | None:
+def figure_of(output: NotebookNode) -> dict[str, str] | None:
     """The figure that a cell put out, as base64 `png` with its words as `alt`; None where it is none."""
     data = output.get("data", {})
     if "image/png" not in data:

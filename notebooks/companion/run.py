@@ -8,16 +8,19 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import TYPE_CHECKING
 
 from companion.notebooks import find_notebooks, read_notebook, tidy, write_notebook
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, extra, printable
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 KERNEL = "python3"
 TIMED = ("01", "07", "08")  # how notebooks begin that time things, beside which nothing else is executed
@@ -104,7 +107,7 @@ def shares_of_cores(jobs: int | None) -> list[set[int]]:
 
 
 def _execute_group(
-    group: list[Path], folder: Path, parameters: dict[str, str], shares: list[set[int]], wake: Any
+    group: list[Path], folder: Path, parameters: dict[str, str], shares: list[set[int]], wake: Callable[[], object]
 ) -> Iterator[Result]:
     """Execute notebooks, one on each share of the cores at a time; `wake` is called every second."""
     context = multiprocessing.get_context("spawn")  # a process for each notebook: its peak of memory is its own
@@ -144,7 +147,7 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, str], free_sh
     return Result(target, time.perf_counter() - started, _peak_bytes(), error)
 
 
-def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) -> Any:
+def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) -> NotebookNode:
     """Execute a notebook where it lies. `GpulabError` names the cell that failed.
 
     The kernel is spoken to through a folder of sockets. A port would be chosen by trying one and letting it go; until

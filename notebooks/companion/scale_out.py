@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -19,7 +18,7 @@ from gpulab.wording import setting_words
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
-def run_program(name: str, *arguments: Any) -> dict[str, pd.DataFrame]:
+def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
     """Run `programs/NAME.py` with these arguments, print what it prints, and return the tables that it records.
 
     Raises:

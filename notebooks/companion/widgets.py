@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import struct
-from typing import Any
 
 import ipywidgets
 import torch
@@ -28,8 +27,8 @@ class Explorer(ipywidgets.VBox):
 
     image: ipywidgets.HTML
 
-    def draw(self, _: Any = None) -> None:
-        """Show the picture as it is now, quickly: in all its colours, for to find 256 would take as long as to draw."""
+    def draw(self, _: object = None) -> None:
+        """Show the current picture, in full colour: quantising to 256 colours would take as long as drawing."""
         picture, png = self.picture(), io.BytesIO()
         picture.figure.savefig(png, format="png", dpi=PAGE_DPI, facecolor="white")
         self.image.value = image(png.getvalue(), picture.alt, PAGE_DPI)
@@ -125,7 +124,7 @@ class BitExplorer(Explorer):
         """The number in all formats."""
         return bits_figure(self.x)
 
-    def _typed(self, _: Any = None) -> None:
+    def _typed(self, _: object = None) -> None:
         self.x = torch.tensor(self.number.value, dtype=torch.float32).item()
         self._show()
 
@@ -137,7 +136,7 @@ class BitExplorer(Explorer):
             self.number.value = self.x
         self._show()
 
-    def _show(self, _: Any = None) -> None:
+    def _show(self, _: object = None) -> None:
         pattern = format_bits(self.x)
         for bit, digit in zip(self.bits, "".join(pattern), strict=True):
             bit.description, tint = digit, PARTS[bit.tooltip][0]

@@ -77,7 +77,11 @@ def workload(name: str, size: str = "quick") -> gl.Step:
     return gl.Step(model, (inputs, torch.randint(10, (count,), generator=generator)), F.cross_entropy)
 
 
-SCRIPTS = {"libraries": "frameworks", "trees": "boosted_trees", "text": "text_classifier"}  # of benchmarks/
+SCRIPTS = {  # of benchmarks/
+    "libraries": "peers/frameworks",
+    "trees": "speed/boosted_trees",
+    "text": "speed/text_classifier",
+}
 PARTS = (*SCRIPTS,)
 
 

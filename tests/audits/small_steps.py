@@ -3,7 +3,7 @@
 import math
 
 import torch
-from plant_faults import drawn
+from small_networks import drawn
 from torch import nn
 
 import gpulab as gl

@@ -1,19 +1,18 @@
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plant_faults import WRONG, Kernels, convolutions, drawn, labels, short_products, under_b
+from faulty_kernels import WRONG, Kernels, short_products, under_b
+from small_networks import convolutions, drawn, labels
 from small_steps import A, B, Own, audited, faults, recorded, seeded, with_a_function
 from torch import nn
 
 import gpulab as gl
-from gpulab.user_code import find_function
+from gpulab.models import example_steps
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
@@ -149,7 +148,7 @@ def test_html_shows_picture_and_findings_and_escapes_names(tmp_path):
 @pytest.mark.parametrize("setting", ["cuda:tf32=off", "cuda:tf32=on"])
 @pytest.mark.parametrize("name", ["resnet18", "lstm", "transformer"])
 def test_audit_of_this_gpu_and_its_host_is_not_faulty(name, setting):
-    report = audited(find_function(f"{ROOT}/benchmarks/networks.py:{name}", "step"), "cpu", setting)
+    report = audited(getattr(example_steps, name), "cpu", setting)
     assert not report.faulty, str(report)
     assert {op.phase for op in report.b.operations} == {"forward", "backward", "result"}
 

@@ -1,13 +1,12 @@
 """Audits of compiled networks: what is right is not suspected, and what is wrong is named by its smallest module."""
 
-import compiled_cases
-import public_cases
 import pytest
 import torch
 from small_steps import audited
 from torch import nn
 
 import gpulab as gl
+from benchmarks.correctness import compiled_cases, public_cases
 
 CASES = {one.name: one for one in compiled_cases.CASES if "compile=" in one.pairs[1][1]}
 INDUCTOR = [name for name, one in CASES.items() if "inductor" in one.pairs[1][1]]

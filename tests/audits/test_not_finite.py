@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from plant_faults import Kernels, drawn, under_b
+from faulty_kernels import Kernels, under_b
+from small_networks import drawn
 from small_steps import A, B, audited, seeded
 from torch import nn
 

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from plant_faults import drawn
+from small_networks import drawn
 from small_steps import compared, ratio
 
 aten = torch.ops.aten

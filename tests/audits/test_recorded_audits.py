@@ -4,7 +4,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.audits.rounding import PRODUCTS
-from gpulab.user_code import find_function
+from gpulab.models import example_steps
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "data" / "traces"
@@ -27,7 +27,7 @@ def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
     there = gl.audits.Trace.load(file)
     assert "H200" in there.passport["gpus"][0]["name"]
-    here = gl.record(find_function(f"{ROOT}/benchmarks/networks.py:{network_of(file)}", "step"), "cpu", progress=False)
+    here = gl.record(getattr(example_steps, network_of(file)), "cpu", progress=False)
     report = gl.audit(here, there)
     assert not report.faulty, str(report)
     kinds = {finding.kind for finding in report.findings}

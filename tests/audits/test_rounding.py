@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plant_faults import drawn
+from small_networks import drawn
 from small_steps import compared, ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from plant_faults import drawn
+from small_networks import drawn
 from small_steps import Own, seeded
 from torch import nn
 from torch.nn.utils import parametrizations

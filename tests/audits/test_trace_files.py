@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from plant_faults import drawn
+from small_networks import drawn
 from small_steps import seeded
 from torch import nn
 

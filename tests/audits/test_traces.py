@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plant_faults import drawn
+from small_networks import drawn
 from small_steps import Own, recorded, seeded
 from torch import nn
 from torch.nn.modules import module as hooks

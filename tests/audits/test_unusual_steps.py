@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plant_faults import drawn
+from small_networks import drawn
 from small_steps import Own, audited, seeded
 from torch import nn
 

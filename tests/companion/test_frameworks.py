@@ -6,7 +6,7 @@ import gpulab as gl
 from companion.benchmarks import benchmark
 
 SIZE = {"size": "smoke"}
-frameworks, same_start = benchmark("frameworks"), benchmark("same_start")
+frameworks, same_start = benchmark("peers/frameworks"), benchmark("peers/same_start")
 LIBRARIES = pytest.mark.slow("trains in other frameworks")
 
 
@@ -14,7 +14,7 @@ LIBRARIES = pytest.mark.slow("trains in other frameworks")
 def library(request):
     """The module of a library that is installed here."""
     pytest.importorskip({"keras": "tensorflow"}.get(request.param, request.param))
-    return benchmark(f"in_{request.param}")
+    return benchmark(f"peers/in_{request.param}")
 
 
 def name_of(library):

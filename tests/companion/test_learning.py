@@ -9,8 +9,7 @@ import pytest
 
 import companion
 import gpulab as gl
-from companion import learning
-from gpulab.store import recorded
+from companion import films, learning
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +35,23 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
 
 @pytest.mark.slow("renders films")
 def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
-    films = recorded.recorded_table("films")
-    small = films[(films.frames == 1000) | (films.frame_size == "56x80")]
+    losses = films.recorded_losses()
+    small = [film for film in losses if film.frames == 1000 or film.frame_size == "56x80"]
     assert len(small) >= 8
-    for row in small.to_dict("records"):
-        film = tuple(row[name] for name in learning.FILM)
-        for loss, measure in learning.LOSSES_OF_A_FILM.items():
-            assert measure(*film) == pytest.approx(row[loss], rel=1e-6)
+    for film in small:
+        rendered = films.RenderedLosses(film)
+        assert (rendered.repeat, rendered.blurred, rendered.missing_colour) == pytest.approx(losses[film], rel=1e-6)
+
+
+def test_runs_of_one_film_share_it_and_its_recorded_losses_and_other_data_have_no_film():
+    runs = gl.recorded_runs()
+    of_runs = films.films_of_runs(runs)
+    assert [film is not None for film in of_runs] == (runs.data == "walk").tolist()
+    assert len(set(of_runs)) < len(of_runs)
+    recorded = films.recorded_losses()
+    for film in set(of_runs) - {None}:
+        assert films.losses_of(film) == recorded[film]
+        assert film.repeat_loss() == recorded[film].repeat
 
 
 # --- findings --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from companion.anomaly import dose_cells, rank_correlation
 from companion.benchmarks import SCRIPTS
 
 CPU = "cpu:threads=1"
-TRAINING = f"{SCRIPTS}/dose_training.py:bias_and_loss"
+TRAINING = f"{SCRIPTS}/recording/dose_training.py:bias_and_loss"
 CELLS = np.arange(12)
 
 

@@ -8,7 +8,7 @@ import companion
 from companion import speed, workloads
 from companion.benchmarks import benchmark
 
-boosted_trees, texts = benchmark("boosted_trees"), benchmark("text_classifier")
+boosted_trees, texts = benchmark("speed/boosted_trees"), benchmark("speed/text_classifier")
 CPU = "cpu:threads=1"
 GPU = {"setting": "cuda:tf32=off", "machine": "a GPU", "recorded": True}
 HERE = {"setting": "cpu", "machine": "this machine", "recorded": False}

@@ -204,9 +204,9 @@ def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how
     assert (gl.load("mnist").train == data.train).all(), "a damaged one is fetched again"
 
 
-def test_mnist_comes_from_https_alone_and_is_what_it_was(shared):
+def test_mnist_comes_from_https_alone_and_is_what_it_was(real_data):
     assert all(mirror.startswith("https://") for mirror in images.MIRRORS)
-    file = shared / "mnist" / "t10k-images-idx3-ubyte.gz"
+    file = real_data("mnist/t10k-images-idx3-ubyte.gz")
     assert sha256(file) == images.SHA256[file.name]
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import LOADERS, Loader, made_meanwhile
+from gpulab.data.feed import Loader, made_meanwhile
 from gpulab.errors import DataError
 from gpulab.models.chainer import chainer_views
+from gpulab.run_options import LOADERS
 from gpulab.settings import Setting
 from gpulab.training.planning import plan_run
 
@@ -87,10 +88,10 @@ def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied(loader):
 
 
 @pytest.fixture(scope="module")
-def chainer(shared):
-    with np.load(shared / "chainer" / "prednet_small_expected.npz") as archive:
+def chainer(real_data):
+    with np.load(real_data("chainer/prednet_small_expected.npz")) as archive:
         expected = {name: archive[name] for name in archive.files}
-    return gl.models.PredNet.from_chainer(shared / "chainer" / "prednet_small.model"), expected
+    return gl.models.PredNet.from_chainer(real_data("chainer/prednet_small.model")), expected
 
 
 @pytest.mark.parametrize("name", BUFFERED)

@@ -1,26 +1,22 @@
 """Copies between the host and a GPU that nobody has waited for: told where the host uses their memory, else not."""
 
 import contextlib
-import importlib
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import gpulab as gl
+from benchmarks.correctness import copies_under_way_cases
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-CASES = importlib.import_module("copies_under_way_cases")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA's")
 UNSEEN = ["view_made_before"]  # NumPy reads it without torch
 
 
 @CUDA
-@pytest.mark.parametrize("case", CASES.CASES, ids=lambda case: case.program.__name__)
+@pytest.mark.parametrize("case", copies_under_way_cases.CASES, ids=lambda case: case.program.__name__)
 def test_guard_of_programs_that_copy_to_and_from_a_gpu(case):
-    row = CASES.tried(case)
+    row = copies_under_way_cases.tried(case)
     seen = case.program.__name__ not in UNSEEN
     assert (row["as expected"], row["placed"]) == (seen, seen if case.cause else None), row
 

@@ -1,11 +1,9 @@
 """Memory that a tensor shares is written, and the tensor is read later: told where it is a fault, and nowhere else."""
 
 import contextlib
-import importlib
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +12,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import gpulab as gl
+from benchmarks.correctness import shared_memory_cases
 from gpulab.cli import app
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-CASES = importlib.import_module("shared_memory_cases")
+from gpulab.guards import shared_reads
 
 NET = nn.Linear(4, 2)
 MAKERS = {  # by a name that is looked up when it is called, as programs do
@@ -47,9 +44,9 @@ def stacked(make=MAKERS["from_numpy"]):
     return torch.stack([make(environment.step()) for _ in range(2)]).sum()
 
 
-@pytest.mark.parametrize("case", CASES.CASES, ids=lambda case: case.program.__name__)
+@pytest.mark.parametrize("case", shared_memory_cases.CASES, ids=lambda case: case.program.__name__)
 def test_guard_of_public_programs_that_share_memory(case):
-    seen = CASES.tried(case)
+    seen = shared_memory_cases.tried(case)
     assert (seen["as expected"], seen["placed"]) == (True, True if case.cause else None), seen
 
 
@@ -124,7 +121,7 @@ def test_guards_of_two_threads_end_in_another_order_than_they_began():
 
 
 def test_guard_tells_the_overwritten_part_of_a_large_memory_from_others():
-    block = gl.guards.shared_reads.BLOCK // 4
+    block = shared_reads.BLOCK // 4
     array = np.zeros((3, block), np.float32)
     array[2, -1] = 1
     with gl.guard(reads="any"):
@@ -145,7 +142,7 @@ def test_guard_forgets_tensors_whose_memory_is_gone():
     with guard:
         for array in np.zeros((3000, 4), np.float32):
             torch.from_numpy(array)
-    assert len(guard._shared.births) <= gl.guards.shared_reads.FEW
+    assert len(guard._shared.births) <= shared_reads.FEW
 
 
 def kept_beside_a_temporary():

@@ -2,7 +2,7 @@
 
     python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet tests/models/chainer_windows.npz
 
-`python benchmarks/published.py --help` says how to install Chainer and where the authors' `net.py` is from. The
+`python benchmarks/peers/published.py --help` says how to install Chainer and where the authors' `net.py` is from. The
 archive holds frames as bytes (T, C, H, W); the losses of each window; the weights before the first window and the
 gradient of each, all arrays one after the other in the order of their names; and how it was made.
 """
@@ -34,7 +34,7 @@ def scene(count, height, width):
 def main():
     """Train, and keep what each window gave."""
     net, output = sys.argv[1:]
-    authors = benchmark("published").Published(net, size=SIZE, channels=CHANNELS, loader="copied")
+    authors = benchmark("peers/published").Published(net, size=SIZE, channels=CHANNELS, loader="copied")
     weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
     frames = scene(WINDOWS * FRAMES, *SIZE)
     seen = frames.astype(np.float32) / np.float32(255)

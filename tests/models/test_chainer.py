@@ -10,8 +10,8 @@ from gpulab.models.chainer import chainer_views
 
 
 @pytest.fixture(scope="module")
-def saved(shared):
-    return shared / "chainer" / "prednet_small.model"
+def saved(real_data):
+    return real_data("chainer/prednet_small.model")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def test_every_parameter_is_one_of_the_file_and_back(net, saved):
 
 
 @torch.no_grad()
-def test_predictions_and_losses_are_those_of_chainer(net, saved):
-    expected = np.load(saved.with_name("prednet_small_expected.npz"))
+def test_predictions_and_losses_are_those_of_chainer(net, real_data):
+    expected = np.load(real_data("chainer/prednet_small_expected.npz"))
     frames = torch.from_numpy(expected["frames"])[:, None]
     assert np.abs(net(frames[:-1])[0][:, 0].numpy() - expected["predictions"]).max() < 1e-5
     objective, per_frame, _ = net.training_loss(frames, None)

@@ -1,17 +1,13 @@
-"""The emulation against what an NVIDIA H200 computed, by `benchmarks/compare_products.py`."""
+"""The emulation against what an NVIDIA H200 computed, by `benchmarks/correctness/compare_products.py`."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.correctness import compare_products as products
 from gpulab.numerics.emulation import CHIPS, PRECISIONS, arithmetic_of, emulate
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-products = importlib.import_module("compare_products")
 FORWARD, TO_INPUT, TO_WEIGHT, MATRIX = products.FORWARD, products.TO_INPUT, products.TO_WEIGHT, products.MATRIX
 INPUTS, Case = products.INPUTS, products.Case
 SAMPLES = products.recorded_samples()

@@ -10,12 +10,11 @@ import pytest
 from gpulab.store import recorded
 
 PROGRAMS = Path(__file__).parents[2] / "notebooks" / "programs"
-PATHS = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
 
 
 def start(name, *arguments):
     command = [sys.executable, str(PROGRAMS / f"{name}.py"), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 

@@ -10,6 +10,8 @@ from scipy import stats
 from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 
 import gpulab as gl
+from gpulab.stats import Verdict
+from gpulab.stats.decisions import COLUMNS, LevelDecision
 
 
 def levels(**losses):
@@ -202,6 +204,7 @@ def test_seeds_far_from_the_others_that_make_the_margin_wide_are_said():
     who = "Most of this spread comes from 2 of 20 seeds that lie far from the others: without them the margin"
     assert str(verdict).count(f"{who} {margins}") == 1
     assert "far from the others" not in str(alone)
+    assert "far from the others" in str(gl.verdict(levels(cpu=base))), "also where there is nothing to compare"
 
 
 def test_the_reruns_of_the_reference_are_a_control_and_not_compared():
@@ -273,6 +276,23 @@ PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the ve
 @pytest.mark.parametrize(("cpu", "cuda", "text"), PRINTED.values(), ids=PRINTED)
 def test_print_of_a_verdict_to_the_last_word(cpu, cuda, text):
     assert str(gl.verdict(levels(cpu=cpu, cuda=cuda))) == text
+
+
+def test_the_table_has_a_row_for_each_decision():
+    verdict = gl.verdict(levels(cpu=BASE, a=shifted(TINY), b=[*BASE[:9], *LOST], c=BASE[:1]))
+    by_name = pd.DataFrame(
+        [{"setting": row.level} | {name: getattr(row, name) for name in COLUMNS} for row in verdict.rows]
+    )
+    pd.testing.assert_frame_equal(verdict.table, by_name)
+    kinds = LevelDecision.__annotations__
+    assert all(verdict.table[name].dtype == kinds[name] for name in COLUMNS if kinds[name] == "int")
+    assert [type(row.difference) for row in verdict.rows] == [float] * 3
+
+
+def test_every_column_of_the_table_is_documented():
+    for name in COLUMNS:
+        assert f"        {name}: " in LevelDecision.__doc__
+        assert name.endswith("_holm") or f"`{name}`" in Verdict.__doc__
 
 
 @pytest.mark.parametrize("alpha", [0, 0.5])

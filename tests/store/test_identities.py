@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 import gpulab as gl
-from gpulab.training import spec
-from gpulab.training.functions import plain
+from gpulab.data.images import Images
+from gpulab.training import networks
+from gpulab.training.planned import as_json
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
 
@@ -38,7 +39,7 @@ def test_frames_are_known_by_what_is_in_them_and_not_by_their_name(tmp_path):
 
 
 def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
-    class Brighter(gl.data.datasets.Images):
+    class Brighter(Images):
         def windows(self, length, seed=0, start=0):
             yield from super().windows(length, seed, start)
 
@@ -51,7 +52,7 @@ def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
 
 def test_what_gpulab_itself_computes_counts(tmp_path, monkeypatch):
     first = gl.train("autoencoder", store=tmp_path, frames=20, **SMALL).path
-    monkeypatch.setattr(spec, "CODE_VERSION", spec.CODE_VERSION + 1)
+    monkeypatch.setattr(networks, "CODE_VERSION", networks.CODE_VERSION + 1)
     assert gl.train("autoencoder", store=tmp_path, frames=20, **SMALL).path != first
 
 
@@ -75,5 +76,5 @@ def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
 
 
 def test_options_are_known_by_what_they_are_and_not_by_their_order():
-    assert plain({"b": 1, "a": max}) == plain({"a": max, "b": 1}) == '{"a": "max", "b": 1}'
-    assert plain([object()]) == '["object"]', "an address is no part of it"
+    assert as_json({"b": 1, "a": max}) == as_json({"a": max, "b": 1}) == '{"a": "max", "b": 1}'
+    assert as_json([object()]) == '["object"]', "an address is no part of it"

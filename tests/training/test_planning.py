@@ -14,16 +14,17 @@ from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
-from gpulab.data.feed import LOADERS
+from gpulab.run_options import LOADERS
 from gpulab.store import recorded
 from gpulab.store.records import factors_of_record
+from gpulab.training.experiment import plan_job
 from gpulab.training.networks import CODE_VERSION
 from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
 
 
 def planned(net, **options):
-    return plan_run(net, **options).identity(gl.passport())
+    return plan_job({"net": net, **options}).identity(gl.passport())
 
 
 def test_the_paper_profile_is_the_published_protocol():

@@ -13,12 +13,12 @@ from torch import nn
 import gpulab as gl
 from gpulab.store import runs as stores
 from gpulab.store.tensors import read_tensors, write_tensors
-from gpulab.training.planning import plan_run
+from gpulab.training.experiment import plan_job
 from gpulab.training.run import train
 
 
 def planned(net, **options):
-    return plan_run(net, **options).identity(gl.passport())
+    return plan_job({"net": net, **options}).identity(gl.passport())
 
 
 SMALL = {"channels": [3, 4], "size": [8, 12]}
@@ -228,7 +228,7 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
 WRONG = {
     r"net is a Linear.* or the function that trains yours, train\(seed, setting\)": {"net": nn.Linear(2, 2)},
     "net is a PredNet, model_options={'channels'": {"net": gl.models.PredNet((3, 4), (24, 32)), "channels": (3,)},
-    "19.*20": {"frames": 19},
+    "window=20, frames=19": {"frames": 19},
     "digits is a set of images; PredNet learns from a sequence": {"data": "digits"},
     r"\(3, 24, 32\).*\(3, 8, 12\)": {"data_options": {"size": (24, 32)}},
 }

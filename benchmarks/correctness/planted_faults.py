@@ -1,0 +1,40 @@
+"""How many planted faults an audit detects, names and places correctly, and how many correct steps it suspects.
+
+    python benchmarks/correctness/planted_faults.py --write benchmarks/results/planted_faults.md
+
+The faults and the sweep are helpers of the tests, in `tests/audits`; `test_planted_faults.py` there runs a part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import torch
+import typer
+
+from benchmarks.measuring import made_by, run, show
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "audits"))
+from fault_catalogue import faults
+from fault_sweep import rates, right_steps, sweep
+from small_networks import NETWORKS
+
+
+def main(
+    write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
+    seeds: Annotated[int, typer.Option(help="seeds of each network for the steps without a fault")] = 50,
+) -> None:
+    """Audit each planted fault, and steps without a fault, on two threads against one."""
+    torch.set_num_threads(2)
+    detected = rates(sweep(faults())).to_string(float_format="{:.0%}".format)
+    correct_steps = pd.concat([right_steps(network, range(seeds)) for network in NETWORKS])
+    false_alarms = (correct_steps.kind != "rounding").sum()
+    counts = f"{false_alarms} false alarms in {len(correct_steps)} right steps"
+    show("Planted faults", write, measured=f"```\n{detected}\n{counts}\n```\n\n{made_by()}")
+
+
+if __name__ == "__main__":
+    run(lambda: typer.run(main))

@@ -1,0 +1,245 @@
+"""What gpulab costs: time and memory of notebooks, guard and emulation.
+
+python benchmarks/speed/costs.py budgets --profile smoke --profile quick --device cpu
+python benchmarks/speed/costs.py guard --write benchmarks/results/guard_cost.md
+python benchmarks/speed/costs.py emulation --write benchmarks/results/emulation_cost.md
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torchvision
+import typer
+from torch import nn
+from torch.nn import functional as F
+
+import gpulab as gl
+from benchmarks.measuring import ROOT, Step, command_line, machine, made_by, quartiles, race, run, show, table
+from gpulab.numerics.emulation import CHIPS
+
+app = command_line(__doc__)
+Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
+
+
+# --- what the companion costs ----------------------------------------------------------------------------
+
+
+def process_seconds(command: list[str], repeats: int = 1) -> float:
+    """Seconds of a process, the median; its failure is ours."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader says them.
+
+    >>> duration(0.0421), duration(7.31), duration(251)
+    ('0.04 s', '7 s', '4 min 11 s')
+    """
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@app.command()
+def budgets(
+    profile: Annotated[list[str], typer.Option(help="smoke, quick or paper; several times")] = ("smoke", "quick"),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu")] = "cpu",
+) -> None:
+    """Time and peak memory of the companion, of each notebook and of a start, into docs/costs.md.
+
+    Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it. Memory: the largest
+    process of a notebook, which is its kernel. A start is the median of seven processes. Since machines differ, the
+    whole is also said in frames: so many does one thread train PredNet on meanwhile, at the size of the quick profile.
+    """
+    trained = gl.train("prednet", setting="cpu:threads=1", profile="quick", progress=False)
+    frames_per_second = trained.record["configuration"]["frames"] / trained.history.seconds.iloc[-1]
+    rows = []
+    for what, command in (
+        ("`import gpulab`, Python's own start included", ["-c", "import gpulab"]),
+        ("`gpulab --help`", ["-m", "gpulab.cli", "--help"]),
+    ):
+        rows.append([what, duration(process_seconds([sys.executable, *command], 7)), ""])
+    for one in profile:
+        with tempfile.TemporaryDirectory() as output:
+            command = [sys.executable, "-m", "companion", "--profile", one, "--device", device, "--output", output]
+            whole = process_seconds(command)
+            results = json.loads((Path(output) / "report" / "results.json").read_text(encoding="utf-8"))
+        found = [(f"`{result['name']}`, {one}", result["seconds"], result["peak_bytes"]) for result in results]
+        peak = max(memory for _, _, memory in found)
+        work = f"all of these and the report, the time of {round(whole * frames_per_second, -3):,.0f} frames"
+        found.append((f"`python -m companion`, {one}: {work}", whole, peak))
+        rows += [[what, duration(took), f"{memory / 2**20:,.0f} MiB"] for what, took, memory in found]
+    speed = f"One thread trains PredNet of the quick profile at {frames_per_second:.0f} frames/s here."
+    show("Costs", ROOT / "docs" / "costs.md", budgets=f"{table('what|time|peak memory', rows)}\n\n{speed} {made_by()}")
+
+
+# --- guard and emulation ---------------------------------------------------------------------------------
+
+
+class LSTM(nn.Module):
+    """A cell of two layers and a linear layer on its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTM(64, 256, num_layers=2, batch_first=True), nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(x)[0][:, -1])
+
+
+class Transformer(nn.Module):
+    """Four layers of an encoder and a linear layer on the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True)
+        self.body, self.out = nn.TransformerEncoder(layer, 4), nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.body(x).mean(1))
+
+
+def image_network(name: str) -> Callable[[], nn.Module]:
+    return lambda: getattr(torchvision.models, name)(num_classes=10)
+
+
+CASES = {
+    "resnet18": (image_network("resnet18"), (8, 3, 224, 224)),
+    "resnet18, batch 16": (image_network("resnet18"), (16, 3, 224, 224)),
+    "mobilenet_v3_small": (image_network("mobilenet_v3_small"), (8, 3, 224, 224)),
+    "vit_b_16": (image_network("vit_b_16"), (2, 3, 224, 224)),
+    "LSTM": (LSTM, (16, 50, 64)),
+    "Transformer encoder": (Transformer, (8, 64, 256)),
+    "large: resnet18": (image_network("resnet18"), (256, 3, 224, 224)),
+}
+
+
+def ratios(ways: dict[str, Any], plain: str, other: str) -> list[float]:
+    """How many times as long as the plain way another took, round by round."""
+    return [b / a for a, b in zip(ways[plain].seconds, ways[other].seconds, strict=True)]
+
+
+@app.command()
+def guard(
+    device: str = "cpu",
+    repeats: int = 7,
+    only: Annotated[str, typer.Option(help="cases whose names begin so")] = "",
+    write: Write = None,
+) -> None:
+    """A training step under `gpulab.guard` over the same step without it.
+
+    Each step gets its batch from a NumPy array, or from pinned memory where it goes to a GPU.
+    """
+    setting, rows = gl.Setting.parse(device), []
+    for name, (build, shape) in CASES.items():
+        if not name.startswith(only) or (device == "cpu" and name.startswith("large")):
+            continue
+        torch.manual_seed(0)
+        array = torch.rand(shape, pin_memory=device != "cpu").numpy()
+        step = sgd_step(build().to(device), array, device)
+
+        def guarded(reads: str, step: Step = step) -> None:
+            with gl.guard(reads=reads):
+                step()
+
+        made = {"without": lambda step=step: step}
+        made |= {reads: lambda reads=reads, guarded=guarded: partial(guarded, reads) for reads in ("backward", "any")}
+        ways = race(made, setting, repeats, warm_up=2, label=name)
+        row = [name, "×".join(map(str, shape)), f"{1000 * statistics.median(ways['without'].seconds):.1f}"]
+        for reads in ("backward", "any"):
+            found = sorted(ratios(ways, "without", reads))
+            row.append(f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})")
+        rows.append(row)
+        print(*rows[-1], flush=True)
+    steps = table('one step of SGD|input|without, ms|times as long|with reads="any"', rows)
+    text = f"{made_by()}\n\n{steps}"
+    show("What the guard costs", write, measured=text)
+
+
+def sgd_step(net: nn.Module, array: np.ndarray, device: str) -> Step:
+    target = torch.zeros(len(array), dtype=torch.long, device=device)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        x = torch.from_numpy(array).to(device, non_blocking=True)
+        F.cross_entropy(net(x), target).backward()
+        optimizer.step()
+
+    return step
+
+
+ARITHMETICS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in ("tf32", "bfloat16", "float16", "float8_e4m3fn")},
+    "ampere": {"name": CHIPS["ampere"]},  # in TF32, whatever this program allows
+    "hopper": {"name": CHIPS["hopper"]},
+    "split-4": {"order": "split-4"},
+}
+WINDOW = "PredNet, a window of the quick profile"
+
+
+def laptop_steps() -> dict[str, Step]:
+    """Training steps of the size that people train on a laptop."""
+
+    def squared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
+        net, x = make(), torch.randn(shape)
+        return lambda: net(x).square().mean().backward()
+
+    steps = {name: squared(*CASES[name]) for name in ("resnet18", "LSTM", "Transformer encoder")}
+    frames, images = torch.rand(10, 1, 3, 48, 64), torch.rand(1, 1, 28, 28)
+    prednet, autoencoder = gl.models.PredNet(channels=(3, 16, 32), size=(48, 64)), gl.models.Autoencoder()
+    steps[WINDOW] = lambda: F.mse_loss(prednet(frames)[0][:-1], frames[1:]).backward()
+    steps["autoencoder, one image"] = lambda: F.mse_loss(autoencoder(images), images).backward()
+    return steps
+
+
+def emulated(step: Step, how: dict[str, Any]) -> Step:
+    def under() -> None:
+        with gl.emulate(**how):
+            step()
+
+    return under
+
+
+@app.command()
+def emulation(repeats: int = 9, write: Write = None) -> None:
+    """A training step under emulation over a plain one, which take turns: the median of paired ratios."""
+    rows, cpu = [], gl.Setting.parse("cpu")
+
+    def paired(step: Step, ways: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+        made = {"plain": lambda: step} | {name: lambda how=how: emulated(step, how) for name, how in ways.items()}
+        return race(made, cpu, rounds, warm_up=1)
+
+    steps = laptop_steps()
+    for name, step in steps.items():
+        ways = paired(step, ARITHMETICS, repeats)
+        cells = [name, f"{1000 * statistics.median(ways['plain'].seconds):.3g}"]
+        for way in ARITHMETICS:
+            low, middle, high = quartiles(ratios(ways, "plain", way))
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        rows.append(cells)
+        print(*cells, flush=True)
+    text = f"{machine()}, {repeats} pairs.\n\n{table('|'.join(['step', 'plain, ms', *ARITHMETICS]), rows)}"
+    show("What emulation costs", write, measured=text)
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,196 @@
+"""A text classifier, trained in every precision: one of the sections that notebook 07 shows.
+
+    python benchmarks/recording/record.py speed cpu:threads=1 --parts text --write data/measured/speed-my-cpu.json
+
+The texts are the docstrings of Python's standard library, and the question is which package one stands in.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import functools
+import itertools
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from companion.workloads import VOCABULARY, Row, TextNet, clocked
+from gpulab.device.rooflines import timed
+from gpulab.errors import in_one_line
+from gpulab.settings import Setting
+
+# Packages of the standard library that every supported Python has, each with more than a hundred docstrings.
+PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
+TRAINING = {"smoke": (1, 16, 32), "quick": (2, 32, 64), "paper": (8, 64, 128)}  # epochs, words, width
+SEEDS = 6
+CORPUS = "docstrings"  # as it is named in the rows
+BATCH = 32
+SLOW = 4.0  # a format whose products take this much longer than float32's is not trained in
+
+
+@functools.cache
+def docstrings() -> tuple[list[str], list[str]]:
+    """What the standard library says of itself: docstrings, each once, and the package that each stands in.
+
+    Read from the source, which is not executed.
+
+    Examples:
+        >>> texts, packages = docstrings()
+        >>> len(texts) == len(set(texts)) == len(packages), sorted(set(packages)) == sorted(PACKAGES)
+        (True, True)
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        for file in sorted((library / package).rglob("*.py")):
+            if {"test", "tests"} & set(file.relative_to(library).parts):
+                continue
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = ast.get_docstring(node) or ""
+                    if len(text.split()) >= 5:
+                        found.setdefault(text, package)
+    return list(found), list(found.values())
+
+
+def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
+    """The first words of each text as numbers from 1, by a hash that is the same everywhere; 0 behind the last.
+
+    Examples:
+        >>> as_words(["a b", "a"], 3).tolist()[1]
+        [2728, 0, 0]
+    """
+    numbers = np.zeros((len(texts := list(texts)), length), np.int64)
+    for row, text in enumerate(texts):
+        words = re.findall(r"[a-z]+", text.lower())[:length] or ["none"]
+        numbers[row, : len(words)] = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words]
+    return torch.from_numpy(numbers)
+
+
+def split(length: int, every: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Words and classes to train on, and those of every fifth text, which are held out."""
+    texts, names = (part[::every] for part in docstrings())
+    labels = torch.from_numpy(np.unique(names, return_inverse=True)[1])
+    words, held = as_words(texts, length), torch.arange(len(texts)) % 5 == 0
+    return words[~held], labels[~held], words[held], labels[held]
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+def text(setting: Setting, size: str) -> Iterator[Row]:
+    """A Transformer trained to name the package of a docstring, in each precision, from the same seeds.
+
+    Of each training the seconds, the joules where the device counts them, the mean loss of the last epoch, and the
+    accuracy on texts held out.
+    """
+    texts = split(TRAINING[size][1], every=2 if size == "smoke" else 1)
+    yield Row(CORPUS, "most frequent class", float((texts[3] == texts[1].mode().values).float().mean()), "accuracy")
+    against = precisions(setting)
+    for seed, (precision, why_not) in itertools.product(range(SEEDS), against.items()):
+        if not why_not:
+            for value, unit in trained(setting, size, texts, precision, seed):
+                yield Row(CORPUS, precision, value, unit, seed=seed)
+    yield from (Row(CORPUS, precision, note=why_not) for precision, why_not in against.items() if why_not)
+    for precision in ("float32", "bfloat16"):
+        way = f"{precision}, compiled"
+        if size != "paper":
+            yield Row(CORPUS, way, note="compiling takes longer than so short a training: at the paper size only")
+            continue
+        try:
+            for value, unit in trained(setting, size, texts, precision, 0, compiled=True):
+                yield Row(CORPUS, way, value, unit, seed=0)
+        except Exception as error:  # whatever the lack of a compiler raises
+            yield Row(CORPUS, way, note=f"cannot be compiled here: {in_one_line(error)[:120]}")
+
+
+def precisions(setting: Setting) -> dict[str, str]:
+    """The precisions that one may train in, each with what speaks against it on this device, or nothing.
+
+    Examples:
+        >>> precisions(Setting.parse("cpu"))["float32"]
+        ''
+    """
+    ampere = setting.kind == "cuda" and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
+    found = {"float32": "", "tf32": "" if ampere else "not on this device: NVIDIA's GPUs have TF32, from Ampere on"}
+    seconds = {}
+    for name in ("float32", "bfloat16", "float16"):
+        factor = torch.randn(256, 256).to(setting.device, getattr(torch, name))
+        seconds[name] = timed(setting, functools.partial(torch.mm, factor, factor), 2)[0]
+        slower = seconds[name] / seconds["float32"]
+        found[name] = f"products take {slower:.0f} times as long as in float32 here" if slower > SLOW else ""
+    return found
+
+
+def trained(
+    setting: Setting, size: str, texts: tuple[Tensor, ...], precision: str, seed: int, compiled: bool = False
+) -> Iterator[tuple[float, str]]:
+    """Numbers with their units, of one training."""
+    words, labels, held_words, held_labels = (part.to(setting.device) for part in texts)
+    torch.manual_seed(seed)
+    model = TextNet("Transformer", int(labels.max()) + 1, TRAINING[size][2]).to(setting.device)
+    read, optimizer = torch.compile(model) if compiled else model, torch.optim.Adam(model.parameters(), 2e-3)
+    order, half = torch.Generator().manual_seed(seed), precision.endswith("float16")
+    dtype = getattr(torch, precision) if half else torch.bfloat16
+    cast = functools.partial(torch.autocast, setting.kind, dtype, enabled=half)
+    scaler = torch.amp.GradScaler(setting.kind, enabled=precision == "float16")  # small gradients would become zero
+
+    def update(rows: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with cast():
+            loss = F.cross_entropy(read(words[rows]), labels[rows])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    def train() -> list[Tensor]:
+        losses: list[Tensor] = []
+        for _ in range(TRAINING[size][0]):
+            batches = torch.randperm(len(words), generator=order).to(setting.device).split(BATCH)
+            losses = [update(rows) for rows in batches if len(rows) == BATCH]
+        return losses
+
+    with (replace(setting, tf32=precision == "tf32") if setting.kind == "cuda" else setting).apply():
+        first = torch.linspace(0, len(words) - 1, BATCH, device=setting.device).long()
+        yield clocked(setting, lambda: update(first))[0], "s until the first update"
+        before = joules(setting)
+        seconds, losses = clocked(setting, train)
+        after = joules(setting)
+        yield seconds, "s"
+        if before is not None and after is not None:
+            yield after - before, "J"
+        yield float(torch.stack(losses).float().mean()), "loss"
+        with torch.no_grad(), cast():
+            found = torch.cat([model(part).argmax(1) for part in held_words.split(256)])
+        yield float((found == held_labels).float().mean()), "accuracy"
+
+
+def joules(setting: Setting) -> float | None:
+    """The energy that a GPU has used since its driver was loaded, by NVML's counter; None where nobody counts.
+
+    Examples:
+        >>> joules(Setting.parse("cpu")) is None
+        True
+    """
+    if setting.kind != "cuda" or torch.version.hip:
+        return None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle, used = ctypes.c_void_p(), ctypes.c_ulonglong()
+    uuid = f"GPU-{torch.cuda.get_device_properties(setting.device).uuid}".encode()
+    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used))
+    return None if failed else used.value / 1000

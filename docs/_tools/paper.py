@@ -1,0 +1,174 @@
+"""Write the papers from their templates `*.in` and the recorded runs: `python docs/_tools/paper.py`."""
+
+import functools
+import re
+from pathlib import Path
+
+import answer
+
+import companion
+import gpulab as gl
+
+ROOT = Path(__file__).parents[2]
+PAPER = ROOT / "docs" / "paper" / "paper.md"
+PAPERS = (PAPER, PAPER.with_name("rescience.md"), PAPER.with_name("metadata.yaml"))
+
+
+def minutes():
+    """How many minutes all notebooks take in the smallest profile, as the page of costs has it."""
+    costs = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
+    ((whole, seconds),) = re.findall(r"^\| `python -m companion`, smoke: .+?\| (\d+) min (\d+) s", costs, re.M)
+    return round(int(whole) + int(seconds) / 60)
+
+
+@functools.cache
+def numbers():
+    """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
+    pairs = answer.counted(answer.pairs())
+    studies = {path.stem.partition("-")[0] for path in (ROOT / "data" / "studies").glob("*.parquet")}
+    poles = gl.recorded_runs("cartpole").pivot_table(index="seed", columns="keep", values="steps_up")
+    means = poles.mean()  # overwritten frames are `as_tensor`, copied ones `tensor`
+    return {
+        "notebooks": len([*(ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")]),
+        "sessions": len([*(ROOT / "docs" / "seminar").glob("session*.md")]),
+        "runs": len(companion.atlas()) + sum(len(gl.recorded_runs(name)) for name in studies),
+        **{name: f"{worse} of {count}" for name, (worse, count, _) in pairs.items()},
+        "device_decision": answer.device_table().loc["final loss of all seeds", "decision"],
+        "cartpole": share(means.as_tensor / means.tensor),
+        "cartpole_seeds": len(poles),
+        **replication(),
+        "smoke": minutes(),
+    }
+
+
+def compared(condition, reference):
+    """Two conditions, such as `GPU, overwritten frames`, of which only the device or only the frames differ."""
+    (device, frames), (other_device, other_frames) = (each.split(", ") for each in (condition, reference))
+    if device == other_device:
+        return f"{device}: {frames.removesuffix(' frames')} against {other_frames}"
+    return f"{frames}: {device} against {other_device}"
+
+
+def replication():
+    """What is said of the authors' code: its comparisons, the first gradients, and the round trip."""
+    runs = companion.published_runs()
+    table = companion.published_table(runs)
+    full, half = (table[table["size"] == size] for size in ("160x120", "80x56"))
+    first = companion.recorded_windows().query("window == 0 and not of.str.contains('trip')")
+    shared = ["cpu reused", "cuda shared"]
+    of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
+    unlike = of.isin(shared) != against.isin(shared)
+    trips = companion.round_trips(runs)
+    return {
+        "comparisons": comparisons(table),
+        "statistics": statistics(table, runs),
+        "counts": counts(full, half, runs),
+        **devices_apart(half, runs),
+        "alike": f"{first[~unlike].gradient_difference.max():.1e}",
+        "unlike": share(first[unlike].gradient_difference.min()),
+        "same_losses": f"{first[unlike].same_losses.sum()} of {first[unlike].losses.sum()}",
+        "trips": f"{trips.same_bits.sum():,} of {trips.windows.sum():,}",
+        "gpu_minutes": f"{runs[runs.device == 'cuda'].seconds.mean() / 60:.0f}",
+        "cpu_minutes": f"{runs[runs.device == 'cpu'].seconds.mean() / 60:.0f}",
+        "cpu_hours": f"{runs[runs.device == 'cpu'].seconds.sum() / 3600:.0f}",
+    }
+
+
+def share(number, digits=1):
+    """A share in per cent, as it stands in a text."""
+    return f"{number:.{digits}%}".replace("%", " %").replace("-", "−")
+
+
+def rows_of(table):
+    """What is compared, on which film, and the rows of its two endpoints: the final loss and the share."""
+    for _, pair in table.groupby(["family", "film", "size", "condition", "reference"], sort=False):
+        loss, beats = pair[pair.endpoint == "final loss"].iloc[0], pair[pair.endpoint != "final loss"].iloc[0]
+        yield compared(loss.condition, loss.reference), f"{loss.film}, {loss['size'].replace('x', '×')}", loss, beats
+
+
+def in_markdown(heads, widths, rows):
+    """A table whose columns have these widths on a page, against each other."""
+    lines = [f"| {heads} |", f"|{'|'.join('-' * width for width in widths)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def comparisons(table):
+    """A row for each comparison: how many seeds end higher, by how much, and what is decided."""
+    rows = [
+        [
+            *(what, film, f"{loss.worse} of {loss.seeds}", f"{loss.ratio:.2f}", loss.decision),
+            *(f"{beats.beat} for {beats.beat_reference}", beats.decision),
+        ]
+        for what, film, loss, beats in rows_of(table)
+    ]
+    heads = "compared | film | higher loss in | times as high | loss is | beat repeating | share is"
+    return in_markdown(heads, [22, 12, 12, 9, 13, 11, 13], rows)
+
+
+def statistics(table, runs):
+    """A row for each comparison: difference and margin of the loss in per cent, and the p values."""
+    rows = []
+    for what, film, loss, beats in rows_of(table):
+        here = (runs.film == loss.film) & (runs["size"] == loss["size"]) & (runs.condition == loss.reference)
+        mean = runs[here].final_loss.mean()
+        interval = f"{share(loss.difference / mean)} [{share(loss.low / mean)}, {share(loss.high / mean)}]"
+        numbers = [f"{p:.1g}".replace("1e+00", "1") for p in (loss.p_holm, loss.p_equivalent, beats.p_holm)]
+        rows.append([what, film, interval, f"±{share(loss.margin / mean)}", *numbers])
+    heads = "compared | film | difference of the loss | margin | p, different | p, equivalent | p, share"
+    return in_markdown(heads, [22, 12, 24, 8, 11, 11, 9], rows)
+
+
+def counts(full, half, runs):
+    """A row for each size and device: pairs that differ in the condition alone, and whether a test was planned."""
+    on_gpu = full[full.endpoint == "final loss"]
+    on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, copied frames")]
+    losses = losses_by_condition(runs)
+    worse = losses["GPU, overwritten frames"] > losses["GPU, copied frames"]
+    rows = [
+        ["GPU, 160×120, three films", "imitated", "yes", f"{on_gpu.worse.sum()} of {on_gpu.seeds.sum()}"],
+        ["CPU, 80×56, walk", "as published", "yes", f"{on_cpu.worse.sum()} of {on_cpu.seeds.sum()}"],
+        ["GPU, 80×56, walk", "imitated", "no", f"{worse.sum()} of {len(worse)}"],
+    ]
+    return in_markdown("where | overwriting | test planned | higher loss in", [28, 16, 16, 16], rows)
+
+
+def losses_by_condition(runs):
+    """The final loss at half the size, a row for each seed and a column for each condition."""
+    return runs[runs["size"] == "80x56"].pivot_table(index="seed", columns="condition", values="final_loss")
+
+
+def devices_apart(half, runs):
+    """What a CPU and a GPU have in common at half the size, and what the line does there."""
+    losses = losses_by_condition(runs)
+    own = losses["CPU, copied frames"] / losses["GPU, copied frames"] - 1
+    direct = losses["CPU, overwritten frames"] / losses["GPU, copied frames"]
+    furthest = own.abs().idxmax()
+    close = own.drop(furthest).abs()
+    rows = half[half.endpoint == "final loss"].set_index(["condition", "reference"])
+    device = rows.loc[("CPU, copied frames", "GPU, copied frames")]
+    line = rows.loc[("CPU, overwritten frames", "CPU, copied frames")]
+    intervals = {
+        name: " to ".join(share(end / losses[reference].mean(), 0) for end in (row.low, row.high))
+        for name, row, reference in (
+            ("device_interval", device, "GPU, copied frames"),
+            ("line_interval", line, "CPU, copied frames"),
+        )
+    }
+    return {
+        "close": f"{len(close)} of {len(own)}",
+        "within": share(close.max()),
+        "outlier": f"{share(abs(own[furthest]), 0)} {'lower' if own[furthest] < 0 else 'higher'}",
+        "direct": f"{(direct > 1).sum()} of {len(direct)}",
+        "direct_ratio": f"{direct.median():.2f}",
+        **intervals,
+    }
+
+
+def paper(file=PAPER):
+    """The text of a paper."""
+    return file.with_name(f"{file.name}.in").read_text(encoding="utf-8").format(**numbers())
+
+
+if __name__ == "__main__":
+    for each in PAPERS:
+        each.write_text(paper(each), encoding="utf-8")

@@ -1,0 +1,6 @@
+from .audits import Audit as Audit
+from .audits import audit as audit
+from .compiled import CompiledAudit as CompiledAudit
+from .compiled import Step as Step
+from .recording import record as record
+from .traces import Trace as Trace

@@ -1,0 +1,3 @@
+from .findings import Overwritten as Overwritten
+from .guards import Guard as Guard
+from .guards import guard as guard

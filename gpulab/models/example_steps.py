@@ -1,0 +1,81 @@
+"""Training steps of well-known networks, the same on every machine: for `gpulab record` and the tests.
+
+    gpulab record gpulab.models.example_steps:resnet18 resnet18.trace --setting cuda:tf32=off
+
+Each name of `STEPS` is an attribute of this module, a `gpulab.Step` that is made when it is asked for. Weights and data
+are drawn by one plain generator from a seed, because the initial weights of libraries change between versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpulab.data.datasets import load
+from gpulab.errors import extra
+from gpulab.models.prednet import PredNet
+from gpulab.steps import Step
+
+
+def _image_step(make: Callable[[Any], nn.Module], size: int, batch: int) -> Step:
+    """A step of a network that `make` takes from `torchvision.models`, on square images."""
+    with extra("notebooks"):
+        from torchvision import models
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(batch, 3, size, size, generator=generator)
+    labels = torch.randint(0, 1000, (batch,), generator=generator)
+    return Step(_draw_weights(make(models)), (images, labels), F.cross_entropy)
+
+
+def _sequence_step(model: nn.Module, length: int, batch: int, width: int) -> Step:
+    generator = torch.Generator().manual_seed(1)
+    return Step(_draw_weights(model), torch.randn(length, batch, width, generator=generator))
+
+
+def _draw_weights(model: nn.Module) -> nn.Module:
+    """Draw matrices and kernels with variance 1 / fan-in; leave vectors of zeros or ones as they are."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            fan_in = parameter[0].numel()
+        elif not parameter.data.any() or (parameter.data == 1).all():
+            continue  # biases and the weights of normalisations
+        else:
+            fan_in = parameter.numel()
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(fan_in))
+    return model
+
+
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def _prednet_step() -> Step:
+    window = next(load("walk", frames=40, size=(48, 64)).windows(6))
+    frames = torch.from_numpy(window.frames).float().div(255)
+    model = PredNet(channels=(3, 16, 32), size=(48, 64))
+    return Step(model, (frames[:-1, None], frames[1:, None]), lambda out, coming: F.mse_loss(out[0], coming))
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "resnet18": lambda: _image_step(lambda models: models.resnet18(), 64, 4),
+    "mobilenet_v3_small": lambda: _image_step(lambda models: models.mobilenet_v3_small(), 64, 4),
+    "vit_b_16": lambda: _image_step(lambda models: models.VisionTransformer(32, 16, 12, 12, 768, 3072), 32, 2),
+    "lstm": lambda: _sequence_step(nn.LSTM(16, 32, 2), 12, 4, 16),
+    "transformer": lambda: _sequence_step(_transformer(), 10, 4, 64),
+    "prednet": _prednet_step,
+    "densenet121": lambda: _image_step(lambda models: models.densenet121(), 64, 4),
+    "efficientnet_b0": lambda: _image_step(lambda models: models.efficientnet_b0(), 64, 4),
+}
+
+
+def __getattr__(name: str) -> Step:
+    if name not in STEPS:
+        raise AttributeError(f"no step {name!r} in {__name__}; there are {', '.join(STEPS)}")
+    return STEPS[name]()

@@ -1,0 +1,2 @@
+from .verdicts import Verdict as Verdict
+from .verdicts import verdict as verdict

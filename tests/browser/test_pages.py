@@ -1,0 +1,190 @@
+"""Pages in a real browser, as wide as a desktop and a phone: no errors, all pictures and links."""
+
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from page_faults import OpenedPage
+
+from companion.report import write_report
+from companion.run import Result
+
+pytestmark = pytest.mark.slow("opens pages in a browser")
+
+ROOT = Path(__file__).parents[2]
+DESKTOP, PHONE = 1280, 390  # pixels
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# A browser of the tests looks for no updates, and opens no connection of its own.
+ARGUMENTS = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+ARGUMENTS += ["--disable-component-update", "--disable-sync"]
+AS_ROOT = ["--no-sandbox"]  # Chromium refuses to start in its sandbox as root
+# Goes through a deck, answers included, and lists the slides with something outside of the window.
+OVERFULL_SLIDES = """() => {
+    const overfull = new Set();
+    const isOutside = element => {
+        const box = element.getBoundingClientRect();
+        const isShown = box.width > 0 && !element.closest("math, .fragment:not(.visible)");
+        const isTooWide = box.left < -1 || box.right > innerWidth + 1;
+        return isShown && (isTooWide || box.bottom > innerHeight + 1);
+    };
+    for (let isLast = false; !isLast; Reveal.next()) {
+        isLast = Reveal.isLastSlide() && !Reveal.availableFragments().next;
+        const slide = Reveal.getCurrentSlide();
+        if ([...slide.querySelectorAll("*")].some(isOutside))
+            overfull.add(`${Reveal.getIndices().h + 1}: ${slide.querySelector("h2").textContent}`);
+    }
+    return [...overfull];
+}"""
+FILL_A_SLIDE = """() => document.querySelectorAll(".slides section")[2].insertAdjacentHTML(
+    "beforeend", "<div style='flex: none; height: 900px'>much</div>")"""
+PICTURE_CHANGED = "source => document.querySelector('.widget-html img').src !== source"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The system's Chromium or Chrome, or what the environment variable `GPULAB_BROWSER` names."""
+    missing = "Playwright is not installed: pip install playwright"
+    api = pytest.importorskip("playwright.sync_api", reason=missing)
+    installed = filter(None, map(shutil.which, BROWSERS))
+    executable = os.environ.get("GPULAB_BROWSER") or next(installed, None)
+    if executable is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed, and GPULAB_BROWSER is not set")
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    with api.sync_playwright() as playwright:
+        arguments = [*ARGUMENTS, *(AS_ROOT if is_root else [])]
+        opened = playwright.chromium.launch(executable_path=executable, args=arguments)
+        yield opened
+        opened.close()
+
+
+# --- the pages --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of a notebook that is executed now."""
+    folder = tmp_path_factory.mktemp("build")
+    command = [sys.executable, "-m", "companion", "--profile", "smoke", "--only", "10"]
+    command += ["--output", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return (folder / "report" / "index.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def report_of_all_notebooks(tmp_path_factory):
+    """The report of all notebooks as they are committed, with the figures of each."""
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    results = [Result(notebook, seconds=0, peak_bytes=0, error=None) for notebook in notebooks]
+    return write_report(results, tmp_path_factory.mktemp("build"), "quick").as_uri()
+
+
+@pytest.fixture(scope="module")
+def front_page(site):
+    return (site / "index.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def deck(slides):
+    return (slides / "05_the_anomaly.slides.html").as_uri()
+
+
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+@pytest.mark.parametrize("name", ["report", "report_of_all_notebooks", "front_page", "deck"])
+def test_page_is_whole(browser, request, name, width):
+    with OpenedPage(browser, request.getfixturevalue(name), width) as page:
+        assert page.tab.locator("h1, h2").first.is_visible()
+        assert page.tab.evaluate("document.images.length") > 0
+        assert page.faults() == []
+
+
+def test_every_slide_fits_into_its_window(browser, slides):
+    decks = sorted(slides.glob("*.slides.html"))
+    assert len(decks) > 10
+    overfull = {}
+    for deck in decks:
+        with OpenedPage(browser, deck.as_uri(), DESKTOP) as page:
+            overfull[deck.name] = page.tab.evaluate(OVERFULL_SLIDES)
+            assert page.tab.evaluate("Reveal.isLastSlide()")
+            assert page.faults() == []
+    assert {name: found for name, found in overfull.items() if found} == {}
+
+
+def test_a_slide_that_is_too_full_is_found(browser, deck):
+    with OpenedPage(browser, deck, DESKTOP) as page:
+        page.tab.evaluate(FILL_A_SLIDE)
+        overfull = page.tab.evaluate(OVERFULL_SLIDES)
+    assert [slide.partition(":")[0] for slide in overfull] == ["3"]
+
+
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+def test_explorer_is_whole_and_a_slider_moves_what_it_shows(browser, explorer_server, width):
+    with OpenedPage(browser, explorer_server.address("saddle"), width) as page:
+        slider = page.tab.locator(".widget-slider", has_text="turn").get_by_role("slider")
+        slider.wait_for(state="visible")
+        picture = page.tab.locator(".widget-html img")
+        picture.wait_for(state="visible")
+        source, angle = picture.get_attribute("src"), float(slider.get_attribute("aria-valuenow"))
+        slider.press("ArrowRight")
+        page.tab.wait_for_function(PICTURE_CHANGED, arg=source)
+        assert float(slider.get_attribute("aria-valuenow")) > angle
+        assert page.faults() == []
+
+
+# --- the checks find what they look for -----------------------------------------------------------
+
+HEAD = """<!doctype html><meta name="viewport" content="width=device-width">
+<link rel="icon" href="data:,">"""
+WHOLE = "<h1 id='here'>A page</h1> <a href='#here'>here</a> <a href='other.html#there'>there</a>"
+# What is added to the whole page, and how each fault that it makes begins.
+PLANTED = {
+    "nothing": ("", []),
+    "error": ("<script>console.error('planted')</script>", ["console error: planted"]),
+    "exception": ("<script>throw new Error('planted')</script>", ["exception: planted"]),
+    "missing picture": ("<img src='none.png'>", ["request failed: ", "missing picture: <img"]),
+    "unreadable picture": ("<img src='data:image/png;base64,AAAA'>", ["missing picture: <img"]),
+    "missing style": ("<link rel='stylesheet' href='none.css'>", ["request failed: "]),
+    "style of another host": (
+        "<link rel='stylesheet' href='https://example.invalid/a.css'>",
+        ["request to another host: https://example.invalid/a.css"],
+    ),
+    "link to no page": ("<a href='none.html'>none</a>", ["broken link: "]),
+    "link to no anchor": ("<a href='#none'>none</a>", ["broken link: "]),
+    "link to no anchor elsewhere": ("<a href='other.html#none'>none</a>", ["broken link: "]),
+    "wide page": ("<div style='width: 500px'>wide</div>", ["scrolls sideways: "]),
+}
+
+
+@pytest.fixture
+def folder_server(tmp_path):
+    """The address of a server of a temporary folder."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Handler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_served", [False, True], ids=["file", "server"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_every_planted_fault_is_found(browser, folder_server, tmp_path, planted, is_served):
+    text, expected = PLANTED[planted]
+    (tmp_path / "index.html").write_text(f"{HEAD}{WHOLE}{text}")
+    (tmp_path / "other.html").write_text("<!doctype html><h1 id='there'>Another page</h1>")
+    address = folder_server if is_served else tmp_path.as_uri()
+    with OpenedPage(browser, f"{address}/index.html", PHONE) as page:
+        faults = page.faults()
+    for start in expected:
+        assert any(fault.startswith(start) for fault in faults), faults
+    assert bool(faults) == bool(expected), faults
