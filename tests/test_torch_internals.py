@@ -713,6 +713,7 @@ def wrapped_by_a_transform():
     return wrapped[0]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_plain_tensors_and_their_memory():
     x = torch.arange(6.0).reshape(2, 3)
     others = [x.to_sparse(), x.to("meta"), wrapped_by_a_transform(), torch.nested.nested_tensor([x]), 1.0]
