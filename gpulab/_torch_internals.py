@@ -78,13 +78,13 @@ Tested: torch 2.6 and 2.15. If it changes: Hessians of such losses are computed 
 fused_lstm_cell = torch.ops.aten._thnn_fused_lstm_cell
 """The kernel of `nn.LSTMCell` on a GPU: from the gates and the cell to the new state and cell.
 
-Tested: torch 2.15, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
+Tested: torch 2.11, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
 """
 
 fused_lstm_cell_backward = torch.ops.aten._thnn_fused_lstm_cell_backward_impl
 """The gradients of `fused_lstm_cell`.
 
-Tested: torch 2.15, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
+Tested: torch 2.11, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
 """
 
 OPERATOR_MODULE = "torch._ops"
@@ -910,7 +910,7 @@ def register_gpu_wait_callback(callback: Callable[..., None]) -> None:
 
     It cannot be removed again.
 
-    Tested: torch 2.15, on CUDA. If it changes: the guard reports copies that were waited for.
+    Tested: torch 2.11, on CUDA. If it changes: the guard reports copies that were waited for.
     """
     from torch.cuda import _gpu_trace
 
@@ -923,7 +923,7 @@ def register_gpu_wait_callback(callback: Callable[..., None]) -> None:
 def is_event_finished(event: torch.cuda.Event) -> bool:
     """Whether an event has been passed, as `Event.query`, which the guard replaces, would say.
 
-    Tested: torch 2.15, on CUDA. If it changes: the guard keeps finished copies.
+    Tested: torch 2.11, on CUDA. If it changes: the guard keeps finished copies.
     """
     return torch._C._CudaEventBase.query(event)
 
@@ -931,7 +931,7 @@ def is_event_finished(event: torch.cuda.Event) -> bool:
 def clear_cublas_workspaces() -> None:
     """Release the memory that cuBLAS keeps for each stream.
 
-    Tested: torch 2.15, on CUDA. If it changes: two CUDA graphs overwrite each other's memory.
+    Tested: torch 2.11, on CUDA. If it changes: two CUDA graphs overwrite each other's memory.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
@@ -939,6 +939,6 @@ def clear_cublas_workspaces() -> None:
 def compile_elementwise_kernel(code: str) -> Callable[..., Tensor]:
     """Compile a function of C++ that computes one element, as a kernel for tensors.
 
-    Tested: torch 2.15, on CUDA. If it changes: products with Hessians fail on GPUs.
+    Tested: torch 2.11, on CUDA. If it changes: products with Hessians fail on GPUs.
     """
     return torch.cuda.jiterator._create_jit_fn(code)
