@@ -47,6 +47,8 @@ class NetworkRun(PlannedRun):
         model: The network. Its weights are drawn by `draw_weights`, unless it holds loaded ones.
         model_options: What makes the network, as the record keeps it.
         data: What it learns from.
+        data_content: The digest of the files that the data are read from, empty if there are none; None if the data are
+            of a class of the user's own, whose content cannot be known.
         frames: How many frames or images to train on.
         window: How many of them the loss is noted for.
         learning_rate: Adam's.
@@ -57,6 +59,7 @@ class NetworkRun(PlannedRun):
     model: Trainable
     model_options: Options
     data: Data
+    data_content: str | None
     frames: int
     window: int
     learning_rate: float
@@ -127,6 +130,7 @@ class NetworkRun(PlannedRun):
             model=model,
             model_options=described,
             data=loaded,
+            data_content=loaded.content if type(loaded).__module__.startswith("gpulab.") else None,
             frames=frames,
             window=window,
             learning_rate=learning_rate,
@@ -149,20 +153,17 @@ class NetworkRun(PlannedRun):
     @property
     def contents(self) -> dict[str, str]:
         """The version of the code, and the digest of the files that the data are read from."""
-        return {"code": str(CODE_VERSION), "content": self._data_content() or ""}
+        return {"code": str(CODE_VERSION), "content": self.data_content or ""}
 
     @property
     def unknown_content(self) -> str:
         """The data, if they are of a class of the user's own."""
-        return f"data {self.data.name!r}" if self._data_content() is None else ""
+        return f"data {self.data.name!r}" if self.data_content is None else ""
 
     @property
     def unusual_factors(self) -> Options:
         """The factors that have another than their usual value."""
         return {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
-
-    def _data_content(self) -> str | None:
-        return self.data.content if type(self.data).__module__.startswith("gpulab.") else None
 
     @contextlib.contextmanager
     def activated(self) -> Iterator[None]:
