@@ -285,3 +285,14 @@ def seeded(setting: Setting, seed: int) -> Iterator[None]:
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that require gradients, in the order of `model.parameters()`.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> _ = layer.bias.requires_grad_(False)
+    >>> [parameter is layer.weight for parameter in trainable_parameters(layer)]
+    [True]
+    """
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -180,15 +180,20 @@ def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Nested], Nested]:
 
 
 def _has_nan(tensor: Tensor) -> bool:
+    """Whether a tensor has a NaN.
+
+    >>> _has_nan(torch.tensor([torch.inf, -torch.inf])), _has_nan(torch.tensor([1.0, torch.nan]))
+    (False, True)
+    """
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
 
 
 def _copy(value: Nested) -> Nested:
-    """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel.
+    """Copy a tensor so that it has the same strides, gaps included: another layout may select another kernel.
 
-    >>> _has_nan(torch.tensor([torch.inf, -torch.inf])), _has_nan(torch.tensor([1.0, torch.nan]))
-    (False, True)
+    >>> _copy(torch.arange(6).reshape(2, 3).T).stride()
+    (1, 3)
     """
     if not isinstance(value, Tensor):
         return value

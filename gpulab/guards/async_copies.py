@@ -33,7 +33,7 @@ from gpulab._torch_internals import (
 from gpulab.guards.call_sites import user_line
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory_digest
-from gpulab.guards.memory import overlap
+from gpulab.guards.holders import overlap
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpulab._torch_internals import Span
 from gpulab.guards.call_sites import Line
-from gpulab.guards.memory import Holder
+from gpulab.guards.holders import Holder
 
 SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
 READ = "{function} read a tensor, {tensor}: "

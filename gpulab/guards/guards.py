@@ -44,7 +44,7 @@ from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, Usa
 from gpulab.guards.call_sites import Line, user_line
 from gpulab.guards.findings import Overwritten, Step
 from gpulab.guards.fingerprints import fingerprint
-from gpulab.guards.memory import Holder, nearest_holder, overlap
+from gpulab.guards.holders import Holder, nearest_holder, overlap
 from gpulab.guards.reentrancy import at_work, own_work
 from gpulab.guards.shared_reads import SharedReads
 

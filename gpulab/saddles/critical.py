@@ -25,7 +25,7 @@ from gpulab.errors import UsageError
 from gpulab.report import Progress
 from gpulab.saddles.hessians import Hessian, hessian
 from gpulab.saddles.objectives import Batch, Loss, Objective
-from gpulab.saddles.operators import trained
+from gpulab.steps import trainable_parameters
 
 if TYPE_CHECKING:
     pass
@@ -165,7 +165,7 @@ def find_critical_point(model: nn.Module, loss: Loss, batch: Batch, *, progress:
     if batch is None:
         raise UsageError("the search goes on with a copy of the model: give a batch and a loss of the outputs")
     searched, objective = copy.deepcopy(model).double(), Objective.of(loss, batch).double()
-    parameters = trained(searched)
+    parameters = trainable_parameters(searched)
     if (count := sum(parameter.numel() for parameter in parameters)) > LARGEST:
         raise UsageError(f"{count:,} parameters: each step writes the Hessian out, and it has at most {LARGEST:,} rows")
     damping, scale = 1e-2, 0.0  # the largest |λ| met so far

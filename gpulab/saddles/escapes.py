@@ -30,10 +30,10 @@ from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import machine, passport
 from gpulab.report import Progress, Report
 from gpulab.saddles.critical import CriticalPoint
-from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
+from gpulab.steps import trainable_parameters
 from gpulab.store.recorded import read_tables, recorded_folder
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Weights:
     def __init__(self, model: nn.Module, setting: Setting, masters: bool = False) -> None:
         self.setting = setting
         self.net = copy.deepcopy(model).to(setting.device, setting.dtype)
-        self.parameters = trained(self.net)
+        self.parameters = trainable_parameters(self.net)
         self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
         self.moved = self.parameters
         if masters:
@@ -125,7 +125,7 @@ class Descent:
         (pair,) = saddle.objective.batches
         inputs, targets = (tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in pair)
         self.data = inputs, targets
-        self.saddle = weights.flat(trained(saddle.model))
+        self.saddle = weights.flat(trainable_parameters(saddle.model))
         self.values, self.directions = (tensor.to(weights.float64_device) for tensor in saddle.unstable)
         self.moved: list[float] = []  # of each step, the share of the weights that it changed
 

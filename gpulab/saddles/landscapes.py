@@ -20,7 +20,7 @@ from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.eigenpairs import extreme_eigenpairs
 from gpulab.saddles.hessians import hessian
 from gpulab.saddles.objectives import Batch, Loss, Objective
-from gpulab.saddles.operators import trained
+from gpulab.steps import trainable_parameters
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -233,7 +233,7 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
     along = np.linspace(-extent, extent, 2 * places + 1)
     across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))
     model = copy.deepcopy(saddle.model)
-    parameters = trained(model)
+    parameters = trainable_parameters(model)
     centre = parameters_to_vector(parameters).detach()
     losses = np.empty((len(across), len(along)))
     for row, column in np.ndindex(losses.shape):

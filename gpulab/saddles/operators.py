@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpulab.errors import DataError, UsageError
 from gpulab.numerics.emulation import float32_products
@@ -92,8 +92,3 @@ def dense(A: Operator) -> Float[Tensor, "n n"]:
     check_symmetric(A, identity, products)
     matrix = products.cpu().double()
     return (matrix + matrix.T) / 2
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model that require gradients."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -22,6 +22,7 @@ from torch import Tensor
 from gpulab.data.base import Window
 from gpulab.data.feed import Feed, Loader
 from gpulab.models.base import Trainable
+from gpulab.steps import trainable_parameters
 from gpulab.training.adam import Adam
 
 State = list[list[Tensor]] | None  # of each layer some tensors; None where a sequence begins
@@ -64,8 +65,7 @@ class Training:
     look_every: float = 0.0
 
     def __post_init__(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = Adam(trained, self.learning_rate)
+        self.optimizer = Adam(trainable_parameters(self.model), self.learning_rate)
 
     def note(self, losses: list[float], seconds: float) -> None:
         """Note the losses of a window's updates, their mean or the first that is not finite; and the window's time."""

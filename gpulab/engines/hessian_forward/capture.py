@@ -1,7 +1,4 @@
-"""Capture: every operation of a gradient computation, with the tangents that enter it, and their sums.
-
-A `Combination` is a sum of tangents times constants, element by element, in one pass.
-"""
+"""Capture: every operation of a gradient computation, with the tangents that enter it."""
 
 from __future__ import annotations
 

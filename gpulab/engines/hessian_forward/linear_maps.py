@@ -1,7 +1,4 @@
-"""A linear map as a list of steps, each of which applies to k tangents at once; how it is optimised, and replayed.
-
-The three bilinear maps of a convolution, for many tangents of one factor at once, come first.
-"""
+"""A linear map as a list of steps, each of which applies to k tangents at once; how it is optimised, and replayed."""
 
 from __future__ import annotations
 
