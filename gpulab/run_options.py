@@ -95,20 +95,39 @@ RUN_OPTIONS: dict[str, RunOption] = {
 FACTORS = {name: option for name, option in RUN_OPTIONS.items() if option.factor}
 
 
-def options_of_run(**options: OptionValue) -> dict[str, OptionValue]:
-    """The options that `gpulab.train` takes as arguments of its own, besides `data`, checked, each with its value.
+def check_option(name: str, value: OptionValue) -> OptionValue:
+    """Return the value of an option of `RUN_OPTIONS`. A whole number for a float is converted: 1 and 1.0 are one run.
 
     Raises:
-        UsageError: For an unknown option, or a value that there is not.
+        UsageError: For a value of another type, or one that is not among the choices.
+
+    Examples:
+        >>> check_option("learning_rate", 1)
+        1.0
     """
-    own = {name: option for name, option in RUN_OPTIONS.items() if option.of == "run" and name != "data"}
-    if unknown := sorted(options.keys() - own):
-        raise UsageError(f"no option {unknown[0]!r}; there are {', '.join(own)}")
-    for name, value in options.items():
-        kind, choices = own[name].read, own[name].choices
-        if choices and value not in choices:
-            raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
-        options[name] = float(value) if (type(value), kind) == (int, float) else value  # 1 and 1.0 are one run
-        if value is not None and type(options[name]) is not kind:
-            raise UsageError(f"{name} {value!r}: expected {kind.__name__}, not {type(value).__name__}")
-    return {name: options.get(name, option.usual) for name, option in own.items()}
+    option = RUN_OPTIONS[name]
+    if option.choices and value not in option.choices:
+        raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, option.choices))}")
+    if type(value) is int and option.read is float:
+        return float(value)
+    if value is not None and type(value) is not option.read:
+        raise UsageError(f"{name} {value!r}: expected {option.read.__name__}, not {type(value).__name__}")
+    return value
+
+
+def factors_of_run(**given: OptionValue) -> dict[str, OptionValue]:
+    """Return the value of each factor that is an argument of `gpulab.train`; those not given have their usual value.
+
+    Raises:
+        UsageError: For an unknown name, or a value that the factor cannot have.
+
+    Examples:
+        >>> factors_of_run(loader="copied")
+        {'loader': 'copied', 'flip': None, 'fast': True, 'draws': 'cpu'}
+    """
+    arguments = [name for name, option in RUN_OPTIONS.items() if option.of == "run" and name != "data"]
+    factors = {name: option.usual for name, option in FACTORS.items() if option.of == "run"}
+    unknown = sorted(given.keys() - factors.keys())
+    if unknown:
+        raise UsageError(f"no option {unknown[0]!r}; there are {', '.join(arguments)}")
+    return factors | {name: check_option(name, value) for name, value in given.items()}

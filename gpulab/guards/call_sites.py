@@ -20,7 +20,7 @@ from gpulab._torch_internals import current_node, newest_node_number, node_numbe
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-# The frames of the guard itself, and of the module through which it calls torch, are nobody's lines.
+# Frames of the guard, and of the module through which it calls torch, are never reported as the user's.
 OWN = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
 OUTSIDE = os.path.join(PACKAGE, "audits", "recording.py")  # what calls an audited step is none of its lines
 
@@ -57,12 +57,12 @@ class Line(NamedTuple):
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
     return not file.startswith((*OWN, "<frozen")) and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
 
 
-def _frames(thread: int = 0) -> Iterator[types.FrameType]:
+def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
     """The frames of this thread, the innermost first, and then those of another thread."""
     frame: types.FrameType | None
     for frame in (sys._getframe(), sys._current_frames().get(thread)):
@@ -73,8 +73,8 @@ def _frames(thread: int = 0) -> Iterator[types.FrameType]:
 
 def user_line(thread: int = 0) -> Line:
     """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
-    users = (frame for frame in _frames(thread) if _is_users(frame.f_code.co_filename))
-    others = (frame for frame in _frames(thread) if not frame.f_code.co_filename.startswith((*OWN, TORCH)))
+    users = (frame for frame in stack_frames(thread) if is_user_file(frame.f_code.co_filename))
+    others = (frame for frame in stack_frames(thread) if not frame.f_code.co_filename.startswith((*OWN, TORCH)))
     return next(map(line_of, itertools.chain(users, others)), Line("<unknown>", 0, "<unknown>"))
 
 
@@ -85,7 +85,7 @@ def line_of(frame: types.FrameType) -> Line:
 
 def innermost_line() -> str:
     """The innermost line of this thread that is neither torch's nor gpulab's, its models apart: `file:line: text`."""
-    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename != OUTSIDE, _frames()):
+    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename != OUTSIDE, stack_frames()):
         file = frame.f_code.co_filename
         if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
             name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)

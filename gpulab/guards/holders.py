@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpulab._torch_internals import Nested, Span, span_of
-from gpulab.guards.call_sites import _frames, _is_users, line_of
+from gpulab.guards.call_sites import is_user_file, line_of, stack_frames
 
 
 class Holder(NamedTuple):
@@ -45,8 +45,8 @@ def overlap(first: Span, second: Span) -> bool:
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
     """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it."""
-    for frame in itertools.chain(_frames(thread), _suspended_frames()):
-        if not _is_users(frame.f_code.co_filename):
+    for frame in itertools.chain(stack_frames(thread), _suspended_frames()):
+        if not is_user_file(frame.f_code.co_filename):
             continue
         for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
             yield frame, name, value

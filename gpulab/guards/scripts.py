@@ -12,7 +12,7 @@ from gpulab._torch_internals import OPERATOR_MODULE
 from gpulab.errors import OverwrittenError
 from gpulab.guards.guards import Guard
 
-OWN_MODULES = ("runpy", "gpulab.guards.", "gpulab._torch_internals")
+OWN_MODULES = ("runpy", "gpulab._torch_internals")  # besides those of gpulab.guards
 
 
 def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
@@ -53,7 +53,8 @@ def keep_own_frames(error: BaseException) -> None:
     trace, ours = error.__traceback__, False
     while trace:
         module = trace.tb_frame.f_globals.get("__name__", "")
-        ours = module.startswith(OWN_MODULES) or (ours and module == OPERATOR_MODULE)
+        is_own = module in OWN_MODULES or module.startswith("gpulab.guards.")
+        ours = is_own or (ours and module == OPERATOR_MODULE)
         if not ours:
             kept.append(trace)
         trace = trace.tb_next

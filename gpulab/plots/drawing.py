@@ -23,9 +23,9 @@ def draw(result: Report) -> Picture:
     Raises:
         TypeError: For a kind of result that no module draws.
     """
-    module = MODULES.get(type(result).__name__)
-    if module:
-        importlib.import_module(module)
+    for kind in type(result).__mro__:
+        if kind.__name__ in MODULES:
+            importlib.import_module(MODULES[kind.__name__])
     return drawn(result)
 
 

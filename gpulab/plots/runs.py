@@ -97,8 +97,8 @@ def curves(
     )
     panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]
     rows = -(-len(panels) // 2)
-    figure, drawn = theme.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
-    for axes, shown in zip(drawn, panels, strict=False):
+    figure, panel_axes = theme.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
+    for axes, shown in zip(panel_axes, panels, strict=False):
         look: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "errorbar": None, "ax": axes}
         lines = histories.assign(loss=smooth)[histories.name.isin(shown)]
         sns.lineplot(lines, units="id", estimator=None, lw=0.6, alpha=0.5, legend=False, **look)

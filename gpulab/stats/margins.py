@@ -49,7 +49,7 @@ def margin_sizes(
     n: ArrayLike,
     yes_or_no: bool = False,
 ) -> NDArray[np.float64]:
-    """The sizes of `margin_size` as they were for n seeds: only a margin in standard deviations depends on n.
+    """The margins that n seeds would give; only a margin in standard deviations depends on n.
 
     >>> margin_sizes("0.5sd", np.arange(12.0), n=[10, 12, 14]).round(4).tolist()  # wider with more seeds
     [1.0577, 1.1276, 1.1802]

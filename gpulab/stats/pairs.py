@@ -37,7 +37,7 @@ class Paired:
     def by_level(self) -> dict[Level, pd.DataFrame]:
         """The pairs of each other level, in the order of the runs."""
         others = dict.fromkeys(level for level in self.runs[self.factor] if level != self.reference)
-        levels = pd.Series([*others]).tolist()  # of one type, as in a column of a table: 1 beside 2.5 is 1.0
+        levels = pd.Series([*others]).tolist()  # a common type, as in a table column: 1 beside 2.5 becomes 1.0
         return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
 
     def losses_of_reference(self) -> NDArray[np.float64]:
@@ -80,7 +80,7 @@ def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: L
 
 
 def _notes_on_lost(checked: pd.DataFrame, unfinished: pd.DataFrame, factor: str) -> Iterator[str]:
-    """What is to be said of runs that cannot be read, and of those that did not finish."""
+    """Yield notes on runs that cannot be read, and on those that did not finish."""
     if damaged := checked.attrs.get("damaged", 0):
         yield f"{damaged} damaged run{'s' * (damaged > 1)} cannot be read, and may be missing from this."
     if len(unfinished):
@@ -93,7 +93,7 @@ def _notes_on_lost(checked: pd.DataFrame, unfinished: pd.DataFrame, factor: str)
 def _notes_on_averaged(
     first_runs: pd.DataFrame, runs: pd.DataFrame, metric: str, factor: str, block: str
 ) -> Iterator[str]:
-    """What is to be said of rows that were averaged to one for each level and block."""
+    """Yield notes on rows that were averaged to one for each level and block."""
     if len(runs) < len(first_runs):
         differing = ", ".join(_differing(first_runs, metric, factor, block)) or "no column"
         counts = f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor} and {block}"
@@ -101,7 +101,7 @@ def _notes_on_averaged(
 
 
 def _notes_on_skipped(skipped: int, reference: Level) -> Iterator[str]:
-    """What is to be said of repeated runs under other levels than the reference."""
+    """Yield notes on repeated runs under other levels than the reference."""
     if skipped:
         yield f"Not compared: {skipped:,} rows with `rerun` above 0 that are not under {reference}."
 

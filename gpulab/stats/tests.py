@@ -269,7 +269,7 @@ def sd_lower_limit(values: ArrayLike) -> float:
 
 
 def sd_lower_limits(values: ArrayLike, n: ArrayLike) -> Floats:
-    """The limits of `sd_lower_limit` that samples of n values had with the spread and the kurtosis of this one.
+    """The limits that samples of n values would have with this sample's standard deviation and kurtosis.
 
     >>> sd_lower_limits([1, 2, 3, 4], n=[4, 40]).round(4).tolist()
     [0.3521, 1.0267]

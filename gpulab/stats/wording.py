@@ -23,7 +23,7 @@ SURE = 10  # seeds, from which on the number that would settle it is more than a
 PARTS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}  # of the spread between seeds, by their number
 
 EFFECT = "{here} the {metric} differs by {amount} on average from that {there}"
-SENTENCES = {  # on a level, by its decision, or by what comes before one
+SENTENCES = {  # templates by decision, or by the special case that takes precedence over it
     "diverged": "{here} {diverged} of {runs} runs diverged, {there} {reference_diverged} of {reference_runs}.",
     "too few pairs": "Between {level} and {reference} nothing can be compared: {shared} finished {preposition} both.",
     "same bits": "{here} every {block} ends with the same bits as {there}, so there is nothing to test.",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 from gpulab import files
+from gpulab.passports import machine
 from gpulab.run_options import FACTORS, RUN_OPTIONS
 from gpulab.store.identities import of_content
 
@@ -47,6 +48,7 @@ class RunRecord(_RequiredRecord, total=False):
     captured: bool
     shared: bool
     diverged_at: int | None
+    resumed_at: int
     arithmetic: dict[str, Any]
     code: str
     content: str
@@ -71,9 +73,30 @@ def check_record(file: str, record: dict[str, Any]) -> RunRecord:
             record[key]
         for key in _RequiredSummary.__annotations__:
             record["summary"][key]
-        for key in () if "source" in record["configuration"] else ("data", "frames"):
-            record["configuration"][key]
+        _check_passport(record["passport"], device_of(record))
+        _check_configuration(record["configuration"])
     return cast(RunRecord, record)
+
+
+def _check_passport(passport: dict[str, Any], device: str) -> None:
+    """Raise an error of any kind for a passport that lacks what the table of runs shows."""
+    machine(passport, device)
+    for gpu in passport["gpus"]:
+        gpu["name"]
+    passport["cpu"]["model"]
+    for library in ("torch", "gpulab"):
+        passport["software"][library]
+
+
+def _check_configuration(configuration: dict[str, Any]) -> None:
+    """Raise an error of any kind for a configuration that lacks what the table of runs shows."""
+    if "source" in configuration:
+        dict(configuration["options"])
+        return
+    for key in ("data", "frames"):
+        configuration[key]
+    dict(configuration.get("model_options", {}))
+    list(configuration.get("data_options", {}).get("size", ()))
 
 
 def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:

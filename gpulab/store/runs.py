@@ -84,11 +84,13 @@ class Entry:
     Attributes:
         record: What `run.json` says, complete.
         path: The folder of the run, or the file of packed runs that it is in.
+        file: The file that holds the record.
         read_history: Reads the history, with one row for each window.
     """
 
     record: RunRecord
     path: str
+    file: str
     read_history: Callable[[], pyarrow.Table]
 
 
@@ -114,7 +116,7 @@ def read_entry(path: str) -> list[Entry]:
     """
     if not os.path.isdir(path):
         return [
-            Entry(check_record(path, record), path, read_history)
+            Entry(check_record(path, record), path, path, read_history)
             for record, read_history in recorded.read_packed(Path(path))
         ]
     file = os.path.join(path, RECORD)  # paths as objects would take as long as the reading
@@ -123,7 +125,7 @@ def read_entry(path: str) -> list[Entry]:
         raise DataError(f"{file}: is of the run {record['id']}, in a folder of another name: a copy?")
     if not os.path.isfile(results := os.path.join(path, RESULTS)):
         raise DataError(f"{results}: no such file")
-    return [Entry(record, path, lambda: read_results(path)[0])]
+    return [Entry(record, path, file, lambda: read_results(path)[0])]
 
 
 def begin_record(identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None) -> dict[str, Any]:

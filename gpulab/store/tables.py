@@ -230,7 +230,7 @@ def _row(entry: Entry) -> Row:
     """Build the row of a run in the table; `DataError`, naming the file, for a record that it cannot be built from."""
     record, configuration = entry.record, entry.record["configuration"]
     of_function = "source" in configuration
-    with files.reading(entry.path, "a damaged record"):
+    with files.reading(entry.file, "a damaged record"):
         row = _columns_of_record(record) | _columns_of_machine(record) | factors_of_record(record)
         row |= {"protocol": digest(learning_task(record))[:8], "recorded": False, "path": entry.path}
         row |= _columns_of_data({} if of_function else configuration)

@@ -90,7 +90,8 @@ class Checkpoint:
             tensor.copy_(self.tensors[name])
         training.state = self.state and [[tensor.to(device) for tensor in layer] for layer in self.state]
         training.history = list(self.history)
-        training.gradient_methods = set(self.gradient_methods)
+        training.gradient_methods.clear()  # the same set, because engines add to it
+        training.gradient_methods.update(self.gradient_methods)
         training.step = self.history[-1].step
 
 
@@ -114,7 +115,7 @@ def resume_checkpoint(training: Training, file: Path | None) -> bool:
     except GpulabError as error:
         why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
         moved = quarantine(file.parents[1], file)
-        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=4)
+        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=5)
         return False
     checkpoint.restore(training)
     return True

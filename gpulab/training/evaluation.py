@@ -40,7 +40,7 @@ class Evaluation(BatchEngine):
 def heldout_loss(model: Trainable, data: Data, window: int, setting: Setting, fast: bool = True) -> float:
     """Return the mean squared error per held-out frame, in windows of `window` frames. Leaves the model in eval mode.
 
-    `fast` says whether another engine than autograd's may compute it, equal up to rounding.
+    If `fast` is true, a faster engine may compute the loss; results agree up to rounding.
     """
     model.eval()
     engine = select_engine(Evaluation(model, Loader("window", setting)), setting, fast)

@@ -22,7 +22,7 @@ from gpulab.store import tables
 from gpulab.store.identities import Identity
 from gpulab.store.runs import find_run, store_folder
 from gpulab.training.functions import function_of
-from gpulab.training.planned import Options, PlannedRun
+from gpulab.training.planned_run import Options, PlannedRun
 from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
 from gpulab.training.run import train as train_run
@@ -98,8 +98,8 @@ class Experiment:
         self.model, self.profile = model, profile
         self.function = function_of(model)
         self.settings = _parse_settings(settings)
-        if seeds is None:
-            seeds = protocol(str(model), profile).seeds if self.function is None else DEFAULT_SEEDS
+        default_seeds = DEFAULT_SEEDS if self.function else protocol(str(model), profile).seeds
+        seeds = default_seeds if seeds is None else seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.options, self.variants = dict(options or {}), list(variants)
         self.folder = store_folder(store)
@@ -169,8 +169,8 @@ class Experiment:
         """Do the runs that the store has not, and return the ids of all."""
         here = passport()
         wanted = [plan_job(job).identity(here) for job in jobs]  # `UsageError` for what has no identity
-        # The lock notices a dead holder on this machine at once, and one on another machine by a lease that nobody
-        # refreshes. For that it has to be the same object at every look.
+        # A lock detects at once that its holder on this machine has died, and through an expired lease that a holder on
+        # another machine has. The same lock object must be polled each time.
         locks = [_lock(self.folder, identity) for identity in wanted]
         done = {number for number, identity in enumerate(wanted) if find_run(self.folder, identity)}
         failures: dict[int, str] = {}  # error messages, by the number of the run

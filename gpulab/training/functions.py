@@ -27,7 +27,7 @@ from gpulab.steps import seeded
 from gpulab.store.runs import StoredRun
 from gpulab.store.tables import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
-from gpulab.training.planned import Options, PlannedRun, TrainingOutcome, Watch, as_json
+from gpulab.training.planned_run import Options, PlannedRun, Restored, TrainingOutcome, Watch, as_json, check_repetition
 from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
 
 GIVEN = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
@@ -133,6 +133,7 @@ class FunctionRun(PlannedRun):
         Raises:
             UsageError: For an option that the function does not have, or that JSON cannot carry.
         """
+        seed, rerun = check_repetition(seed, rerun)
         described, contents = function.described(options)
         return cls(
             experiment=function.name,
@@ -175,9 +176,9 @@ class FunctionRun(PlannedRun):
         first = float(next(iter(metrics.values()), math.nan))
         return TrainingOutcome([WindowNote(0, 1, first, seconds)], _results(metrics, seconds))
 
-    def restore(self, stored: StoredRun, keep_weights: bool) -> TrainingOutcome:  # noqa: ARG002
-        """Return the stored history; a function has no weights that could be missing."""
-        return TrainingOutcome(stored.history)
+    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored:  # noqa: ARG002
+        """Return nothing: a function keeps its network and data to itself."""
+        return Restored(None, None)
 
     def _check_metric_names(self, metrics: dict[str, Any]) -> None:
         taken = ({*COLUMNS, "options", *self.function.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys()

@@ -1,8 +1,8 @@
 """The training loop: window after window of frames, the loss, its gradient, Adam's step, and the loss noted.
 
 How a window is computed is an *engine*: an object with a method `train_window`. `Plain` is the published way and the
-reference for all others, which give the same up to rounding, only faster. Checkpoints, progress and interruptions go
-around the loop, in `run`.
+reference for all others, which give the same up to rounding, only faster. Checkpoints, progress and interruptions are
+in `supervision`, around the loop.
 """
 
 from __future__ import annotations

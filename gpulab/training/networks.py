@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +21,7 @@ from gpulab.data.feed import Loader, ahead, has_its_device_alone
 from gpulab.errors import UsageError
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
-from gpulab.run_options import FACTORS, options_of_run
+from gpulab.run_options import FACTORS, check_option, factors_of_run
 from gpulab.settings import Setting
 from gpulab.store.identities import weights_digest
 from gpulab.store.runs import StoredRun
@@ -29,7 +29,16 @@ from gpulab.training.checkpoints import resume_checkpoint
 from gpulab.training.engine_selection import select_engine
 from gpulab.training.evaluation import heldout_loss
 from gpulab.training.loop import Engine, Plain, Training
-from gpulab.training.planned import Options, PlannedRun, TrainingOutcome, Watch, as_json, check_options
+from gpulab.training.planned_run import (
+    Options,
+    PlannedRun,
+    Restored,
+    TrainingOutcome,
+    Watch,
+    as_json,
+    check_options,
+    check_repetition,
+)
 from gpulab.training.profiles import LAST_FIFTH, Protocol, protocol
 from gpulab.training.supervision import LOOK_SECONDS, supervise
 
@@ -56,6 +65,8 @@ class NetworkRun(PlannedRun):
         command_data_options: The options of the data that were given, for the command line.
     """
 
+    can_be_watched: ClassVar[bool] = True
+
     model: Trainable
     model_options: Options
     data: Data
@@ -75,10 +86,13 @@ class NetworkRun(PlannedRun):
         seed: int = 0,
         profile: str = "quick",
         *,
+        frames: int | None = None,
+        window: int | None = None,
+        learning_rate: float | None = None,
         rerun: int = 0,
         data_options: Options | None = None,
         model_options: Options | None = None,
-        **options: Any,
+        **factors: Any,
     ) -> NetworkRun:
         """Check what a training of a network was asked for, make the model and load the data.
 
@@ -88,10 +102,13 @@ class NetworkRun(PlannedRun):
             setting: As for `gpulab.train`.
             seed: As for `gpulab.train`.
             profile: As for `gpulab.train`.
+            frames: As for `gpulab.train`.
+            window: As for `gpulab.train`.
+            learning_rate: As for `gpulab.train`.
             rerun: As for `gpulab.train`.
             data_options: As for `gpulab.train`.
             model_options: As for `gpulab.train`.
-            **options: `frames`, `window`, `learning_rate` and factors. None stands for what is usual.
+            **factors: As for `gpulab.train`. None stands for the usual value.
 
         Raises:
             UsageError: For arguments that make no sense.
@@ -101,17 +118,20 @@ class NetworkRun(PlannedRun):
             >>> NetworkRun.plan("prednet", profile="smoke", seed=3, flip=0).command()
             'gpulab train prednet --profile smoke --setting cpu --seed 3 --option flip=0'
         """
-        data_options, model_options = data_options or {}, model_options or {}
-        check_options("model_options", model_options)
-        check_options("data_options", data_options)
+        seed, rerun = check_repetition(seed, rerun)
+        setting = Setting.parse(setting)
+        model_options = check_options("model_options", model_options)
+        data_options = check_options("data_options", data_options)
         net = _check_net(net, model_options)
         experiment = net if isinstance(net, str) else type(net).__name__.lower()
         defaults = protocol(experiment, profile)
-        given = {name: value for name, value in options.items() if value is not None}
-        lengths = {name: getattr(defaults, name) for name in ("frames", "window", "learning_rate")}
-        factors = options_of_run(**lengths | given)
-        frames, window, learning_rate = (factors.pop(name) for name in lengths)
-        _check_lengths(frames, window, learning_rate)
+        lengths: Options = {"frames": frames, "window": window, "learning_rate": learning_rate}
+        given = {name: value for name, value in (lengths | factors).items() if value is not None}
+        frames = check_option("frames", defaults.frames if frames is None else frames)
+        window = check_option("window", defaults.window if window is None else window)
+        rate = check_option("learning_rate", defaults.learning_rate if learning_rate is None else learning_rate)
+        _check_lengths(frames, window, rate)
+        factors = factors_of_run(**{name: value for name, value in factors.items() if value is not None})
         model, described = _make_model(net, defaults, model_options)
         check_weight(model, factors["flip"])
         _check_loader(factors["loader"], model)
@@ -120,7 +140,7 @@ class NetworkRun(PlannedRun):
         named_data = {"data": data} if isinstance(data, str) else {}
         return cls(
             experiment=experiment,
-            setting=Setting.parse(setting),
+            setting=setting,
             seed=seed,
             profile=profile,
             rerun=rerun,
@@ -133,7 +153,7 @@ class NetworkRun(PlannedRun):
             data_content=loaded.content if type(loaded).__module__.startswith("gpulab.") else None,
             frames=frames,
             window=window,
-            learning_rate=learning_rate,
+            learning_rate=rate,
             factors=factors,
         )
 
@@ -266,13 +286,12 @@ class NetworkRun(PlannedRun):
             results["shared"] = True
         return results
 
-    def restore(self, stored: StoredRun, keep_weights: bool) -> TrainingOutcome | None:
+    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored | None:
         """Load the stored weights into the model."""
-        if stored.weights is None and keep_weights:
-            return None
         if stored.weights:
             self.model.to(dtype=self.setting.dtype).load_state_dict(stored.weights)
-        return TrainingOutcome(stored.history, model=self.model if stored.weights else None, data=self.data)
+            return Restored(self.model, self.data)
+        return None if keep_weights else Restored(None, self.data)
 
     def _command_profile(self) -> list[str]:
         return ["--profile", self.profile]
@@ -311,8 +330,8 @@ def _check_loader(loader: str, model: Trainable) -> None:
 def _make_model(net: Trainable | str, defaults: Protocol, options: Options) -> tuple[Trainable, Options]:
     """Return a copy of the given network, or a new one of that name, and what makes it, for the record.
 
-    For a network by name that is its options. For a network that was handed in it is the layers, the attributes and the
-    digest of loaded weights.
+    A network given by name is described by its options; one that was passed in, by its layers, its attributes and the
+    digest of its loaded weights.
 
     >>> own = MODELS["prednet"](channels=(3, 4), size=(16, 16))
     >>> _make_model(own, protocol("prednet", "smoke"), {})[1]["held"]
@@ -357,5 +376,5 @@ def _load_data(data: Data | str | None, model: Trainable, defaults: Protocol, fr
         raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
     if data.sequential and len(data) < frames:
         there = f"{data.name}: {len(data)} frames to train on, fewer than the {frames} of this training"
-        warnings.warn(f"{there}: they are passed over again", stacklevel=4)
+        warnings.warn(f"{there}: they are passed over again", stacklevel=5)
     return data

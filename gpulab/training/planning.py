@@ -10,7 +10,7 @@ from gpulab.models.base import Trainable
 from gpulab.settings import Setting
 from gpulab.training.functions import FunctionRun, TrainingFunction, function_of
 from gpulab.training.networks import NetworkRun
-from gpulab.training.planned import Options, check_options
+from gpulab.training.planned_run import Options, check_options
 
 
 def plan_run(
@@ -57,10 +57,10 @@ def plan_run(
             **factors,
         )
     # For a function every argument is one of its options, and None is a value like any other unless it is the default.
-    check_options("model_options", model_options or {})
-    check_options("data_options", data_options or {})
+    model_options = check_options("model_options", model_options)
+    check_options("data_options", data_options)
     arguments = {"data": data, **lengths, "data_options": data_options}
     given = {name: value for name, value in arguments.items() if value is not None}
     without_value = {name: None for name, value in factors.items() if value is None}
-    options = without_value | given | factors | (model_options or {})
+    options = without_value | given | factors | model_options
     return FunctionRun.plan(function, Setting.parse(setting), seed, rerun, options)

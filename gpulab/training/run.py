@@ -26,8 +26,8 @@ from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.store.identities import Identity
 from gpulab.store.runs import WORK, History, begin_record, find_run, store_folder, write_run
-from gpulab.training.functions import FunctionRun, TrainingFunction
-from gpulab.training.planned import PlannedRun, Watch
+from gpulab.training.functions import TrainingFunction
+from gpulab.training.planned_run import PlannedRun, Watch
 from gpulab.training.planning import plan_run
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def train(
         rerun=rerun,
         **factors,
     )
-    if watch is not None and isinstance(planned, FunctionRun):
+    if watch is not None and not planned.can_be_watched:
         raise UsageError("watch goes with gpulab's own networks")
     folder = None if store is None else store_folder(store)
     notes = {"command": planned.command()}
@@ -269,10 +269,10 @@ def train(
 def _load(planned: PlannedRun, folder: Path, identity: Identity, keep_weights: bool) -> Run | None:
     """Return the run as a store has it; None where the store has none, or lacks weights that are to be kept."""
     stored = find_run(folder, identity)
-    outcome = planned.restore(stored, keep_weights) if stored else None
-    if stored is None or outcome is None:
+    restored = planned.restore(stored, keep_weights) if stored else None
+    if stored is None or restored is None:
         return None
-    return Run(outcome.model, outcome.data, stored.history, stored.record, folder / identity.id)
+    return Run(restored.model, restored.data, stored.history, stored.record, folder / identity.id)
 
 
 def _train(

@@ -10,7 +10,7 @@ from gpulab.data.base import Window
 from gpulab.report import Progress
 from gpulab.training import loop
 from gpulab.training.checkpoints import save_checkpoint
-from gpulab.training.planned import Watch
+from gpulab.training.planned_run import Watch
 
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
 LOOK_SECONDS = 0.1  # between two looks at the losses that a GPU computes, unless every window is watched

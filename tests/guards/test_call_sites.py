@@ -41,3 +41,12 @@ def test_traceback_of_a_script_has_no_frame_of_that_module():
         files.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
     assert files == [__file__]
+
+
+def test_traceback_of_a_script_keeps_frames_of_a_module_whose_name_begins_like_runpy():
+    namespace = {"__name__": "runpy_tools"}
+    exec(compile("def fail():\n    raise ValueError('x')", "runpy_tools.py", "exec"), namespace)
+    with pytest.raises(ValueError, match="x") as caught:
+        namespace["fail"]()
+    keep_own_frames(caught.value)
+    assert caught.value.__traceback__.tb_next.tb_frame.f_code.co_filename == "runpy_tools.py"

@@ -86,3 +86,26 @@ def test_rows_put_below_each_other_may_bear_the_same_numbers(runs):
     twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
     drawn, drawn_again = (gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True)))
     assert drawn.png() == drawn_again.png()
+
+
+def test_draw_finds_the_figure_of_a_derived_result_and_refuses_others(python):
+    done = python("""
+        import dataclasses
+        import pandas as pd
+        import gpulab as gl
+        from gpulab.plots.drawing import draw
+
+        class Mine(gl.stats.Verdict):
+            pass
+
+        seeds = [number // 2 for number in range(12)]
+        runs = pd.DataFrame({"setting": ["cpu", "cuda"] * 6, "seed": seeds, "final_loss": range(12)})
+        verdict = gl.verdict(runs)
+        mine = Mine(**{field.name: getattr(verdict, field.name) for field in dataclasses.fields(verdict)})
+        print(type(mine.plot()).__name__)
+        try:
+            draw(3)
+        except TypeError as error:
+            print(error)
+    """)
+    assert done.stdout.splitlines() == ["Picture", "no module of gpulab.plots draws a int"]

@@ -11,7 +11,7 @@ from PIL import Image
 import gpulab as gl
 from gpulab.data.images import Images
 from gpulab.training import networks
-from gpulab.training.planned import as_json
+from gpulab.training.planned_run import as_json
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
 

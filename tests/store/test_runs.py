@@ -161,6 +161,31 @@ def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_run
         assert gl.runs(store).id.tolist() == ["run-2"]
 
 
+MISSING = [  # the place in a record of what is removed from it
+    ("seed",),
+    ("summary", "final_loss"),
+    ("passport", "cpu"),
+    ("passport", "gpus"),
+    ("passport", "software", "torch"),
+    ("configuration", "data"),
+    ("configuration", "frames"),
+]
+
+
+@pytest.mark.parametrize("place", MISSING, ids=".".join)
+def test_incomplete_record_is_neither_listed_nor_found(written, tmp_path, place):
+    folder = written(tmp_path, 1)
+    document = recorded.read_json(folder / stores.RECORD)
+    *parents, key = place
+    del functools.reduce(dict.__getitem__, parents, document)[key]
+    recorded.write_json(folder / stores.RECORD, document)
+    where = rf"run-1.{re.escape(stores.RECORD)}: a damaged record"
+    with pytest.warns(UserWarning, match=f"1 damaged run.*{where}"):
+        assert gl.runs(tmp_path).empty
+    with pytest.warns(UserWarning, match=f"{where}.*the run is trained again"):
+        assert stores.find_run(tmp_path, identities.Identity("run-1", {})) is None
+
+
 def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeypatch):
     file = tmp_path / "some.safetensors"
     for count in (3, 4):

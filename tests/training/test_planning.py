@@ -150,6 +150,7 @@ def test_recorded_runs_were_made_under_the_registrations_that_are_here():
 
 
 WRONG = [{"seed": "x"}, {"seed": 1.5}, {"rerun": "x"}, {"model_options": "a"}, {"data_options": 3}, {"data": 3}]
+WRONG += [{"model_options": []}, {"data_options": 0}]
 WRONG += [{"flip": True}, {"flip": 1.0}, {"learning_rate": "fast"}, {"learning_rate": True}, {"store": 3}]
 
 
@@ -157,3 +158,15 @@ WRONG += [{"flip": True}, {"flip": 1.0}, {"learning_rate": "fast"}, {"learning_r
 def test_train_refuses_arguments_of_other_types_by_name(wrong):
     with pytest.raises(gl.UsageError, match=f"^{next(iter(wrong))}"):
         gl.train("prednet", profile="smoke", progress=False, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"seed": -1}, {"rerun": 0.5}, {"setting": "cpu:nonsense=1"}], ids=str)
+def test_train_refuses_wrong_numbers_and_settings_before_it_reads_data(wrong):
+    with pytest.raises(gl.UsageError):
+        gl.train("prednet", "video:not-there.mp4", profile="smoke", progress=False, **wrong)
+
+
+@pytest.mark.parametrize(("model", "profile"), [("prednett", "smoke"), ("prednet", "nope")])
+def test_experiment_refuses_an_unknown_network_or_profile_whatever_its_seeds(model, profile, tmp_path):
+    with pytest.raises(gl.UsageError, match=f"model '{model}', profile '{profile}'"):
+        gl.Experiment(model, ["cpu"], seeds=2, profile=profile, store=tmp_path)

@@ -174,8 +174,9 @@ def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
     tensors, notes = read_tensors(file)
     tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}
     write_tensors(file, tensors, notes)
-    with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew"):
+    with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew") as warned:
         assert same(trained(store=tmp_path), reference())
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize("updates", [0, 47])
@@ -248,3 +249,5 @@ def test_a_sequence_shorter_than_the_training_is_said_to_be(there, said):
         trained("prednet", data=data, data_options=None)
     words = ["walk: 40 frames to train on, fewer than the 200 of this training: they are passed over again"]
     assert [str(warning.message) for warning in heard] == words * said
+    # The warning points to the caller of `gl.train`: here that is the helper of these tests.
+    assert all(warning.filename == __file__ for warning in heard)

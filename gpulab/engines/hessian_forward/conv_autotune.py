@@ -14,7 +14,9 @@ TRIALS = 3  # timed calls of each candidate
 _choices: dict[Hashable, int] = {}
 
 
-def fastest(key: Hashable, candidates: Sequence[Callable[[], Tensor]], device: torch.device, workspace: int) -> int:
+def fastest_candidate(
+    key: Hashable, candidates: Sequence[Callable[[], Tensor]], device: torch.device, workspace: int
+) -> int:
     """Return the index of the fastest candidate, measured when a key is first seen.
 
     While a CUDA graph is being captured nothing can be measured: a new key then gets the first candidate.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpulab._torch_internals import Nested
-from gpulab.engines.hessian_forward.conv_autotune import fastest
+from gpulab.engines.hessian_forward.conv_autotune import fastest_candidate
 from gpulab.numerics.flags import precision_allowed
 
 aten = torch.ops.aten
@@ -147,7 +147,7 @@ def convolve(geometry: Geometry, which: str, first: Tensor, second: Tensor, shap
     flags = precision_allowed("conv"), torch.backends.cudnn.deterministic
     key = geometry, which, first.shape, second.shape, first.dtype, first.device, flags
     workspace = WORKSPACE + 2 * math.prod(shape) * first.element_size()
-    return candidates[fastest(key, candidates, first.device, workspace)]()
+    return candidates[fastest_candidate(key, candidates, first.device, workspace)]()
 
 
 def number_constants(maps: Sequence[Convolution]) -> None:

@@ -1,4 +1,4 @@
-"""What all trainings have in common before they run: `PlannedRun`, and what they leave: `TrainingOutcome`."""
+"""`PlannedRun`, a training whose arguments were checked, and `TrainingOutcome`, its results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from gpulab.errors import UsageError, check_count
 from gpulab.passports import Passport
 from gpulab.settings import Setting
 from gpulab.store.identities import Identity, identified
-from gpulab.store.runs import History, StoredRun
+from gpulab.store.runs import StoredRun
 from gpulab.training.loop import WindowNote
 
 if TYPE_CHECKING:
@@ -31,20 +31,31 @@ Options = dict[str, Any]  # by name, with values of any type that JSON can carry
 
 @dataclass
 class TrainingOutcome:
-    """What a training left, or what a store kept of it.
+    """What a training left.
 
     Attributes:
-        history: One note for each window, or the columns of such a table.
-        results: The part of the record that is known at the end: the status, the summary and further results. Empty
-            for a stored run, whose record is complete.
-        model: The network on the CPU; None for a function, and where no weights were kept.
+        history: One note for each window.
+        results: The part of the record that is known at the end: the status, the summary and further results.
+        model: The network on the CPU; None for a function.
         data: What it learned from; None for a function.
     """
 
-    history: list[WindowNote] | History
-    results: dict[str, Any] = field(default_factory=dict)
+    history: list[WindowNote]
+    results: dict[str, Any]
     model: Trainable | None = None
     data: Data | None = None
+
+
+class Restored(NamedTuple):
+    """What belongs to a stored run beside its record and history.
+
+    Attributes:
+        model: The network with the stored weights; None for a function, and where no weights were kept.
+        data: What it learned from; None for a function.
+    """
+
+    model: Trainable | None
+    data: Data | None
 
 
 @dataclass(kw_only=True)
@@ -62,6 +73,8 @@ class PlannedRun(ABC):
         command_options: The options that were given, for the command line.
     """
 
+    can_be_watched: ClassVar[bool] = False  # whether `train` calls `watch` between updates
+
     experiment: str
     setting: Setting
     seed: int
@@ -69,11 +82,6 @@ class PlannedRun(ABC):
     rerun: int = 0
     command_net: str | None = None
     command_options: Options = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_count("seed", self.seed, least=0)
-        check_count("rerun", self.rerun, least=0)
-        self.seed, self.rerun = int(self.seed), int(self.rerun)  # integers of NumPy have no JSON
 
     # What a network and a function answer differently
 
@@ -94,7 +102,7 @@ class PlannedRun(ABC):
 
     @property
     def unusual_factors(self) -> Options:
-        """The factors among the arguments of `gpulab.train` that have another than their usual value."""
+        """The factors whose value is not the default."""
         return {}
 
     @abstractmethod
@@ -108,8 +116,8 @@ class PlannedRun(ABC):
         """
 
     @abstractmethod
-    def restore(self, stored: StoredRun, keep_weights: bool) -> TrainingOutcome | None:
-        """Return what a store kept of this run; None if weights are asked for that it did not keep."""
+    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored | None:
+        """Return the network and the data of a stored run; None if weights are asked for that were not kept."""
 
     # What they have in common
 
@@ -162,16 +170,35 @@ class PlannedRun(ABC):
         return {"--option": self.command_options}
 
 
-def check_options(name: str, options: object) -> None:
-    """Raise `UsageError` unless these are options by name."""
+def check_repetition(seed: int, rerun: int) -> tuple[int, int]:
+    """Return a seed and the number of a repetition as Python integers, which JSON can carry.
+
+    Raises:
+        UsageError: Unless both are whole numbers from 0.
+    """
+    check_count("seed", seed, least=0)
+    check_count("rerun", rerun, least=0)
+    return int(seed), int(rerun)
+
+
+def check_options(name: str, options: object) -> Options:
+    """Return options by name; none if None is given.
+
+    Raises:
+        UsageError: For anything but a dictionary.
+    """
+    if options is None:
+        return {}
     if not isinstance(options, dict):
         raise UsageError(f"{name}={options!r}: expected a dictionary of options by name")
+    return options
 
 
 def as_json(value: object) -> str:
     """Write a value as JSON.
 
-    What JSON does not have goes by its name, or by how it is written unless that holds an address.
+    Objects that JSON cannot represent are written as their qualified name if they have one, otherwise as their `repr`,
+    or as the name of their type if the `repr` contains an address.
     """
 
     def as_text(item: object) -> str:
