@@ -1,7 +1,9 @@
 """The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and so do the README and docs/."""
 
 import ast
+import importlib
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -312,3 +314,22 @@ def test_benchmarks_start(script):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower()
+
+
+def gpulab_imports(code):
+    """The names that code imports from gpulab and companion, each with its module."""
+    for node in ast.walk(ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.M))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("gpulab", "companion"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_import_what_is_there(notebook):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    missing = [
+        f"{module}.{name}"
+        for module, name in itertools.chain.from_iterable(map(gpulab_imports, code))
+        if not hasattr(importlib.import_module(module), name) and not importlib.util.find_spec(f"{module}.{name}")
+    ]
+    assert missing == []
