@@ -49,7 +49,8 @@ class Attribution:
             return math.nan
         pair = self.comparison.pair_of(finding.op)
         as_another = self.others.get(pair[0], 0.0)
-        of_pair = math.hypot(_own_error(*pair), 0.0 if math.isnan(as_another) else as_another)
+        own = math.hypot(_own_error(*pair), self.comparison.cast_error(finding.op))
+        of_pair = math.hypot(own, 0.0 if math.isnan(as_another) else as_another)
         part = 1.0 if finding.side_by_side else _share_explained(finding.size, of_pair)
         return self.kept[pair[0]] * part / self.total
 
@@ -87,8 +88,12 @@ class Attribution:
         """Bring an amount to who made two values: a pair of operations, or those of one setting alone before them."""
         comparison = self.comparison
         origin = comparison.origin(*values, user)
-        sizes = [*map(_own_error, origin.alone), *(comparison.gap(pair) for _, pair in origin.before)]
-        inherited = amount * _share_explained(tol.INHERITED * math.hypot(0.0, *sizes), comparison.gap(values))
+        casts = [comparison.cast_error(op) for op in origin.alone]
+        before = [comparison.gap(pair) for _, pair in origin.before]
+        passed_on = tol.INHERITED * math.hypot(0.0, *map(_own_error, origin.alone), *before)
+        explained = math.hypot(passed_on, tol.CONVERTED * math.hypot(0.0, *casts))
+        inherited = amount * _share_explained(explained, comparison.gap(values))
+        sizes = [*(math.hypot(_own_error(op), cast) for op, cast in zip(origin.alone, casts, strict=True)), *before]
         makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *origin.alone)
         blamed = [one for op in makers if op and (one := comparison.pair_of(op)[0]) in self.others]
         if blamed:

@@ -169,6 +169,19 @@ class Comparison:
         """How far values are apart, one by one."""
         return list(map(self.gap, zip(values_a, values_b, strict=False)))
 
+    def cast_error(self, op: Operation) -> float:
+        """How far a conversion to a shorter format moved its values, relative to them, if only one setting has it.
+
+        It is 0 for any other operation. The error against float64 does not show it, because the float64 reference of a
+        conversion is rounded in the same way.
+        """
+        is_conversion = op.name == "_to_copy" and op.dtype in tol.SHORT
+        if op in self.partners or not (is_conversion and op.inputs and op.outputs):
+            return 0.0
+        sketches = self.trace_of(op).sketches
+        moved = distance(sketches[op.outputs[0]], sketches[op.inputs[0]])
+        return 0.0 if math.isnan(moved) else moved
+
     def same_bits(self, a: Operation, b: Operation) -> bool:
         """Whether two made the same; large tensors of two devices are known by their sketches."""
         return all(gap < tol.SAME_BITS for gap in self.gaps(a.outputs, b.outputs))

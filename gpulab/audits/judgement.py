@@ -100,7 +100,7 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
         detail = f"gave other bits when the step was done again{apart}"
         yield _finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
     error = op.error if op.error is not None else math.nan
-    size = error if math.isfinite(error) else math.nan
+    size = math.hypot(error, comparison.cast_error(op)) if math.isfinite(error) else math.nan
     if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
         detail = f"computed in {op.dtype}"
         if op.format == FLUSHED:

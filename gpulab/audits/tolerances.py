@@ -13,6 +13,9 @@ TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 l
 ROOM = 4.0  # how many times as far as their bounds say two right results may be apart
 # How much a few operations may make of the difference that they begin with, as a mean does by cancelling.
 INHERITED = 16.0
+# A difference of up to this many times the rounding of a conversion is put down to it. A conversion rounds each number
+# by itself, so the factor covers only the sampling error of two sketches.
+CONVERTED = 2.0
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
 LITTLE = 0.01  # the share of a difference that answers no question about it
 
