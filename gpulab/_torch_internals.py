@@ -519,7 +519,7 @@ def newest_node_number() -> int:
 
 
 def current_backward_pass() -> int:
-    """Return autograd's number of the backward pass that this thread computes; -1 if there is none.
+    """Return autograd's number of the backward pass that this thread computes, or -1 outside of a backward pass.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard checks nothing on accelerators.
     """

@@ -89,21 +89,24 @@ class Attribution:
         comparison = self.comparison
         origin = comparison.origin(*values, user)
         casts = [comparison.cast_error(op) for op in origin.alone]
-        before = [comparison.gap(pair) for _, pair in origin.before]
-        passed_on = tol.INHERITED * math.hypot(0.0, *map(_own_error, origin.alone), *before)
+        before = origin.before
+        if any(casts):  # a value that is also made again later, as by transposing twice, was there before that
+            before = [(a, pair) for a, pair in before if comparison.position[a] < comparison.position[user]]
+        gaps = [comparison.gap(pair) for _, pair in before]
+        passed_on = tol.INHERITED * math.hypot(0.0, *map(_own_error, origin.alone), *gaps)
         explained = math.hypot(passed_on, tol.CONVERTED * math.hypot(0.0, *casts))
         inherited = amount * _share_explained(explained, comparison.gap(values))
-        sizes = [*(math.hypot(_own_error(op), cast) for op, cast in zip(origin.alone, casts, strict=True)), *before]
+        alone = [math.hypot(_own_error(op), cast) for op, cast in zip(origin.alone, casts, strict=True)]
         makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *origin.alone)
         blamed = [one for op in makers if op and (one := comparison.pair_of(op)[0]) in self.others]
         if blamed:
             self.kept[blamed[0]] += amount - inherited
         elif all(op.error is not None or len(op.inputs) < 2 for op in origin.alone):  # no kernel that nobody checked
             self.lost[user] += amount - inherited
-        fractions = _fractions(sizes)
+        fractions = _fractions([*alone, *gaps])
         for op, fraction in zip(origin.alone, fractions, strict=False):
             self.kept[op] += inherited * fraction
-        for (a, pair), fraction in zip(origin.before, fractions[len(origin.alone) :], strict=True):
+        for (a, pair), fraction in zip(before, fractions[len(alone) :], strict=True):
             if fraction and comparison.position[a] < comparison.position[user]:
                 self.arrived[a][pair] += inherited * fraction
             else:  # a value that is made again later, as by transposing twice, goes back to nothing that was before

@@ -22,7 +22,7 @@ TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 # Frames of the guard, and of the module through which it calls torch, are never reported as the user's.
 OWN = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
-OUTSIDE = os.path.join(PACKAGE, "audits", "recording.py")  # what calls an audited step is none of its lines
+OUTSIDE = os.path.join(PACKAGE, "audits", "recording.py")  # calls the audited step, so it is outside of it
 
 
 def is_notebook_cell(file: str) -> bool:

@@ -43,7 +43,7 @@ def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
         assert (rendered.repeat, rendered.blurred, rendered.missing_colour) == pytest.approx(losses[film], rel=1e-6)
 
 
-def test_runs_of_one_film_share_it_and_its_recorded_losses_and_other_data_have_no_film():
+def test_film_of_runs_is_shared_and_has_recorded_losses():
     runs = gl.recorded_runs()
     of_runs = films.films_of_runs(runs)
     assert [film is not None for film in of_runs] == (runs.data == "walk").tolist()

@@ -52,7 +52,10 @@ class Geometry:
         return aten.convolution_backward(first, inputs, weight, None, *options, mask)[mask.index(True)]
 
     def mirrored(self, weight: Tensor) -> Geometry | None:
-        """Of the convolution with the mirrored weight whose input gradient is this one's output, and the reverse."""
+        """Return the convolution with the mirrored weight whose input gradient is this one's output, and the reverse.
+
+        None for a stride other than one, and where the mirrored padding would be negative.
+        """
         padding = tuple(
             d * (edge - 1) - p for d, edge, p in zip(self.dilation, weight.shape[2:], self.padding, strict=True)
         )
