@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -143,7 +143,7 @@ def distance(x: np.ndarray, reference: np.ndarray) -> float:
     return apart / size if size else (math.inf if apart else 0.0)
 
 
-def spread(sketches: Mapping[str, np.ndarray], values: Sequence[str], others: Sequence[str]) -> float:
-    """How far the values of one execution are from those of another at most, relative to these."""
-    distances = (distance(sketches[x], sketches[y]) for x, y in zip(values, others, strict=False))
+def spread(values: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
+    """How far the sketches of one execution are from those of another at most, relative to these."""
+    distances = (distance(x, y) for x, y in zip(values, others, strict=False))
     return max(distances, default=math.inf)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,14 +28,13 @@ def record(
     setting: Setting | str = "cpu",
     file: str | Path | None = None,
     *,
-    reference: Trace | None = None,
-    on: str = "cpu",
     progress: bool = True,
 ) -> Trace:
     """Do a step under a setting and note what every operation computed.
 
-    The step is done three times from the same random numbers (torch's, NumPy's and Python's are seeded): twice under
-    the setting, to see whether it repeats itself, and once in float64.
+    The step is done twice from the same random numbers (torch's, NumPy's and Python's are seeded), to see whether it
+    repeats itself. The second time, every operation is repeated in float64 beside it: a copy of all memory in float64
+    follows the step, and is the reference of each value.
 
     Args:
         step: a `Step`, or a function that does one training step, backward pass included. It is called
@@ -44,8 +42,6 @@ def record(
             argument, with these as torch's defaults.
         setting: what it is done under.
         file: where the trace is kept, if anywhere.
-        reference: another trace of the step, whose execution in float64 serves again.
-        on: the device of the execution in float64; traces for other machines need the CPU's.
         progress: whether to show a bar.
 
     Returns:
@@ -70,17 +66,14 @@ def record(
         raise UsageError(
             f"setting {setting}: compiled code has no operations to record; gpulab.audit compares its results"
         )
-    exact_setting = Setting.parse(f"{on}:precision=float64")
-    sketches = dict(reference.sketches) if reference else {}
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        watched = functools.partial(Tracer, sketches, bar.update)
-        first = perform(step, parsed, watched())
-        bar.total = len(first.operations) * (2 if reference else 3)
-        trace = perform(step, parsed, watched(measured=True))
-        trace.reference = reference.reference if reference else perform(step, exact_setting, watched()).operations
+        first = perform(step, parsed, Tracer(bar.update))
+        bar.total = len(first.operations) * 2
+        trace = perform(step, parsed, Tracer(bar.update, measured=True))
     _compare_executions(first, trace)
     trace.passport = dict(passport())
-    trace.sketches = {value: sketches[value] for op in (*trace.operations, *trace.reference) for value in op.values}
+    used = {value for op in trace.operations for value in op.values}
+    trace.values = {name: value for name, value in trace.values.items() if name in used}
     if file is not None:
         trace.save(file)
     return trace
@@ -89,24 +82,28 @@ def record(
 def perform(step: Callable[..., object], setting: Setting, watcher: Tracer) -> Trace:
     """Do the step once under a setting, watched."""
     torch.clear_autocast_cache()  # which holds weights that another execution has cast
+    watcher.is_preparing = True
     with (
         seeded(setting, SEED),
         setting.apply(),
+        warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
+        watcher,
         ready(step, setting) as run,
         watcher.results.followed(),
-        warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         guard(on="warn") if watcher.measured else contextlib.nullcontext() as report,
-        watcher,
     ):
         watcher.results.restores = not isinstance(run, PreparedStep)
         # Of the hooks of the Tracer.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+        watcher.is_preparing = False
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
             raise refused(error, setting, watcher.results.used_modules()) from error
+        finally:
+            watcher.is_preparing = True
         flags = arithmetic()
-        watcher.operations += watcher.results.as_operations(returned, watcher.sketches)
+        watcher.operations += watcher.results.as_operations(returned)
     if watcher.measured and not any(
         getattr(torch, op.dtype).is_floating_point for op in watcher.operations if op.phase != RESULT
     ):
@@ -119,26 +116,44 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer) -> T
     compiled = any(map(is_compiled, watcher.results.used_modules()))
     about = {"loss": getattr(run, "loss_taken", ""), "compiled": "not compiled" * compiled}
     notes = {name: words for name, words in about.items() if words}
-    return Trace(str(setting), watcher.operations, [], watcher.sketches, overwritten, arithmetic=flags, notes=notes)
+    return Trace(
+        str(setting),
+        watcher.operations,
+        watcher.values,
+        overwritten,
+        arithmetic=flags,
+        notes=notes,
+        without_reference=watcher.references.failures,
+    )
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:
     """Mark operations that gave other results from the same inputs the second time, and those given other inputs."""
-    values_made_before, values_made = _values_made(first), _values_made(trace)
+    made_before, made = _values_made(first), _values_made(trace)
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue
         same = before is not None
-        if before is not None and before.inputs != op.inputs:
-            pairs = zip(before.inputs, op.inputs, strict=False)
-            op.anew = any(x != y and x not in values_made_before and y not in values_made for x, y in pairs)
+        if before is not None and _contents(first, before.inputs) != _contents(trace, op.inputs):
+            pairs = zip(_contents(first, before.inputs), _contents(trace, op.inputs), strict=False)
+            op.anew = any(x != y and x not in made_before and y not in made for x, y in pairs)
         elif before is not None:
-            same = (before.outputs, before.changed) == (op.outputs, op.changed)
-            if before.outputs != op.outputs:
-                op.spread = max(op.spread or 0.0, sk.spread(trace.sketches, before.outputs, op.outputs))
+            same = _contents(first, before.outputs) == _contents(trace, op.outputs)
+            if not same:
+                sketches = ([t.values[v].sketch for v in o.outputs] for t, o in ((first, before), (trace, op)))
+                op.spread = max(op.spread or 0.0, sk.spread(*sketches))
         op.repeats = op.repeats is not False and same and not op.anew
 
 
+def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
+    return [trace.values[name].content for name in names]
+
+
 def _values_made(trace: Trace) -> set[str]:
-    """The values that operations of an execution made; not those that one passed on, as a copy does."""
-    return {value for op in trace.operations for value in (*op.outputs, *op.changed) if value not in op.inputs}
+    """The contents that operations of an execution made; not those that one passed on, as a copy does."""
+    return {
+        trace.values[value].content
+        for op in trace.operations
+        for value in (*op.outputs, *op.changed)
+        if value not in op.inputs and op.phase != RESULT
+    }

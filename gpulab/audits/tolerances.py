@@ -16,6 +16,11 @@ INHERITED = 16.0
 # A difference of up to this many times the rounding of a conversion is put down to it. A conversion rounds each number
 # by itself, so the factor covers only the sampling error of two sketches.
 CONVERTED = 2.0
+# Two float64 references coincide within this, and within this share of what the setting's own roundings made of them:
+# how far these led measures the condition of the value. It is about 1,000 times the ratio of the two units.
+COINCIDES = 1e-10
+COINCIDES_BY_ROUNDING = 2e-6
+NOTHING_BUT_ROUNDING = 1e3  # a value that is so many times its reference consists of roundings
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
 LITTLE = 0.01  # the share of a difference that answers no question about it
 

@@ -1,6 +1,6 @@
 """One execution of a training step, watched below autograd: every operation that it runs, and what came of it.
 
-What a step is for are its loss, gradients and updates. What it found is put back afterwards.
+The results of a step are its loss, gradients and updates. Modules, optimizers and leaves are put back afterwards.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ from gpulab._torch_internals import (
     register_optimizer_step_pre_hook,
     result_names,
     returned_or_written,
+    storage_identity,
+    written_tensors,
 )
 from gpulab.audits import count_sketch as sk
+from gpulab.audits.references import SHORT, References, drawn_again
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, writes
+from gpulab.audits.values import Value
 from gpulab.guards.call_sites import Callers
 from gpulab.guards.reentrancy import at_work, own_work
 from gpulab.steps import State
@@ -49,22 +53,32 @@ NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask
 NOTES |= {"logsumexp", "log_sumexp", "log_alpha"}  # which are written in part
 # Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+COPIES = {"_to_copy", "clone", "copy"}
 
 
 class Tracer(UncompiledDispatchMode):
     """Notes every operation below autograd, forward and backward; `results` follows what the step is for.
 
     Args:
-        sketches: of all values, by name; what is new is added.
-        tell: is called after each operation.
-        measured: whether each operation's error and steadiness are measured.
+        tell: Is called after each operation.
+        measured: Whether each value gets a float64 reference, and each operation's error and steadiness are measured.
+
+    Attributes:
+        operations: What ran, in order.
+        values: What the tensors held, by the names that the operations have for them.
+        is_preparing: Whether what runs belongs to no step: it moves a model and its batch to a setting. Copies get
+            the references of what they are copies of, and nothing is noted.
     """
 
-    def __init__(self, sketches: dict[str, np.ndarray], tell: Callable[[], object], measured: bool = False) -> None:
+    def __init__(self, tell: Callable[[], object], measured: bool = False) -> None:
         super().__init__()
-        self.sketches, self.tell, self.measured = sketches, tell, measured
-        self.results = StepResults(self._value)
+        self.tell, self.measured, self.is_preparing = tell, measured, False
+        self.references = References()
+        self.results = StepResults(self)
         self.operations: list[Operation] = []
+        self.values: dict[str, Value] = {}
+        self.names: dict[tuple[Nested, ...], str] = {}
+        self.numbers_read: dict[float, str] = {}
         self.callers = Callers()
 
     def __torch_dispatch__(
@@ -79,6 +93,8 @@ class Tracer(UncompiledDispatchMode):
         name = operation_name(operation)
         if name in SILENT or at_work():
             return operation(*args, **kwargs)
+        if self.is_preparing:
+            return self._prepare(operation, name, args, kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
             return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
@@ -91,74 +107,168 @@ class Tracer(UncompiledDispatchMode):
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
+        return self._note(operation, name, args, kwargs)
+
+    def _prepare(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
+        """Run an operation that moves a model or its batch."""
+        out = operation(*args, **kwargs)
+        if self.measured and name in COPIES and isinstance(out, Tensor):
+            source = args[1] if name == "copy" else args[0]
+            own_work(self.references.copied)(out, source)
+        return out
+
+    @own_work
+    def _note(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
+        """Run an operation, repeat it on the references, and note both."""
         changes = writes(operation)
+        given = find_tensors((args, kwargs))
+        written = [t for t in written_tensors(operation, args, kwargs) if sk.is_plain(t) and t.numel()]
+        bases = [base for t in written if (base := base_of(t)) is not None and base.numel() and sk.is_plain(base)]
         written_to = changes or name in WRITES_UNSAID
-        before = map_nested(_copy, (args, kwargs)) if written_to else (args, kwargs)
-        named = named_arguments(operation, *before)
+        before = map_nested(_copy, (args, kwargs)) if written_to and self.measured else (args, kwargs)
+        named = named_arguments(operation, args, kwargs)
         arguments = {key: as_json(value) for key, value in named.items()}
         random = _is_random(operation, arguments)
-        blind = changes and (random or overwrites_first_argument(name))
-        inputs = self._values(find_tensors([value for key, value in named.items() if key not in NOTES])[blind:])
-        self.results.find_leaves(args[1:] if blind else args)
+        overwritten = args[0] if changes and (random or overwrites_first_argument(name)) else None
+        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
+        op = Operation(name, *caller, [], [], [], "", arguments, random=random)
+        read = [value for key, value in named.items() if key not in NOTES and value is not overwritten]
+        op.inputs = [self.value_of(t) for t in _numeric_tensors(read)]
+        op.lanes = _lanes(name, named, op.inputs)
+        op.inputs += [value for base in bases if (value := self.value_of(base)) not in op.inputs]
+        self.results.find_leaves(args[1:] if overwritten is not None else args)
+        follows = self.measured and not operation.is_view
+        exact = follows and all(self._is_exact(t) for t in given if t is not overwritten)
+        inputs = self.references.inputs_of(args, kwargs) if follows else None
+        state = torch.get_rng_state() if random and any(t.dtype in SHORT for t in written) else None
+
         out = self._run(operation, args, kwargs)
+
+        for t in written:
+            memory = self.references.memory(t)
+            memory.version, memory.maker = memory.version + 1, op
+        known = {storage_identity(t.untyped_storage()) for t in given if sk.is_plain(t)}
+        made = self.references.computed(operation, name, inputs, out, random) if follows else None
+        if follows:
+            longer = drawn_again(operation, written[0], args, kwargs, state) if state is not None else None
+            for t in written:
+                self.references.note_write(t, exact, made is not None and not random, longer)
+        for t, reference in _paired(out, made):
+            if sk.is_plain(t) and storage_identity(t.untyped_storage()) not in known:
+                if follows:
+                    self.references.keep(t, t if reference is None else reference, exact and reference is not None)
+                self.references.memory(t).maker = op
+        if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
+            self.numbers_read[out] = op.inputs[0]
+            reference = self.values[op.inputs[0]].reference
+            self.references.read_numbers[out] = out if reference is None else float(reference[0])
         raw_results = returned_or_written(operation, args, out)
         results = _results(operation, raw_results)
         if not results:
             return out
+        op.shape, op.dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
+        op.outputs = [self.value_of(t, op) for t in results]
+        changed = [self.value_of(t, op) for t in (*([] if overwritten is not None else written), *bases)]
+        op.changed = [value for value in dict.fromkeys(changed) if value not in op.outputs]
         rounded = [t for t in results if sk.rounds(t)]
-        measured = self.measured and not random and not operation.is_view and bool(rounded or name in DEFINITIONS)
-        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
-        shape, dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
-        op = Operation(name, *caller, inputs, self._values(results), shape, dtype, arguments, random=random)
-        op.changed = self._changed(before, (args, kwargs), blind) if changes else []
         op.nans = self.measured and any(map(_has_nan, rounded))
-        if measured:
-            again_args, again_kwargs = map_nested(_copy, before) if written_to else before
-            returned_again = operation(*again_args, **again_kwargs)
-            again = _results(operation, returned_or_written(operation, again_args, returned_again))
-            repeated = self._values(again)
-            if repeated != op.outputs:
-                op.repeats, op.spread = False, sk.spread(self.sketches, repeated, op.outputs)
-            plain = all(
-                map(sk.is_plain, find_tensors((before, raw_results)))
-            )  # others are compared by their parts alone
-            if plain:
-                vars(op).update(vars(forward_error(operation, name, before[0], before[1], raw_results)))
+        if self.measured and not random and not operation.is_view and (rounded or name in DEFINITIONS):
+            self._measure(operation, op, before, written_to, raw_results)
         self.operations.append(op)
         self.tell()
         return out
 
     def _run(self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
-        """The operation; one that has no kernel for float64, as mixtures of experts use, in float32 or bfloat16."""
+        """The operation; where memory is short, without references from here on."""
         try:
             return operation(*args, **kwargs)
-        except RuntimeError:
-            tensors = find_tensors((args, kwargs))
-            if not any(t.dtype == torch.float64 for t in tensors) or writes(operation):
+        except torch.OutOfMemoryError:
+            if self.references.is_disabled:
                 raise
-            for dtype in (torch.float32, torch.bfloat16):
-                shorter_args, shorter_kwargs = map_nested(_as_type(torch.float64, dtype), (args, kwargs))
-                with contextlib.suppress(RuntimeError):
-                    return map_nested(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
-            raise
+            self.references.disable()
+        return operation(*args, **kwargs)
 
-    def _values(self, values: Nested) -> list[str]:
-        return [self._value(t) for t in _numeric_tensors(values)]
+    def _measure(
+        self,
+        operation: OpOverload,
+        op: Operation,
+        before: tuple[Sequence[Nested], dict[str, Nested]],
+        written_to: bool,
+        raw_results: Nested,
+    ) -> None:
+        """Note whether an operation gives the same bits when it is called again, and its error against float64."""
+        again_args, again_kwargs = map_nested(_copy, before) if written_to else before
+        returned_again = operation(*again_args, **again_kwargs)
+        again = _results(operation, returned_or_written(operation, again_args, returned_again))
+        first = [self.values[value] for value in op.outputs]
+        if [sk.name(t) for t in again] != [value.content for value in first]:
+            op.repeats = False
+            op.spread = sk.spread([sk.sketch(t) for t in again], [value.sketch for value in first])
+        # Tensors of other layouts are compared by their parts alone.
+        if all(map(sk.is_plain, find_tensors((before, raw_results)))):
+            vars(op).update(vars(forward_error(operation, op.name, before[0], before[1], raw_results)))
 
-    def _value(self, tensor: Tensor) -> str:
-        """The name of a tensor's content; its sketch is kept."""
-        name = sk.name(tensor)
-        if name not in self.sketches:
-            self.sketches[name] = sk.sketch(tensor)
+    # --- values -------------------------------------------------------------------------------------------
+
+    def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
+        """The name of what a tensor holds now; the value is kept.
+
+        Args:
+            tensor: A tensor whose numbers lie in memory by its strides.
+            maker: The operation that made it, where that is the one that is being noted.
+        """
+        memory = self.references.memory(tensor)
+        key = _key_of(tensor, memory.serial, memory.version)
+        name = self.names.get(key)
+        if name is not None:
+            if sk.name(tensor) == self.values[name].content:
+                return name
+            self.references.reread(tensor)  # NumPy, or another library, has written to it
+            key = _key_of(tensor, memory.serial, memory.version)
+        reference = self.references.of(tensor) if self.measured else None
+        if reference is not None and reference.shape != tensor.shape:
+            reference = None
+        exact = memory.exact and not self.references.is_disabled
+        name = self.names[key] = str(len(self.values))
+        self.values[name] = Value.of(tensor, reference, exact)
+        made_by = maker or memory.maker
+        if made_by is not None and made_by is not maker:
+            made_by.changed.append(name)  # another view of what an operation wrote before
         return name
 
-    def _changed(self, before: Nested, after: Nested, blind: bool) -> list[str]:
-        """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
-        tensors = zip(find_tensors(before), find_tensors(after), strict=True)
-        plain = [(then, now) for then, now in tensors if now.numel() and sk.is_plain(now)]
-        changed = [now for then, now in plain if sk.name(then) != sk.name(now)]
-        bases = [base for now in changed if (base := base_of(now)) is not None]  # which has changed with its part
-        return [self._value(t) for t in ([] if blind else changed) + bases]
+    def _is_exact(self, tensor: Tensor) -> bool:
+        """Whether a tensor's reference was computed in float64 all the way; of another layout, whether it is data."""
+        if sk.is_plain(tensor):
+            return self.references.is_exact([tensor])
+        memories = map(self.references.memory, sk.tensors(tensor))
+        return all(memory.exact and memory.maker is None for memory in memories)
+
+
+def _key_of(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
+    """What tells one value of one execution from another."""
+    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return serial, version, *where, tensor.is_conj(), tensor.is_neg()
+
+
+def _paired(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each tensor of what an operation returned, with what stands in its place among the results of the reference."""
+    if isinstance(out, Tensor):
+        yield out, made if isinstance(made, Tensor) else None
+    elif isinstance(out, list | tuple):
+        others = made if isinstance(made, list | tuple) else ()
+        for place, value in enumerate(out):
+            yield from _paired(value, others[place] if place < len(others) else None)
+
+
+def _lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
+    """For an operation on lists of tensors: how many tensors a list has, and how many lists there are; else nothing."""
+    if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return []
+    lists = [value for value in named.values() if isinstance(value, list | tuple) and find_tensors(value)]
+    lengths = {len(find_tensors(value)) for value in lists}
+    if len(lengths) != 1 or len(lists) * min(lengths) > len(inputs):
+        return []
+    return [lengths.pop(), len(lists)]
 
 
 def _numeric_tensors(values: Nested) -> list[Tensor]:
@@ -173,10 +283,6 @@ def _results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
     if isinstance(raw_results, tuple) and len(raw_results) == len(names):
         raw_results = [value for name, value in zip(names, raw_results, strict=True) if name not in NOTES]
     return _numeric_tensors(raw_results)
-
-
-def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Nested], Nested]:
-    return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -216,15 +322,15 @@ class StepResults:
     """Follows the modules, leaves and optimizers that a step uses, and says in the end what came of them.
 
     Args:
-        name: gives a tensor's content its name in the trace.
+        tracer: Gives values their names.
 
     Attributes:
         path: The modules at work, the innermost last.
         restores: Whether modules and optimizers that the step uses are put back afterwards, as they were.
     """
 
-    def __init__(self, name: Callable[[Tensor], str]) -> None:
-        self.name, self.restores = name, True
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer, self.restores = tracer, True
         self.path: list[str] = []
         self.names: dict[nn.Module, str] = {}
         self.kept: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
@@ -234,6 +340,7 @@ class StepResults:
         # device, which is no update of it.
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
+        self.starts: dict[Tensor, tuple[Tensor, Tensor]] = {}  # what a leaf and its reference held at first
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -276,6 +383,7 @@ class StepResults:
             if t not in self.leaves and not t.is_inference():
                 self.undo.callback(t.register_post_accumulate_grad_hook(self._keep_gradient).remove)
                 self._keep(t)
+                self._keep_start(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
                 contents[t.dtype, t.device] = self._names_of(t)
@@ -283,10 +391,42 @@ class StepResults:
     def _keep_gradient(self, leaf: Tensor) -> None:
         self.gradients[leaf] = [] if leaf.grad is None else self._names_of(leaf.grad)
 
+    def _keep_start(self, leaf: Tensor) -> None:
+        """Keep what a leaf holds at first, to see which of its numbers an update leaves as they were."""
+        if self.restores and self.tracer.measured and sk.is_plain(leaf) and sk.rounds(leaf):
+            recorded = leaf.detach().clone()
+            is_data = self.tracer.references.memory(leaf).maker is None
+            start = recorded if is_data else self.tracer.references.of(leaf.detach()).clone()
+            self.starts[leaf] = recorded, start
+
     @own_work
     def _names_of(self, tensor: Tensor) -> list[str]:
         """The names of a tensor's values; what computes them is none of the step's operations."""
-        return [self.name(t) for t in sk.tensors(tensor.detach())]
+        return [self.tracer.value_of(t) for t in sk.tensors(tensor.detach())]
+
+    @own_work
+    def _lost(self, leaf: Tensor) -> dict[str, int]:
+        """How many numbers of a leaf the reference updated, and how many of these the recorded update left as before."""
+        if leaf not in self.starts or self.tracer.references.is_disabled:
+            return {}
+        recorded, start = self.starts[leaf]
+        now, reference = leaf.detach(), self.tracer.references.of(leaf.detach())
+        if (now.shape, now.dtype, now.device) != (recorded.shape, recorded.dtype, recorded.device):
+            return {}
+        moved = reference != start.to(reference.dtype)
+        return {"moved": int(moved.sum()), "lost": int((moved & (now == recorded)).sum())}
+
+    def _have_changed(self, before: list[str], after: list[str]) -> bool:
+        """Whether bits have changed, or the reference has."""
+        if len(before) != len(after):
+            return True
+        values = self.tracer.values
+        pairs = [(values[x], values[y]) for x, y in zip(before, after, strict=True) if x != y]
+        return any(
+            x.content != y.content
+            or (x.reference is not None and y.reference is not None and not np.array_equal(x.reference, y.reference, True))
+            for x, y in pairs
+        )
 
     def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
         return {name_as_written(name): self._names_of(buffer) for name, buffer in module.named_buffers()}
@@ -295,28 +435,42 @@ class StepResults:
         """The modules that a step called, and their own."""
         return [submodule for model in self.roots for submodule in model.modules()]
 
-    def as_operations(self, returned: Nested, sketches: dict[str, np.ndarray]) -> list[Operation]:
-        """What the step returned, each gradient, and every parameter and buffer that it changed."""
-        entries: list[tuple[str, str, list[str]]] = []
+    def as_operations(self, returned: Nested) -> list[Operation]:
+        """What the step returned, each gradient, and every parameter and buffer that it changed.
+
+        The `inputs` of gradients and updates are the values that the parameter or buffer began with.
+        """
+        entries: list[Operation] = []
         returned_leaves = named_leaves(returned)
         for place, value in returned_leaves:
             if isinstance(value, Tensor | float):
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
                 label = "loss" if len(returned_leaves) == 1 else f"result {place}"
-                entries.append((label, "", self._names_of(tensor)))
+                values = self._names_of(value) if isinstance(value, Tensor) else [self._name_of_number(value)]
+                entries.append(self._result(label, "", values, values))
         names: dict[Tensor, str] = {}
         for root in reversed(self.roots):  # a parameter of two has its name in the first
             names |= {parameter: name_as_written(name) for name, parameter in root.named_parameters()}
         for number, (leaf, contents) in enumerate(self.leaves.items(), 1):
             name, values = names.get(leaf, f"tensor {number} of shape {tuple(leaf.shape)}"), self._names_of(leaf)
-            entries.append(("gradient", name, self.gradients.get(leaf, [])))
-            if values != contents.get((leaf.dtype, leaf.device), values):
-                entries.append(("updated", name, values))
+            start = next(iter(contents.values()))
+            entries.append(self._result("gradient", name, start, self.gradients.get(leaf, [])))
+            if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
+                entries.append(self._result("updated", name, start, values, self._lost(leaf)))
         for module, before in self.roots.items():
-            now = self._buffers(module).items()
-            entries += [("updated", name, values) for name, values in now if values != before.get(name)]
-        return [
-            Operation(label, RESULT, name, "", values, values, list(sketches[values[-1]].shape), "float64")
-            for label, name, values in sorted(entries)
-            if values
-        ]
+            for name, values in self._buffers(module).items():
+                if self._have_changed(before.get(name, []), values):
+                    entries.append(self._result("updated", name, before.get(name, []), values))
+        return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
+
+    def _result(
+        self, label: str, name: str, start: list[str], values: list[str], about: dict[str, int] | None = None
+    ) -> Operation:
+        shape = self.tracer.values[values[-1]].shape if values else []
+        return Operation(label, RESULT, name, "", start, values, list(shape), "float64", about or {})
+
+    @own_work
+    def _name_of_number(self, number: float) -> str:
+        """The value of a number that the step returned: of the tensor that it was read from, or its own."""
+        if number not in self.tracer.numbers_read:
+            self.tracer.numbers_read[number] = self.tracer.value_of(torch.tensor(number, dtype=torch.float64))
+        return self.tracer.numbers_read[number]

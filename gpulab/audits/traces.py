@@ -2,8 +2,8 @@
 
 A trace is a file of its own: two laboratories record the same step, each on its card, and compare. The file is Parquet,
 one row an operation, with what concerns the whole step as JSON in its metadata. A row has the fields of an `Operation`
-as JSON, says whether it belongs to the step in float64, and holds the sketches of those of its values (inputs, outputs,
-changed) that no row before it names.
+as JSON, and those of its values (inputs, outputs, changed) that no row before it has: what is said of each as JSON, and
+its arrays.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from torch import Tensor
 from gpulab import files
 from gpulab._torch_internals import Nested
 from gpulab.audits.rounding import ATTENTION, Accuracy
+from gpulab.audits.values import Value
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
@@ -30,9 +32,9 @@ Json: TypeAlias = Any
 
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
 TENSOR = "Tensor"  # what stands for one among an operation's arguments
-FORMAT = 6
+FORMAT = 7
 KEY = "gpulab trace"
-IN_ROWS = {"operations", "reference", "sketches"}
+IN_ROWS = {"operations", "values"}
 COMPRESSION: dict[str, bool | int | str] = {"use_dictionary": False, "compression": "zstd", "compression_level": 19}
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
 
@@ -55,9 +57,12 @@ class Operation(Accuracy):
     called again at once, and in the whole step done again as well. `nans`
     says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
     relative to the first, where they were not the same. `anew` says that it was given values that no operation
-    made and that were others when the step was done again.
+    made and that were others when the step was done again. An operation on lists of tensors, as optimizers use them,
+    has `lanes`: how many tensors a list has, and how many lists there are.
 
-    In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
+    In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`. The inputs
+    of the last two are the values that the parameter began with. `arguments` of an update say how many of its numbers
+    the float64 reference `moved`, and how many of these the update `lost`: they kept their bits.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Operation(Accuracy):
     nans: bool = False
     anew: bool = False
     spread: float | None = None
+    lanes: list[int] = field(default_factory=list)
     __eq__, __hash__ = object.__eq__, object.__hash__  # each call is an operation of its own
 
     @property
@@ -94,19 +100,19 @@ def as_json(argument: Nested) -> Json:
 
 @dataclass
 class Trace:
-    """One step under one setting: every operation of torch that it ran, and a sketch of each value.
+    """One step under one setting: every operation of torch that it ran, and every value with its float64 reference.
 
     Attributes:
         setting: What the step was done under.
         operations: The operations, in the order in which they ran.
-        reference: Those of the same step in float64.
-        sketches: The values of both, by name, each as a float64 array of at most 64 numbers.
+        values: What tensors held, by name; see `Value`.
         overwritten: What the guard found: the `operation`, its `line`, `why` and the `remedy` of each.
         passport: The machine.
         arithmetic: The flags in force, such as TF32.
         label: What reports call the trace, instead of its setting.
         notes: What else is known of the step: the `loss` that was taken where it names none, and that a `compiled`
             model was not run as such.
+        without_reference: Operations that have no float64 reference, and what torch says of them.
 
     Examples:
         >>> import torch
@@ -120,13 +126,13 @@ class Trace:
 
     setting: str
     operations: list[Operation]
-    reference: list[Operation]
-    sketches: dict[str, np.ndarray]
+    values: dict[str, Value]
     overwritten: list[dict[str, str]] = field(default_factory=list)
     passport: dict[str, Json] = field(default_factory=dict)
     arithmetic: dict[str, Json] = field(default_factory=dict)
     label: str = ""
     notes: dict[str, str] = field(default_factory=dict)
+    without_reference: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Setting.parse(self.setting)  # or it is no trace
@@ -145,15 +151,17 @@ class Trace:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        unsaved, rows = dict(self.sketches), []
-        for reference, ops in ((False, self.operations), (True, self.reference)):
-            for op in ops:
-                sketches = [unsaved.pop(value) for value in op.values if value in unsaved]
-                rows.append({"operation": json.dumps(vars(op) | {"reference": reference}), "sketches": sketches})
+        unsaved, rows = dict(self.values), []
+        for op in self.operations:
+            new = [name for name in dict.fromkeys(op.values) if name in unsaved]
+            values = [(name, unsaved.pop(name)) for name in new]
+            about = [[name, *_about(value)] for name, value in values]
+            arrays = [array for _, value in values for array in _arrays(value)]
+            rows.append({"operation": json.dumps(vars(op)), "values": json.dumps(about), "numbers": arrays})
         notes = {name: value for name, value in vars(self).items() if name not in IN_ROWS}
         buffer, text = io.BytesIO(), json.dumps({"format": FORMAT, **notes, "seal": files.UNSEALED})
-        sketch_type = pa.list_(pa.list_(pa.float64()))
-        schema = pa.schema({"operation": pa.string(), "sketches": sketch_type}, {KEY: text})
+        numbers = pa.list_(pa.list_(pa.float64()))
+        schema = pa.schema({"operation": pa.string(), "values": pa.string(), "numbers": numbers}, {KEY: text})
         pq.write_table(pa.Table.from_pylist(rows, schema), buffer, **COMPRESSION)
         files.write(file, files.seal(buffer.getvalue()))
         return Path(file)
@@ -183,17 +191,41 @@ class Trace:
             del notes["seal"]
             files.check_table_size(file, opened.metadata, most or LARGEST)
             table = opened.read()
-            rows = files.read_json(file, f"[{','.join(table['operation'].to_pylist())}]".encode())
-            halves: tuple[list[Json], list[Json]] = [], []
-            for row in rows:
-                halves[row.pop("reference")].append(row)
-            parts = {**notes, "operations": halves[0], "reference": halves[1], "sketches": {}}
-            trace = TypeAdapter(cls).validate_python(parts)
-            arrays = table["sketches"].combine_chunks().flatten()
+            columns = (f"[{','.join(table[name].to_pylist())}]".encode() for name in ("operation", "values"))
+            rows, abouts = (files.read_json(file, column) for column in columns)
+            trace = TypeAdapter(cls).validate_python({**notes, "operations": rows, "values": {}})
+            arrays = table["numbers"].combine_chunks().flatten()
             starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
-            names = dict.fromkeys(value for op in (*trace.operations, *trace.reference) for value in op.values)
-            trace.sketches = dict(zip(names, np.split(arrays.flatten().to_numpy(), starts), strict=True))
+            numbers = iter(np.split(arrays.flatten().to_numpy(), starts))
+            for name, *about in (about for row in abouts for about in row):
+                trace.values[name] = _value(about, numbers)
+            missing = {name for op in trace.operations for name in op.values} - trace.values.keys()
+            if missing or next(numbers, None) is not None:
+                raise ValueError("operations name values that are not there")
         return trace
+
+
+def _about(value: Value) -> list[Json]:
+    """What a row says of a value beside its arrays."""
+    dims = None if value.reference is None else list(value.profiles)
+    return [value.content, value.shape, value.dtype, value.exact, value.total, dims]
+
+
+def _arrays(value: Value) -> list[np.ndarray]:
+    """The arrays of a value, in the order in which `_value` takes them."""
+    if value.reference is None:
+        return [value.sketch]
+    return [value.sketch, value.reference, *(profile.ravel() for profile in value.profiles.values())]
+
+
+def _value(about: list[Json], numbers: Iterator[np.ndarray]) -> Value:
+    """A value as it was saved."""
+    content, shape, dtype, exact, total, dims = about
+    value = Value(content, shape, dtype, next(numbers), exact=exact, total=total)
+    if dims is not None:
+        value.reference = next(numbers)
+        value.profiles = {dim: next(numbers).reshape(2, -1) for dim in dims}
+    return value
 
 
 def call_of(op: Operation) -> tuple[str, str, str]:

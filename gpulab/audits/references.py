@@ -1,0 +1,276 @@
+"""Float64 references: each storage that torch touches while a step runs has a copy in float64, which follows it.
+
+Every operation of the step is repeated on these copies, with the same random numbers and along the same branches of the
+program. So each value has a reference of its own, by construction: no second program has to be run in float64, and
+nothing has to be paired. An operation that has no kernel for float64, and no formula here, leaves its recorded result as
+the reference, which is then marked as not exact; so is all that follows from it.
+
+This is shadow-value analysis, as Fpdebug (Benz, Hildebrandt, Hack 2012, PLDI) and Herbgrind (Sanchez-Stern et al. 2018,
+PLDI) do it for each floating-point instruction, done here for each operation on tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    StorageWeakRef,
+    argument_names,
+    find_tensors,
+    map_nested,
+    named_arguments,
+    negative_view,
+    storage_identity,
+)
+from gpulab.audits import count_sketch as sk
+from gpulab.audits.formulas import FORMULAS
+
+SHORT = (torch.float16, torch.bfloat16)
+SWEEP = 64  # new storages after which those that are gone are forgotten
+# Operations that return or write numbers of the program's own state, which the reference shares.
+AS_RECORDED = {"_amp_update_scale"}
+_OTHER_REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+
+
+class Memory:
+    """A storage: its float64 copy, and what has happened to it.
+
+    Attributes:
+        serial: A number of its own; an address may be that of another storage later.
+        numbers: The copy, flat; None until it is asked for, and where there is none.
+        stand_in: What an operation made in float64 where that has another size, such as a kernel's notes.
+        version: How often it has been written to.
+        maker: Who wrote to it last; None for data.
+        exact: Whether the copy was computed in float64 all the way.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, serial: int) -> None:
+        self.weak_reference, self.serial = StorageWeakRef(storage), serial
+        self.numbers: Tensor | None = None
+        self.stand_in: Tensor | None = None
+        self.version, self.maker, self.exact = 0, None, True
+
+
+class References:
+    """The float64 copies of all storages of one execution of a step."""
+
+    def __init__(self) -> None:
+        self.memories: dict[int, Memory] = {}
+        self.serials = itertools.count(1)
+        self.read_numbers: dict[float, float] = {}  # floats that the program read from tensors, and their references
+        self.failures: dict[str, str] = {}  # operations without float64, and what torch said
+        self.is_disabled = False
+
+    # --- storages -----------------------------------------------------------------------------------------
+
+    def memory(self, tensor: Tensor) -> Memory:
+        """The record of a plain tensor's storage."""
+        storage = tensor.untyped_storage()
+        key = storage_identity(storage)
+        found = self.memories.get(key)
+        if found is None or found.weak_reference.expired():
+            serial = next(self.serials)
+            found = self.memories[key] = Memory(storage, serial)
+            if serial % SWEEP == 0:
+                alive = self.memories.items()
+                self.memories = {key: memory for key, memory in alive if not memory.weak_reference.expired()}
+        return found
+
+    def is_exact(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the references of all these were computed in float64 all the way."""
+        return not self.is_disabled and all(self.memory(t).exact for t in tensors)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred to by a copy."""
+        memory, real = self.memory(tensor), _real_type(tensor.dtype)
+        if memory.stand_in is not None:
+            return memory.stand_in
+        if self.is_disabled or tensor.device.type not in sk.WITH_FLOAT64:
+            return _widened(tensor)
+        if memory.numbers is None or memory.numbers.numel() * real.itemsize != tensor.untyped_storage().nbytes():
+            flat = torch.empty(0, dtype=real, device=tensor.device).set_(tensor.untyped_storage())
+            memory.numbers = flat.double() if real.is_floating_point else flat.clone()
+        if memory.numbers.dtype != (torch.float64 if real.is_floating_point else real):
+            memory.exact = False  # the bits are looked at as another type
+            return _widened(tensor)
+        flat = torch.view_as_complex(memory.numbers.view(-1, 2)) if tensor.is_complex() else memory.numbers
+        view = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        view = view.conj() if tensor.is_conj() else view
+        return negative_view(view) if tensor.is_neg() else view
+
+    def keep(self, tensor: Tensor, reference: Tensor, exact: bool) -> None:
+        """Make a reference that of a new tensor."""
+        memory, real = self.memory(tensor), _real_type(tensor.dtype)
+        memory.exact = exact
+        if tensor.device.type not in sk.WITH_FLOAT64 or self.is_disabled or not tensor.numel():
+            return
+        if reference.shape != tensor.shape:
+            memory.stand_in = reference
+            return
+        if 0 in tensor.stride():
+            memory.numbers = None  # one number stands at several places; it is read from the tensor when asked for
+            return
+        dtype = torch.float64 if real.is_floating_point else real
+        memory.numbers = torch.zeros(
+            tensor.untyped_storage().nbytes() // real.itemsize, dtype=dtype, device=tensor.device
+        )
+        self.of(tensor).copy_(reference)
+
+    def note_write(self, tensor: Tensor, exact: bool, followed: bool, longer: Tensor | None) -> None:
+        """Note that an operation wrote to a tensor.
+
+        Args:
+            tensor: What it wrote to.
+            exact: Whether the references of what it read are exact.
+            followed: Whether it was done on the reference as well. If not, the recorded numbers are the reference.
+            longer: Of random numbers in a short format, those that would have been drawn in float32.
+        """
+        memory = self.memory(tensor)
+        if self.is_disabled:
+            memory.exact = False
+            return
+        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        memory.exact = exact if whole else exact and memory.exact
+        if not followed:
+            self.of(tensor).copy_(tensor if longer is None else longer)
+
+    def reread(self, tensor: Tensor) -> None:
+        """Take the recorded numbers of a tensor for its reference, because something other than torch wrote them."""
+        memory = self.memory(tensor)
+        memory.exact = memory.exact and memory.maker is None
+        memory.version, memory.maker = memory.version + 1, None
+        if memory.numbers is not None:
+            self.of(tensor).copy_(_widened(tensor))
+
+    def copied(self, out: Tensor, source: Tensor) -> None:
+        """Note that a new tensor is a copy of another one, in whatever format."""
+        if sk.is_plain(out) and sk.is_plain(source) and out is not source:
+            same_storage = storage_identity(out.untyped_storage()) == storage_identity(source.untyped_storage())
+            if not same_storage and out.shape == source.shape:
+                self.keep(out, self.of(source), self.memory(source).exact)
+
+    def disable(self) -> None:
+        """Go on without references: there is no memory for them."""
+        self.memories.clear()
+        self.is_disabled = True
+        self.failures["all operations"] = "there was not enough memory for float64 copies"
+
+    # --- operations ---------------------------------------------------------------------------------------
+
+    def inputs_of(self, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
+        """The arguments of a call as its reference takes them."""
+
+        def substituted(value: Nested) -> Nested:
+            if isinstance(value, Tensor):
+                return self.of(value) if sk.is_plain(value) else _widened(value)
+            if isinstance(value, torch.dtype):
+                return torch.complex128 if value.is_complex else torch.float64 if value.is_floating_point else value
+            return value
+
+        given = map_nested(substituted, (list(args), dict(kwargs)))
+        return self._with_exact_numbers(given) if self.read_numbers else given
+
+    def _with_exact_numbers(self, values: Nested) -> Nested:
+        """The same with the references of floats that the program read from tensors."""
+        if isinstance(values, list | tuple):
+            return type(values)([self._with_exact_numbers(value) for value in values])
+        if isinstance(values, dict):
+            return {key: self._with_exact_numbers(value) for key, value in values.items()}
+        return self.read_numbers.get(values, values) if type(values) is float else values
+
+    def computed(
+        self,
+        operation: OpOverload,
+        name: str,
+        inputs: Nested,
+        out: Nested,
+        random: bool,
+    ) -> Nested | None:
+        """The results of an operation on the references; what it writes to them is written. None if that fails.
+
+        Args:
+            operation: An overload of `torch.ops`.
+            name: Its bare name.
+            inputs: What `inputs_of` gave before the operation ran.
+            out: What it returned.
+            random: Whether it draws random numbers. Its reference shares them.
+        """
+        args, kwargs = inputs
+        if self.is_disabled or name in AS_RECORDED:
+            return None
+        try:
+            if random:
+                return _with_same_draws(operation, name, args, kwargs, out)
+            if name == "_amp_foreach_non_finite_check_and_unscale":
+                for gradient in args[0]:
+                    gradient.mul_(args[2])
+                return ()
+            if name in FORMULAS:
+                return FORMULAS[name](named_arguments(operation, args, kwargs))
+            if name in ("_softmax", "_log_softmax"):
+                args = [*args[:2], False]  # whose last argument says that float16 becomes float32
+            makes_reals = any(sk.rounds(t) for t in find_tensors(out))
+            if "dtype" in argument_names(operation) and makes_reals and not find_tensors((args, kwargs)):
+                kwargs = kwargs | {"dtype": torch.float64}
+            return operation(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  # no kernel for float64, or a check of torch's own
+            self.failures.setdefault(name, next(iter(str(error).splitlines()), type(error).__name__))
+            return None
+
+
+def _with_same_draws(operation: OpOverload, name: str, args: Nested, kwargs: Nested, out: Nested) -> Nested | None:
+    """The reference of an operation that draws: its recorded draws, applied in float64."""
+    named = named_arguments(operation, args, kwargs)
+    if name == "native_dropout":
+        kept, probability = out[1], named["p"]
+        scale = 1 / (1 - probability) if probability < 1 else 0.0
+        return named["input"] * kept * (scale if named["train"] is not False else 1.0), kept
+    reals = [t for t in find_tensors((args, kwargs)) if sk.rounds(t)]
+    drawn = [t for t in find_tensors(out) if sk.rounds(t)]
+    if drawn and reals and name not in ("bernoulli", *FROM_NUMBERS):
+        return None
+    return map_nested(lambda value: _widened(value) if isinstance(value, Tensor) else value, out)
+
+
+# Operations that draw by numbers, and read nothing of the tensor that they are given but its shape.
+FROM_NUMBERS = {
+    *("uniform", "normal", "random", "exponential", "geometric", "cauchy", "log_normal"),
+    *("rand_like", "randn_like", "randint_like"),
+}
+
+
+def drawn_again(operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nested, state: Tensor) -> Tensor | None:
+    """What an operation that fills a tensor in a short format would have drawn in float32, from the same state.
+
+    Weights of a model in bfloat16 are drawn as those in float32 are, and rounded. None where the draws are others.
+    """
+    if tensor.device.type != "cpu":
+        return None
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    longer = torch.empty_like(tensor, dtype=torch.float32)
+    operation(longer, *args[1:], **kwargs)
+    same_state = torch.equal(torch.get_rng_state(), after)
+    torch.set_rng_state(after)
+    apart = float((longer - tensor.float()).abs().max()) if tensor.numel() else 0.0
+    return longer if same_state and apart <= 0.01 * float(longer.abs().max()) else None
+
+
+def _real_type(dtype: torch.dtype) -> torch.dtype:
+    return _OTHER_REALS.get(dtype, dtype)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """The recorded numbers in float64; whole numbers as they are."""
+    tensor = tensor.detach()
+    if not sk.rounds(tensor) or tensor.device.type not in sk.WITH_FLOAT64:
+        return tensor.clone()
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()

@@ -1,0 +1,144 @@
+"""A value of a training step: what a tensor held at one moment, and what its float64 reference held.
+
+A trace keeps no tensors. It keeps a sketch of the recorded numbers, a sketch of the reference, and sums of the
+reference, from which two values of different executions can be recognised as the same, as the same in another order,
+or as a part of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.audits import count_sketch as sk
+from gpulab.audits import tolerances as tol
+
+MAX_PROFILE = 512  # numbers; longer dimensions have no profile
+Array = np.ndarray
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor's content at one moment of an execution.
+
+    Attributes:
+        content: A hash of the recorded bits, the type and the shape.
+        shape: Of the tensor.
+        dtype: Of the tensor, such as `float32`.
+        sketch: Of the recorded numbers; see `count_sketch`.
+        reference: The sketch of the float64 reference. None where references were not followed.
+        total: The sum of the reference's numbers, and of their squares.
+        profiles: For each dimension, by its number, the sums over all others: of the numbers and of the squares.
+        exact: Whether the reference was computed in float64 all the way. If not, the recorded numbers stood in
+            somewhere, and the reference is as uncertain as they are.
+    """
+
+    content: str
+    shape: list[int]
+    dtype: str
+    sketch: Array
+    reference: Array | None = None
+    total: list[float] = field(default_factory=list)
+    profiles: dict[int, Array] = field(default_factory=dict)
+    exact: bool = True
+
+    @classmethod
+    def of(cls, tensor: Tensor, reference: Tensor | None, exact: bool) -> Value:
+        """The value of a tensor and of its reference, which has the tensor's shape."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = cls(sk.name(tensor), list(tensor.shape), dtype, sk.sketch(tensor), exact=exact)
+        if reference is not None:
+            real = torch.view_as_real(reference.resolve_conj()) if reference.is_complex() else reference
+            value.reference = sk.sketch(real)
+            numbers = sk.where_float64_is(real.detach()).double()
+            value.profiles = _profiles(numbers)
+            value.total = _totals(numbers, value.profiles)
+        return value
+
+    @property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it has numbers that rounding can touch."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+    @cached_property
+    def deviation(self) -> float:
+        """How far the recorded numbers are from the reference, relative to it."""
+        return 0.0 if self.reference is None else finite_distance(self.sketch, self.reference)
+
+    @cached_property
+    def is_rounding_alone(self) -> bool:
+        """Whether it has nothing but roundings, or zeros."""
+        return self.reference is None or self.deviation > tol.NOTHING_BUT_ROUNDING or not self.reference.any()
+
+    @cached_property
+    def is_constant(self) -> bool:
+        """Whether its numbers are all equal."""
+        total, squares = self.total or (0.0, 0.0)
+        return self.count > 1 and abs(squares * self.count - total * total) <= 1e-9 * squares * self.count
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all its numbers are whole, as far as the sketch shows."""
+        return self.reference is not None and bool((np.round(self.reference) == self.reference).all())
+
+    @cached_property
+    def tells_little(self) -> bool:
+        """Whether an equal value elsewhere may be a coincidence: a whole number, equal numbers, or next to nothing."""
+        one_whole = self.count == 1 and (self.is_whole or not math.isfinite(self.total[0] if self.total else 0.0))
+        return self.count == 0 or self.dtype == "bool" or self.is_rounding_alone or one_whole or self.is_constant
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def finite_distance(x: Array, reference: Array) -> float:
+    """The relative distance of two sketches of one size; infinite if it has none.
+
+    >>> finite_distance(np.array([1.0, np.nan]), np.array([2.0, 1.0]))
+    inf
+    """
+    apart = sk.distance(x, reference)
+    return math.inf if math.isnan(apart) else apart
+
+
+def _profiles(numbers: Tensor) -> dict[int, Array]:
+    """The sums of the numbers, and of their squares, for each index along each dimension."""
+    if numbers.dim() == 0 or numbers.numel() == 0:
+        return {}
+    dims = range(numbers.dim())
+    wanted = [dim for dim in dims if 2 <= numbers.shape[dim] <= MAX_PROFILE]
+    # The first and the last dimensions are each summed out once, so that the data are read twice and not once a profile.
+    middle = (numbers.dim() + 1) // 2
+    halves = [list(dims[:middle]), list(dims[middle:])]
+    profiles = {}
+    for power in (numbers, numbers * numbers):
+        for half, others in (halves, halves[::-1]):
+            mine = [dim for dim in half if dim in wanted]
+            if not mine:
+                continue
+            rest = power.sum(others) if others else power
+            for dim in mine:
+                over = [place for place, other in enumerate(half) if other != dim]
+                sums = rest.sum(over) if over else rest
+                profiles.setdefault(dim, []).append(sums)
+    return {dim: torch.stack(pair).cpu().numpy() for dim, pair in sorted(profiles.items())}
+
+
+def _totals(numbers: Tensor, profiles: dict[int, Array]) -> list[float]:
+    if profiles:
+        first = next(iter(profiles.values()))
+        with np.errstate(invalid="ignore", over="ignore"):
+            return [float(first[0].sum()), float(first[1].sum())]
+    return [float(numbers.sum()), float(numbers.square().sum())]
