@@ -1,9 +1,10 @@
-"""Which finding explains how much of the difference in a step's results, and in which order they are told.
+"""Which operation makes how much of the difference in a step's results, and the order in which findings are told.
 
-The difference in loss, gradients and what was updated is passed back along the values, as relevance is passed back in a
-network: of the difference that arrives at what an operation made, the operation keeps the share that its own error
-makes of it, and passes the rest on to what it was given, by how far that is apart. All in squares, as independent
-errors add up. Where the operations themselves were found to be others, they keep what their inputs cannot have made.
+The difference in loss, gradients and updates is passed back along the graphs of both executions, as relevance is passed
+back in a network: of the difference that arrives at a value, the operation that made it keeps the share that its own
+error makes of it, and passes the rest on to its inputs, by how far these are off. Shares are of squares, as independent
+errors add up. A value that the other execution has as well is compared with its counterpart, any other with its own
+float64 reference. All shares add up to one.
 
 References:
     S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by layer-wise relevance
@@ -12,6 +13,8 @@ References:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,107 +23,157 @@ from dataclasses import replace
 import numpy as np
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.comparison import Comparison, Values
+from gpulab.audits.comparison import Comparison
+from gpulab.audits.diagnosis import SCALER
 from gpulab.audits.findings import KINDS, Finding
-from gpulab.audits.judgement import cause_not_found
+from gpulab.audits.graphs import Node
 from gpulab.audits.traces import Operation
+from gpulab.audits.values import Value
+
+MAX_VISITS = 16  # of one pair of values
+Pair = tuple[Value | None, Value | None]  # a value of the first side and its counterpart; None where it has none
 
 
 class Attribution:
-    """How much of the difference in a step's results each operation keeps: by itself, and as another than its twin."""
+    """How much of the difference in a step's results each operation makes.
 
-    def __init__(self, comparison: Comparison, findings: Sequence[Finding]) -> None:
+    Attributes:
+        total: The difference in all results.
+        kept: What each operation makes of it.
+        from_data: What goes back to data and weights, by the value.
+        from_sources: What is in results that differ in float64.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        # Each pair of operations by its first: how far those are apart that were found to be others than their twins,
-        # what a pair keeps, what goes back to nothing (by who was given it), and what arrived at the values that a
-        # pair made.
-        self.others = {comparison.pair_of(f.op)[0]: f.size for f in findings if f.side_by_side and f.op}
         self.kept: dict[Operation, float] = defaultdict(float)
-        self.lost: dict[Operation, float] = defaultdict(float)
-        self.arrived: dict[Operation, dict[Values, float]] = defaultdict(lambda: defaultdict(float))
+        self.from_data: dict[Value, float] = defaultdict(float)
+        self.from_sources = 0.0
+        self._arrived: dict[Pair, float] = defaultdict(float)
+        self._waiting: list[tuple[float, int, Pair]] = []
+        self._numbers = itertools.count()
+        self._visits: dict[Pair, int] = defaultdict(int)
         self.total = self._begin()
-        for a, b in reversed(comparison.matched):
-            for values, amount in self.arrived[a].items():
-                self._pass_back(a, b, values, amount)
+        while self._waiting:
+            _, _, pair = heapq.heappop(self._waiting)
+            amount = self._arrived.pop(pair, 0.0)
+            if amount:
+                self._pass_back(pair, amount)
 
-    def share(self, finding: Finding) -> float:
-        """How much of the difference goes back to a finding; NaN where there is none, or it cannot be told."""
-        if finding.op is None or not self.total or finding.kind in ("rounding", "not finite"):
+    def share(self, finding: Finding, siblings: Sequence[Finding]) -> float:
+        """How much of the difference goes back to a finding; NaN where there is none, or it cannot be told.
+
+        Args:
+            finding: A finding about an operation.
+            siblings: All findings. Those of one operation share what it makes.
+        """
+        if finding.op is None:
+            return finding.share
+        if not self.total or finding.kind in ("rounding", "not finite"):
             return math.nan
-        pair = self.comparison.pair_of(finding.op)
-        as_another = self.others.get(pair[0], 0.0)
-        own = math.hypot(_own_error(*pair), self.comparison.cast_error(finding.op))
-        of_pair = math.hypot(own, 0.0 if math.isnan(as_another) else as_another)
-        part = 1.0 if finding.side_by_side else _share_explained(finding.size, of_pair)
-        return self.kept[pair[0]] * part / self.total
+        if finding.side_by_side and self.from_sources:
+            alike = [other for other in siblings if other.side_by_side]
+            return self.from_sources / self.total if len(alike) == 1 else math.nan
+        kept = sum(self.kept[op] for op in (finding.op, *finding.others))
+        own = math.hypot(*(_own_error(op) for op in (finding.op, *finding.others)))
+        same_op = [other for other in siblings if other.op is finding.op and other is not finding]
+        return kept * (_share_explained(finding.size, own) if same_op else 1.0) / self.total
 
     def _begin(self) -> float:
         """Loss, gradients and what was updated count by how far each of these is apart as a whole, relative to it."""
         comparison, total = self.comparison, 0.0
-        groups: dict[str, list[tuple[Operation, Values]]] = defaultdict(list)
-        for a, b in comparison.results:
-            group = a.name if a.name in ("gradient", "updated") else "loss"
-            groups[group] += [(a, values) for values in zip(a.outputs, b.outputs, strict=False)]
+        groups: dict[str, list[tuple[bool, Value, Value]]] = defaultdict(list)
+        for result in comparison.results:
+            pairs = zip(comparison.values(result.a), comparison.values(result.b), strict=False)
+            groups[result.group] += [(result.agrees, x, y) for x, y in pairs]
         for of_group in groups.values():
-            sizes = [float(np.linalg.norm(comparison.a.sketches[x])) for _, (x, _) in of_group]
-            pairs = zip(of_group, sizes, strict=True)
-            apart = [gap * (size or 1.0) if (gap := comparison.gap(values)) else 0.0 for (_, values), size in pairs]
-            whole = math.hypot(*apart) / (math.hypot(*sizes) or 1.0)
-            amount = min(1.0, whole)  # which is 1 where nobody can tell how far
-            for (a, values), fraction in zip(of_group, _fractions(apart), strict=True):
-                self._arrive(values, amount * fraction, a)
+            sizes = [float(np.linalg.norm(np.nan_to_num(x.sketch))) for _, x, _ in of_group]
+            gaps = [comparison.gap(x, y) for _, x, y in of_group]
+            apart = [gap * (size or 1.0) if gap else 0.0 for gap, size in zip(gaps, sizes, strict=True)]
+            amount = min(1.0, math.hypot(*apart) / (math.hypot(*sizes) or 1.0))  # 1 where nobody can tell how far
+            for (agrees, x, y), fraction in zip(of_group, _fractions(apart), strict=True):
+                if agrees:
+                    self._arrive((x, y), amount * fraction)
+                else:
+                    self.from_sources += amount * fraction
             total += amount
         return total
 
-    def _pass_back(self, a: Operation, b: Operation, values: Values, amount: float) -> None:
-        """Leave with a pair of operations what they make of a difference, and pass the rest to what they were given."""
-        inputs = [pair for pair in self.comparison.inputs(a, b) if pair[0] != pair[1]]
-        gaps, apart = list(map(self.comparison.gap, inputs)), self.comparison.gap(values)
-        kept = _share_explained(_own_error(a, b), apart)
-        if a in self.others and not any(self.comparison.common(*pair, a) for pair in inputs):
-            kept = 1.0
-        self.kept[a] += amount * kept
-        for pair, fraction in zip(inputs, _fractions(gaps), strict=True):
-            if fraction and kept < 1:
-                self._arrive(pair, amount * (1 - kept) * fraction, a)
+    def _arrive(self, pair: Pair, amount: float) -> None:
+        if not amount:
+            return
+        if pair not in self._arrived:
+            heapq.heappush(self._waiting, (-self._place(pair), next(self._numbers), pair))
+        self._arrived[pair] += amount
 
-    def _arrive(self, values: Values, amount: float, user: Operation) -> None:
-        """Bring an amount to who made two values: a pair of operations, or those of one setting alone before them."""
-        comparison = self.comparison
-        origin = comparison.origin(*values, user)
-        casts = [comparison.cast_error(op) for op in origin.alone]
-        before = origin.before
-        if any(casts):  # a value that is also made again later, as by transposing twice, was there before that
-            before = [(a, pair) for a, pair in before if comparison.position[a] < comparison.position[user]]
-        gaps = [comparison.gap(pair) for _, pair in before]
-        passed_on = tol.INHERITED * math.hypot(0.0, *map(_own_error, origin.alone), *gaps)
-        explained = math.hypot(passed_on, tol.CONVERTED * math.hypot(0.0, *casts))
-        inherited = amount * _share_explained(explained, comparison.gap(values))
-        alone = [math.hypot(_own_error(op), cast) for op, cast in zip(origin.alone, casts, strict=True)]
-        makers = (comparison.maker(1, values[1]), comparison.maker(0, values[0]), *origin.alone)
-        blamed = [one for op in makers if op and (one := comparison.pair_of(op)[0]) in self.others]
-        if blamed:
-            self.kept[blamed[0]] += amount - inherited
-        elif all(op.error is not None or len(op.inputs) < 2 for op in origin.alone):  # no kernel that nobody checked
-            self.lost[user] += amount - inherited
-        fractions = _fractions([*alone, *gaps])
-        for op, fraction in zip(origin.alone, fractions, strict=False):
-            self.kept[op] += inherited * fraction
-        for (a, pair), fraction in zip(before, fractions[len(alone) :], strict=True):
-            if fraction and comparison.position[a] < comparison.position[user]:
-                self.arrived[a][pair] += inherited * fraction
-            else:  # a value that is made again later, as by transposing twice, goes back to nothing that was before
-                self.lost[user] += inherited * fraction
+    def _place(self, pair: Pair) -> float:
+        """How late a value was made: from 0 for data to 1 for what was made last."""
+        nodes = [(graph, graph.maker.get(v)) for graph, v in zip(self.comparison.graphs, pair, strict=True) if v]
+        return max((node.number / len(graph.nodes) for graph, node in nodes if node), default=-1.0)
+
+    def _pass_back(self, pair: Pair, amount: float) -> None:
+        """Leave with the operations that made a value what they make of a difference, and pass on the rest."""
+        nodes = [graph.maker.get(v) if v else None for graph, v in zip(self.comparison.graphs, pair, strict=True)]
+        if not any(nodes):
+            value = max((v for v in pair if v is not None), key=lambda v: v.deviation)
+            self.from_data[value] += amount
+            return
+        inputs = self._inputs(nodes)
+        gaps = [self._apart(other) for other in inputs]
+        own = [self._own_error(node) if node else 0.0 for node in nodes]
+        self._visits[pair] += 1
+        # A value that is made again later may lead back to itself.
+        is_end = not any(gaps) or self._visits[pair] > MAX_VISITS
+        share = 1.0 if is_end else _share_explained(math.hypot(*own), self._apart(pair))
+        parts = _fractions(own) if any(own) else [float(node is not None) / sum(n is not None for n in nodes) for node in nodes]
+        for node, part in zip(nodes, parts, strict=True):
+            if node is not None:
+                self.kept[node.op] += amount * share * part
+        for other, fraction in zip(inputs, _fractions(gaps), strict=True):
+            self._arrive(other, amount * (1 - share) * fraction)
+
+    def _inputs(self, nodes: Sequence[Node | None]) -> list[Pair]:
+        """What two operations were given: pairs of values that are one in float64, and the others alone."""
+        pairs: dict[Pair, None] = {}
+        for side, node in enumerate(nodes):
+            other_node = nodes[1 - side]
+            for value in node.inputs if node else ():
+                if not value.is_real:
+                    continue
+                equal = self.comparison.matches.equal.get(value, [])
+                there = [other for other in equal if other_node and other in other_node.inputs]
+                graph = self.comparison.graphs[1 - side]
+                other = min(there or equal, key=lambda v: graph.maker[v].number if v in graph.maker else -1, default=None)
+                pairs[(other, value) if side else (value, other)] = None
+        return list(pairs)
+
+    def _apart(self, pair: Pair) -> float:
+        """How far the recorded numbers of a value are from its counterpart's, or from its own reference."""
+        x, y = pair
+        if x is not None and y is not None:
+            return self.comparison.gap(x, y)
+        value = x if y is None else y
+        assert value is not None
+        return value.deviation
+
+    def _own_error(self, node: Node) -> float:
+        """An operation's own error; where it was not measured, by how much its result is further off than its inputs."""
+        error = _own_error(node.op)
+        if error or node.op.error is not None or node.op.is_view:
+            return error
+        before = max((value.deviation for value in node.inputs if value.is_real), default=0.0)
+        after = max((value.deviation for value in node.outputs), default=0.0)
+        return math.sqrt(max(0.0, after**2 - before**2)) if math.isfinite(after) else math.inf
 
 
-def _own_error(*operations: Operation) -> float:
-    """What the own errors of operations and what does not repeat of them make, relative to their result.
+def _own_error(op: Operation) -> float:
+    """What the own error of an operation and what does not repeat of it make, relative to its result.
 
     >>> once = Operation("mm", "forward", "", "", [], [], [], "float32", error=3.0, spread=4.0)
-    >>> _own_error(once), _own_error(once, replace(once, error=math.nan))
+    >>> _own_error(once), _own_error(replace(once, error=math.nan))
     (5.0, inf)
     """
-    sizes = [size or 0.0 for op in operations for size in (op.error, op.spread)]
+    sizes = [op.error or 0.0, op.spread or 0.0]
     return math.inf if any(map(math.isnan, sizes)) else math.hypot(*sizes)
 
 
@@ -153,12 +206,13 @@ def _fractions(sizes: list[float]) -> list[float]:
 
 def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
     """The findings of a comparison, what explains most of the difference first."""
-    attribution = Attribution(comparison, findings)
+    attribution = Attribution(comparison)
     lost, becomes = _lost_before_nan(comparison)
-    findings = [replace(f, share=attribution.share(f), detail=f.detail + becomes * (f.op is lost)) for f in findings]
-    explained = any(f.kind not in ("reduced precision", "nondeterminism", "rounding") for f in findings)
-    if not explained and not comparison.not_finite:
-        findings += cause_not_found(comparison, attribution.lost, attribution.total)
+    findings = [*findings, *_rounded_data(comparison, attribution)]
+    findings = [
+        replace(f, share=attribution.share(f, findings), detail=f.detail + becomes * (f.op is lost)) for f in findings
+    ]
+    findings = _with_the_rest(attribution, findings)
     begins = min((comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op), default=0)
 
     def order(finding: Finding) -> tuple[int, float, int]:
@@ -169,6 +223,40 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
         return tier, -round(np.nan_to_num(finding.share), 2), KINDS.index(finding.kind)
 
     return sorted(findings, key=order)
+
+
+def _rounded_data(comparison: Comparison, attribution: Attribution) -> list[Finding]:
+    """Data and weights that a setting rounded to a short format before the step began (`decoder_in_bfloat16`)."""
+    found: dict[tuple[str, str], Finding] = {}
+    for value, amount in attribution.from_data.items():
+        side = int(value in comparison.graphs[1].users)
+        user = next(iter(comparison.graphs[side].users.get(value, [])), None)
+        if user is None or value.dtype not in tol.SHORT or value.deviation <= tol.SAME_VALUE:
+            continue
+        op, trace = user.op, comparison.traces[side]
+        detail = (
+            f"was given data or weights that are {value.deviation:.1e} (relative) from those in float32, as rounding them "
+            f"to {value.dtype} makes it"
+        )
+        advice = (
+            f"keep what {op.module or op.line or 'the step'} is given in float32 if it was meant to be: it is a parameter "
+            "or buffer, or in the batch"
+        )
+        share = amount / attribution.total
+        before = found.get((trace.title, op.module))
+        if before is not None:
+            share += before.share
+        place = trace.title, op.name, op.phase, op.module, op.line
+        finding = Finding("reduced precision", *place, math.nan, detail, advice, size=value.deviation, share=share)
+        found[trace.title, op.module] = finding
+    return list(found.values())
+
+
+def _with_the_rest(attribution: Attribution, findings: list[Finding]) -> list[Finding]:
+    """The findings, of which `rounding` gets the share of the difference that goes back to no other."""
+    told = sum(f.share for f in findings if not math.isnan(f.share))
+    rest = max(0.0, 1.0 - told) if attribution.total else math.nan
+    return [replace(f, share=rest) if f.kind == "rounding" else f for f in findings]
 
 
 def _tier(comparison: Comparison, finding: Finding) -> int:
@@ -190,8 +278,7 @@ def _tier(comparison: Comparison, finding: Finding) -> int:
     if finding.kind == "nondeterminism":
         return 6 if finding.share < tol.LITTLE else 2
     if finding.kind == "another valid answer":
-        gaps = (gap for a, b in comparison.results for gap in comparison.gaps(a.outputs, b.outputs))
-        return 2 if any(gap > tol.UNEXPLAINED for gap in gaps) else 6
+        return 2 if any(comparison.apart(result) > tol.UNEXPLAINED for result in comparison.results) else 6
     return 5 if finding.kind == "rounding" else 2
 
 
@@ -200,11 +287,23 @@ def _lost_before_nan(comparison: Comparison) -> tuple[Operation | None, str]:
     if len(comparison.not_finite) != 1:
         return None, ""
     ((side, origin),) = comparison.not_finite.items()
+    graph = comparison.graphs[side]
     front = [origin.op]
     for op in front:  # which grows
         if op.format or op.dtype in tol.SHORT:
+            if op is origin.op:
+                return op, f"; it makes {origin.what} here, beyond what {op.dtype} holds{_skipped(comparison, side)}"
             what = f"{origin.op.name} ({origin.op.phase}), at {origin.op.line}"
-            return op, f"; what follows from it becomes NaN in {what}"
-        makers = [comparison.maker(side, value) for value in op.inputs]
-        front += [maker for maker in dict.fromkeys(makers) if maker and maker not in front]
+            return op, f"; what follows from it becomes {origin.what} in {what}{_skipped(comparison, side)}"
+        node = graph.node_of.get(op)
+        makers = [graph.maker.get(value) for value in node.inputs] if node else []
+        front += [maker.op for maker in dict.fromkeys(makers) if maker and maker.op not in front]
     return None, ""
+
+
+def _skipped(comparison: Comparison, side: int) -> str:
+    """What is said of updates that a gradient scaler skipped."""
+    if not any(op.name == SCALER for op in comparison.traces[side].operations):
+        return ""
+    skipped = [result for result in comparison.differing if result.group == "updated"]
+    return f"; the gradient scaler skipped the step, so {len(skipped)} parameters stay as they were" if skipped else ""

@@ -16,16 +16,19 @@ from markupsafe import Markup
 from gpulab import report
 from gpulab.audits import tolerances as tol
 from gpulab.audits.attribution import ranked
-from gpulab.audits.comparison import Comparison, check_same_step
+from gpulab.audits.comparison import Comparison
 from gpulab.audits.compiled import CompiledAudit, audit_compiled
-from gpulab.audits.count_sketch import WITH_FLOAT64
 from gpulab.audits.findings import KINDS, Answer, Finding, described, named
-from gpulab.audits.judgement import judge
+from gpulab.audits.diagnosis import diagnose, skips_updates
 from gpulab.audits.recording import record
+from gpulab.audits.sources import Source, find_sources, from_outside
 from gpulab.audits.traces import RESULT, Trace
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
+
+
+MAX_ENTRIES = 8  # places, one after the other, at which values that enter from outside of torch differ by roundings
 
 
 class Audit(Answer):
@@ -53,10 +56,10 @@ class Audit(Answer):
 
     @property
     def headline(self) -> str:
-        """The two settings, what was found between them, what was looked at, and what was not."""
+        """The two settings, what was found between them, how far the results are apart, and what was looked at."""
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
-        sentences = [f"{titles}: {_kinds_in_words(comparison, self.findings)}.", *_extent(comparison)]
+        sentences = [f"{titles}: {_kinds_in_words(self)}.", *_sizes(comparison), *_extent(self)]
         if len(comparison.not_finite) == 1:
             ((side, origin),) = comparison.not_finite.items()
             where = f"{described(origin.results[0])}, first in {named(origin.op)}"
@@ -70,9 +73,10 @@ class Audit(Answer):
         `operation`, `phase`, `module`, `line`; `kind`; for both settings the operation's own error
         `error_a` against float64 from the same inputs, the bound that rounding explains `bound_a`, and
         `ratio_a`, relative to the size of the exact result; the `difference` between the two settings, relative
-        to what the first one made; and whether both gave the `same_bits`.
+        to what the first one made; and whether both gave the `same_bits`. Operations of the two sides share a row where
+        they make the same value in float64.
         """
-        kinds = {finding.op: finding.kind for finding in reversed(self.findings)}
+        kinds = {op: finding.kind for finding in reversed(self.findings) for op in (finding.op, *finding.others)}
         rows = []
         for pair in self.pairs:
             of_both = [kinds[one] for one in pair.operations if one in kinds]
@@ -80,7 +84,7 @@ class Audit(Answer):
             row["kind"] = min(of_both, key=KINDS.index, default="rounding")
             for side, op in (("a", pair.a), ("b", pair.b)):
                 row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
-            gaps = self.comparison.gaps(pair.a.outputs, pair.b.outputs) if pair.a and pair.b else [math.nan]
+            gaps = self.comparison.gaps(pair.a, pair.b) if pair.a and pair.b else [math.nan]
             row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS}
             rows.append(row)
         return pd.DataFrame(rows).rename(columns={"name": "operation"})
@@ -94,48 +98,112 @@ class Audit(Answer):
     picture = report.Report.plot  # each operation's error, under the one setting and the other
 
 
-def _kinds_in_words(comparison: Comparison, findings: Sequence[Finding]) -> str:
+def _kinds_in_words(answer: Audit) -> str:
     """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings share comes last."""
+    findings = answer.findings
     shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
     counts = Counter(f.kind for f in findings if f.kind != "rounding")
     counts["reduced precision"] -= shared  # which is no difference between the two
     kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
     if not kinds:
-        identical = all(pair.a and pair.b and comparison.same_bits(pair.a, pair.b) for pair in comparison.pairs)
+        gaps = answer.comparison.gaps
+        identical = all(pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS for pair in answer.pairs)
         kinds = "identical to the last bit" if identical else "all is well: rounding alone"
     return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
 
 
-def _extent(comparison: Comparison) -> list[str]:
+def _sizes(comparison: Comparison) -> list[str]:
+    """How far the loss and the furthest gradient are apart, and how far float32's roundings alone lead."""
+    both = [result for result in comparison.results if result.a and result.b]
+    apart = {result: comparison.apart(result) for result in both}
+    phrases, chosen = [], []
+    for group in ("loss", "gradient", "updated"):
+        of_group = [result for result in both if result.group == group and math.isfinite(apart[result])]
+        # A gradient that is nothing but roundings has no size to compare with.
+        sound = [r for r in of_group if not any(value.is_rounding_alone for value in comparison.values(r.a))]
+        if sound and (group != "updated" or "gradient" not in {result.group for result in chosen}):
+            furthest = max(sound, key=lambda result: apart[result])
+            chosen.append(furthest)
+            phrases.append((described(furthest.one), apart[furthest]))
+    if not chosen or not any(size for _, size in phrases):
+        return []
+    (first, size), *others = phrases
+    sentence = f"{first[0].upper()}{first[1:]} {_differs_by(size)}"
+    sentence += "".join(f"; the {name}, which is furthest apart, {_differs_by(size)}" for name, size in others)
+    plain = [side for side in (0, 1) if not comparison.is_short(side)]
+    if plain:
+        values = [v for result in chosen for v in comparison.values((result.a, result.b)[plain[0]])]
+        sentence += f"; rounding alone leads to {max(value.deviation for value in values):.1e}"
+    return [f"{sentence}."]
+
+
+def _differs_by(size: float) -> str:
+    """What is said of how far a result is apart.
+
+    >>> _differs_by(0.00123), _differs_by(0.0)
+    ('differs by 1.2e-03 (relative)', 'has the same bits')
+    """
+    return f"differs by {size:.1e} (relative)" if size else "has the same bits"
+
+
+def _extent(answer: Audit) -> list[str]:
     """What was compared and checked, of which loss, and what the step leaves that could not be."""
-    results = comparison.results
-    alone = len(comparison.pairs) - len(comparison.matched)
-    unpaired = f" ({alone} more ran under one setting only)" if alone else ""
-    checked = sum(op.ratio is not None for pair in comparison.pairs for op in pair.operations)
+    comparison = answer.comparison
+    results = [result for result in comparison.results if result.a and result.b]
+    operations = [pair for pair in answer.pairs if pair.one.phase != RESULT]
+    alone = sum(not (pair.a and pair.b) for pair in operations)
+    unpaired = f" ({alone} more have no counterpart)" if alone else ""
+    checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
+    agree = sum(result.agrees for result in results)
+    of_results = f"all {len(results)} results" if agree == len(results) else f"{agree} of {len(results)} results"
     sentences = [
-        f"{len(comparison.matched) - len(results)} operations and {len(results)} results were matched{unpaired}; "
-        f"{checked} were checked against float64."
+        f"{of_results.capitalize() if agree == len(results) else of_results} agree in float64; "
+        f"{len(operations) - alone} operations make the same values{unpaired}, and {checked} were checked against float64."
     ]
+    if comparison.unpaired:
+        names = [described(result.one) for result in comparison.unpaired]
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        sentences.append(f"{len(names)} results have no counterpart and were not compared: {listed}.")
+    if comparison.from_outside:
+        sentences.append(
+            "Values that enter from outside of torch, such as from NumPy, differ by roundings: what follows from them was "
+            "compared as in float32."
+        )
+    missing = {name: why for trace in comparison.traces for name, why in trace.without_reference.items()}
+    if missing:
+        listed = ", ".join(list(missing)[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        sentences.append(f"Without a float64 reference, and compared as recorded: {listed}.")
     if "loss" in comparison.a.notes:
         sentences.append(f"The loss was {comparison.a.notes['loss']}.")
     if not results:
         sentences.append("The step returned nothing and left no gradient: what it is for could not be compared.")
-    elif not any(pair.one.name in ("gradient", "updated") for pair in comparison.pairs if pair.one.phase == RESULT):
+    elif not any(result.group != "loss" for result in comparison.results):
         sentences.append("It left no gradient and updated nothing: only what it returned was compared.")
     return sentences
 
 
 def compare(a: Trace, b: Trace) -> Audit:
-    """The audit of two traces of one step: paired, judged, and what was found in the order of what it explains."""
+    """The audit of two traces: their results compared, each judged by itself, and where they begin to differ."""
     comparison = Comparison(a, b)
-    return Audit(comparison, ranked(comparison, judge(comparison)))
+    sources: list[Source] = []
+    for _ in range(MAX_ENTRIES):
+        if not comparison.differing or skips_updates(comparison):
+            sources = []
+            break
+        sources = find_sources(comparison)
+        entered = from_outside(comparison, sources) - comparison.from_outside
+        if not entered:
+            break
+        comparison = Comparison(a, b, comparison.from_outside | entered)
+    return Audit(comparison, ranked(comparison, diagnose(comparison, sources)))
 
 
 def audit(
     step: Callable[..., object] | Trace | str | Path,
-    a: str | Setting | Trace | Path,
+    a: str | Setting | Trace | Path | Callable[..., object],
     b: str | Setting | None = None,
     *,
+    setting: str | Setting | None = None,
     progress: bool = True,
 ) -> Audit | CompiledAudit:
     """Do one training step under two settings and in float64, and explain where they part.
@@ -187,29 +255,44 @@ def audit(
         N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5).
     """
     if isinstance(step, Trace | str | Path):
-        if b is not None or not isinstance(a, Trace | str | Path):
+        if b is not None or setting is not None or not isinstance(a, Trace | str | Path):
             raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
-        check_same_step(*traces)
         files = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
         return compare(*_named_apart(traces[0], traces[1], files))
+    if setting is not None:
+        return _audit_two_steps(step, a, b, setting, progress)
     if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
-        raise UsageError('audit of a step: expected two settings, as audit(step, "cpu", "cuda")')
+        raise UsageError(
+            'audit of a step: expected two settings, as audit(step, "cpu", "cuda"), or two steps under one setting, as '
+            'audit(step_a, step_b, setting="cpu")'
+        )
     check_step(step)
     first, second = map(Setting.parse, (a, b))
     first.check()
     second.check()
     if first.compile or second.compile:
         return audit_compiled(step, first, second, progress)
-    on = first.device if first.device == second.device and first.kind in WITH_FLOAT64 else "cpu"  # where it is quickest
-    trace = record(step, a, on=on, progress=progress)
-    return compare(*_named_apart(trace, record(step, b, reference=trace, on=on, progress=progress)))
+    return compare(*_named_apart(*(record(step, one, progress=progress) for one in (a, b))))
+
+
+def _audit_two_steps(step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool) -> Audit:
+    """Two programs under one setting."""
+    if rest is not None:
+        raise UsageError('audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")')
+    for step in (step_a, step_b):
+        check_step(step)
+    traces = [record(step, setting, progress=progress) for step in (step_a, step_b)]
+    names = [trace.step for trace in traces]
+    names = names if names[0] != names[1] else ["first", "second"]
+    labelled = [replace(t, label=f"{t.title} ({name})", step=name) for t, name in zip(traces, names, strict=True)]
+    return compare(*labelled)
 
 
 def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
     """Two traces of two names: their own; or else by file, or by order.
 
-    >>> trace = Trace("cpu", [], [], {}, [])
+    >>> trace = Trace("cpu", [], {}, [])
     >>> for files in (("before", "after"), ("same", "same"), ("", "")):
     ...     print(*(one.title for one in _named_apart(trace, trace, files)))
     cpu (before) cpu (after)

@@ -1,9 +1,14 @@
-"""Two traces of one step side by side: which operations stand for each other, and how far their values are apart."""
+"""Two executions side by side: which results agree in float64, which values and operations stand for each other.
+
+Results come first. Loss, returned values, gradients and updates are paired by name, or by the value that a parameter
+began with, or as parts of each other. Where all of them agree in float64, the two executions compute one function,
+whatever their operations are.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,26 +16,57 @@ from functools import cached_property
 import numpy as np
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.count_sketch import LARGEST, SKETCH, distance
-from gpulab.audits.traces import RESULT, TENSOR, Json, Operation, Trace, aligned, call_of
-from gpulab.errors import DataError
+from gpulab.audits.count_sketch import LARGEST, SKETCH
+from gpulab.audits.graphs import Graph
+from gpulab.audits.matching import Matches, is_covered, is_part, same, tolerance_of
+from gpulab.audits.traces import RESULT, TENSOR, TWINS, Json, Operation, Trace
+from gpulab.audits.values import Value, finite_distance
 from gpulab.settings import Setting
 
 # Arguments that say how to compute, where to put it or for whom, and not what.
-_HOW = """
+_EXECUTION_ARGUMENTS = """
     allow_tf32 benchmark compute_log_sumexp cudnn_enabled deterministic generator grad_input_mask half_to_float
     memory_format non_blocking output_mask pin_memory return_debug_mask
 """
-HOW = frozenset(_HOW.split())
+EXECUTION_ARGUMENTS = frozenset(_EXECUTION_ARGUMENTS.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 NAN, INFINITY = "NaN", "infinity"
-Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
+OF_LEAVES = ("gradient", "updated")
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A result of the step on both sides, or on one alone.
+
+    Attributes:
+        a: The result of the first trace: its `RESULT` operation, or None.
+        b: That of the second.
+        agrees: Whether the two are one in float64, as far as float32 could tell.
+        gap: How far they are apart in float64, relative to their size.
+        has_no_counterpart: Whether the other side has no such parameter, or returned nothing in its place.
+    """
+
+    a: Operation | None
+    b: Operation | None
+    agrees: bool
+    gap: float = math.nan
+    has_no_counterpart: bool = False
+
+    @property
+    def one(self) -> Operation:
+        """Either of the two, for what they have in common."""
+        return self.a or self.b  # type: ignore[return-value]
+
+    @property
+    def group(self) -> str:
+        """`gradient`, `updated` or `loss`."""
+        return self.one.name if self.one.name in OF_LEAVES else "loss"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An operation under both settings, or under one alone."""
+    """Operations of the two sides that make the same value, or one that has no counterpart."""
 
     a: Operation | None
     b: Operation | None
@@ -47,18 +83,6 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where two values that should be one come from.
-
-    `alone` are the operations that ran under one setting only, those of the second one first, and the nearest first.
-    `before` are the pairs of operations that these began with, by the one of the first setting, with their values.
-    """
-
-    alone: list[Operation]
-    before: list[tuple[Operation, Values]]
-
-
-@dataclass(frozen=True)
 class NotFinite:
     """Where a trace's NaN or infinity comes from.
 
@@ -68,6 +92,7 @@ class NotFinite:
         made: Whether the operation made it.
         infinity: The operation that made the infinity of which it made NaN; None where that was put in or is none.
         results: The results that are not finite: the loss first, then gradients and what was updated.
+        in_reference: Whether the float64 reference of what the operation made is not finite, either.
     """
 
     what: str
@@ -75,178 +100,276 @@ class NotFinite:
     made: bool
     infinity: Operation | None
     results: list[Operation]
+    in_reference: bool
 
 
-@dataclass(frozen=True, eq=False)
 class Comparison:
-    """Two traces of one step: their operations in `pairs`, who made which value, and how far values are apart."""
+    """Two traces: their results, and the values that are one in float64.
 
-    a: Trace
-    b: Trace
+    Args:
+        a: The first trace.
+        b: The second.
+        from_outside: Values that enter the two executions from outside of torch and differ by roundings. They, and all
+            that follows from them, are compared as loosely as recorded numbers.
+    """
 
-    @cached_property
-    def pairs(self) -> list[Pair]:
-        """Operations of the two that stand for each other."""
-        return [Pair(a, b) for a, b in aligned(self.a.operations, self.b.operations)]
+    def __init__(self, a: Trace, b: Trace, from_outside: Iterable[Value] = ()) -> None:
+        self.a, self.b = a, b
+        self.traces, self.graphs = (a, b), (Graph(a), Graph(b))
+        self.from_outside = frozenset(from_outside)
+        self._short = [_is_short(trace) for trace in self.traces]
+        self.uncertain = [
+            {value for value in trace.values.values() if not value.exact} | graph.following(set(self.from_outside))
+            for trace, graph in zip(self.traces, self.graphs, strict=True)
+        ]
+        self._tolerances = [
+            tolerance_of(graph, uncertain, self.is_short(side))
+            for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
+        ]
+        self._of_first = set(a.values.values())
+        self.side_of = {op: side for side, trace in enumerate(self.traces) for op in trace.operations}
 
-    @cached_property
-    def matched(self) -> list[tuple[Operation, Operation]]:
-        """The operations that ran under both settings, in order."""
-        return [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
+    def tolerance(self, value: Value) -> float:
+        """How far another reference of a value may be from this one, relative to it."""
+        return self._tolerances[value not in self._of_first](value)
 
-    @cached_property
-    def results(self) -> list[tuple[Operation, Operation]]:
-        """What the step is for, under both settings."""
-        return [(a, b) for a, b in self.matched if a.phase == RESULT]
+    # --- the two sides ------------------------------------------------------------------------------------
 
-    @cached_property
-    def partners(self) -> dict[Operation, tuple[Operation, Operation]]:
-        """The pair that a matched operation belongs to."""
-        return {op: pair for pair in self.matched for op in pair}
+    def is_short(self, side: int) -> bool:
+        """Whether a side may compute in a format shorter than float32."""
+        return self._short[side]
+
+    def trace_of(self, op: Operation) -> Trace:
+        """The trace that an operation belongs to."""
+        return self.traces[self.side_of[op]]
+
+    def other_title(self, op: Operation) -> str:
+        """What the other setting is called."""
+        return self.traces[1 - self.side_of[op]].title
+
+    def values(self, op: Operation | None) -> list[Value]:
+        """What an operation or a result made."""
+        return [self.trace_of(op).values[name] for name in op.outputs] if op else []
 
     @cached_property
     def position(self) -> dict[Operation, int]:
         """The place of each operation in its trace."""
-        return {op: place for trace in (self.a, self.b) for place, op in enumerate(trace.operations)}
-
-    @cached_property
-    def sources(self) -> tuple[dict[str, list[Operation]], dict[str, list[Operation]]]:
-        """For each trace, the operations that a value came out of, in order."""
-        sources: tuple[dict[str, list[Operation]], dict[str, list[Operation]]] = {}, {}
-        for trace, of_value in zip((self.a, self.b), sources, strict=True):
-            for op in trace.operations:
-                for value in (*op.outputs, *op.changed):
-                    if op.phase != RESULT:
-                        of_value.setdefault(value, []).append(op)
-        return sources
+        return {op: place for trace in self.traces for place, op in enumerate(trace.operations)}
 
     @cached_property
     def not_finite(self) -> dict[int, NotFinite]:
         """By the number of the trace, where the NaN or infinity in its results comes from."""
-        origins = {number: find_not_finite(trace) for number, trace in enumerate((self.a, self.b))}
-        return {number: origin for number, origin in origins.items() if origin}
+        origins = {side: find_not_finite(graph) for side, graph in enumerate(self.graphs)}
+        return {side: origin for side, origin in origins.items() if origin}
+
+    # --- results ------------------------------------------------------------------------------------------
 
     @cached_property
-    def short_setting(self) -> bool:
-        """Whether one of the settings asks for a short number format."""
-        return any(Setting.parse(trace.setting).precision in tol.SHORT for trace in (self.a, self.b))
+    def results(self) -> list[Result]:
+        """The loss, what else was returned, gradients and updates, and whether they agree in float64."""
+        of_both = [[op for op in trace.operations if op.phase == RESULT] for trace in self.traces]
+        returned = [{(op.name, op.module): op for op in ops if op.name not in OF_LEAVES} for ops in of_both]
+        keys = dict.fromkeys([*returned[0], *returned[1]])
+        results = [self._result(returned[0].get(key), returned[1].get(key)) for key in keys]
+        leaves = [_leaves(trace, ops) for trace, ops in zip(self.traces, of_both, strict=True)]
+        for x, y in self._paired_leaves(*leaves):
+            gradients = (x.gradient if x else None, y.gradient if y else None)
+            updates = (x.updated if x else None, y.updated if y else None)
+            if any(gradients):
+                results.append(self._result(*gradients, starts=(x, y)))
+            if any(updates):
+                results.append(self._result(*updates, starts=(x, y)))
+        return self._without_parts([result for result in results if not self._is_nothing(result)])
+
+    def _result(
+        self,
+        a: Operation | None,
+        b: Operation | None,
+        starts: tuple[_Leaf | None, _Leaf | None] = (None, None),
+    ) -> Result:
+        of_both = [self.values(a), self.values(b)]
+        # What one side alone has written to may be there as it was in the beginning on the other.
+        for values, start in zip(of_both, starts, strict=True):
+            if not values and start is not None and "updated" in {op.name for op in (a, b) if op}:
+                values += start.start
+        x, y = of_both
+        if not x or len(x) != len(y):
+            return Result(a, b, agrees=False, has_no_counterpart=not (a and b) and None in starts)
+        pairs = list(zip(x, y, strict=True))
+        gap = max(_gap_in_float64(v, w) for v, w in pairs)
+        return Result(a, b, all(same(v, w, self.tolerance) or self._is_too_small(v, w) for v, w in pairs), gap)
+
+    def _is_too_small(self, x: Value, y: Value) -> bool:
+        """Whether two references differ by less than float32's roundings, as by a constant of another precision."""
+        unaided = [value.deviation for side, value in enumerate((x, y)) if not self.is_short(side)]
+        return x.is_real and _gap_in_float64(x, y) <= max([tol.SAME_VALUE, *([min(unaided)] if unaided else [])])
+
+    def _paired_leaves(self, first: list[_Leaf], second: list[_Leaf]) -> list[tuple[_Leaf | None, _Leaf | None]]:
+        """Parameters and buffers that began with the same value; else those of one name and shape."""
+        left, pairs = list(second), list[tuple["_Leaf | None", "_Leaf | None"]]()
+        unpaired = []
+        for x in first:
+            likely = [y for y in left if y.shapes == x.shapes and self._all_same(x.start, y.start)]
+            if not likely:
+                unpaired.append(x)
+                continue
+            y = max(likely, key=lambda y: (y.name == x.name, self._all_same(*(self.values(z.gradient) for z in (x, y)))))
+            left.remove(y)
+            pairs.append((x, y))
+        for x in unpaired:
+            named = next((y for y in left if y.name == x.name and y.shapes == x.shapes), None)
+            if named is not None:
+                left.remove(named)
+            pairs.append((x, named))
+        return [*pairs, *((None, y) for y in left)]
+
+    def _all_same(self, first: list[Value], second: list[Value]) -> bool:
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(same(x, y, self.tolerance) for x, y in pairs)
+
+    def _is_nothing(self, result: Result) -> bool:
+        """Whether a result of one side alone is zero, or nothing but roundings: the other side need not compute it."""
+        if (result.a and result.b) or self.is_one_program:
+            return False
+        return result.one.name == "gradient" and all(value.is_rounding_alone for value in self.values(result.one))
+
+    def _without_parts(self, results: list[Result]) -> list[Result]:
+        """The same, where results that each side alone has, but which are parts of each other, count as agreeing."""
+        alone = [[r for r in results if (r.b if side else r.a) is None] for side in (1, 0)]
+        if not all(alone):
+            return results
+        values = [[value for r in of_side for value in self.values(r.one)] for of_side in alone]
+        parts = [
+            {v for v in mine if is_part(v, others, self.tolerance) or is_covered(v, others, self.tolerance)}
+            for mine, others in (values, values[::-1])
+        ]
+        agreed = {r for side in (0, 1) for r in alone[side] if parts[side].issuperset(self.values(r.one))}
+        return [Result(r.a, r.b, agrees=True) if r in agreed else r for r in results]
 
     @cached_property
-    def _calls(self) -> list[Counter[tuple[str, str, str]]]:
-        return [Counter(map(call_of, trace.operations)) for trace in (self.a, self.b)]
+    def is_one_program(self) -> bool:
+        """Whether the two traces are of one step, so that each has every result that the other one has."""
+        return self.a.step == self.b.step
 
-    def pair_of(self, op: Operation) -> tuple[Operation, ...]:
-        """The operations that stand for each other and of which this is one; or it alone."""
-        return self.partners.get(op, (op,))
+    @cached_property
+    def unpaired(self) -> list[Result]:
+        """Results of one of two programs that the other one has not: its own parameters, buffers and outputs."""
+        if self.is_one_program:
+            return []
+        return [result for result in self.results if result.has_no_counterpart and not result.agrees]
 
-    def in_doubt(self, op: Operation) -> bool:
-        """Whether its module called it more often under one setting: which call stands for which is a guess."""
-        return self._calls[0][call_of(op)] != self._calls[1][call_of(op)]
+    @cached_property
+    def differing(self) -> list[Result]:
+        """The results that do not agree in float64."""
+        return [result for result in self.results if not result.agrees and result not in self.unpaired]
 
-    def trace_of(self, op: Operation) -> Trace:
-        """The trace that an operation belongs to."""
-        place = self.position[op]
-        return self.a if place < len(self.a.operations) and self.a.operations[place] is op else self.b
+    def apart(self, result: Result) -> float:
+        """How far the recorded numbers of a result are apart, relative to the first side; NaN for parts."""
+        if not (result.a and result.b):
+            return math.nan
+        return max((self.gap(x, y) for x, y in zip(self.values(result.a), self.values(result.b), strict=False)), default=0.0)
 
-    def other_title(self, op: Operation) -> str:
-        """What the other setting is called."""
-        return (self.b if self.trace_of(op) is self.a else self.a).title
-
-    # --- how far values are apart ---------------------------------------------------------------------------
-
-    def gap(self, values: Values) -> float:
-        """How far two values are apart, relative to the first, or to the second where the first is nothing.
-
-        Infinitely where they have no distance.
-        """
-        if values[0] == values[1]:
+    def gap(self, x: Value, y: Value) -> float:
+        """How far two recorded values are apart, relative to the first, or the second where the first is nothing."""
+        if x.content == y.content:
             return 0.0
-        x, y = self.a.sketches[values[0]], self.b.sketches[values[1]]
-        gap = distance(y, x) if x.any() else distance(x, y)
-        return math.inf if math.isnan(gap) else gap
+        return finite_distance(y.sketch, x.sketch) if x.sketch.any() else finite_distance(x.sketch, y.sketch)
 
-    def gaps(self, values_a: Iterable[str], values_b: Iterable[str]) -> list[float]:
-        """How far values are apart, one by one."""
-        return list(map(self.gap, zip(values_a, values_b, strict=False)))
+    # --- values and operations that stand for each other --------------------------------------------------
 
-    def cast_error(self, op: Operation) -> float:
-        """How far a conversion to a shorter format moved its values, relative to them, if only one setting has it.
+    @cached_property
+    def matches(self) -> Matches:
+        """The values that are one in float64."""
+        return Matches(self.graphs, self.tolerance)
 
-        It is 0 for any other operation. The error against float64 does not show it, because the float64 reference of a
-        conversion is rounded in the same way.
-        """
-        is_conversion = op.name == "_to_copy" and op.dtype in tol.SHORT
-        if op in self.partners or not (is_conversion and op.inputs and op.outputs):
-            return 0.0
-        sketches = self.trace_of(op).sketches
-        moved = distance(sketches[op.outputs[0]], sketches[op.inputs[0]])
-        return 0.0 if math.isnan(moved) else moved
+    @cached_property
+    def partners(self) -> dict[Operation, Operation]:
+        """Operations of the two sides that make the same values; those of one name first, in order."""
+        partners: dict[Operation, Operation] = {}
+        first, second = self.graphs
+        waiting: dict[Value, list[Operation]] = defaultdict(list)
+        for node in second.nodes:
+            for value in node.outputs:
+                waiting[value].append(node.op)
+        for same_name in (True, False):
+            for node in first.nodes:
+                if node.op in partners:
+                    continue
+                others = (op for v in node.outputs for w in self.matches.equal.get(v, ()) for op in waiting[w])
+                for op in others:
+                    if op not in partners and (same_name <= (kernel(op) == kernel(node.op))):
+                        if same_name and (op.phase, op.module) != (node.op.phase, node.op.module):
+                            continue
+                        partners[node.op], partners[op] = op, node.op
+                        break
+        return partners
 
-    def same_bits(self, a: Operation, b: Operation) -> bool:
-        """Whether two made the same; large tensors of two devices are known by their sketches."""
-        return all(gap < tol.SAME_BITS for gap in self.gaps(a.outputs, b.outputs))
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """All operations of both sides, in the order of the first, and then all results."""
+        pairs: list[Pair] = []
+        first, second = ([op for op in trace.operations if op.phase != RESULT] for trace in self.traces)
+        waiting = list(reversed(second))
+        for a in first:
+            b = self.partners.get(a)
+            if b is not None and b in waiting:
+                while waiting[-1] is not b and waiting[-1] not in self.partners:
+                    pairs.append(Pair(None, waiting.pop()))
+                waiting.remove(b)
+            pairs.append(Pair(a, b))
+        pairs += [Pair(None, b) for b in reversed(waiting)]
+        return [*pairs, *(Pair(result.a, result.b) for result in self.results)]
 
-    def tolerance(self, a: Operation, b: Operation) -> float:
-        """How far two right results may be apart, relative to the first, that were made of nearly the same.
+    def gaps(self, a: Operation, b: Operation) -> list[float]:
+        """How far what two operations made is apart, one by one."""
+        return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [0.0]
 
-        Each may be off by what rounding explains, and move as much again for every rounding that the inputs differ by.
-        """
-        if self.is_short(a, b):
-            return tol.SHORT_SIZE
-        of_inputs = max(self.gaps(a.inputs, b.inputs), default=0.0)
-        bounds = sum(op.loosest or op.bound or 0.0 for op in (a, b))
-        return max(tol.UNEXPLAINED, tol.ROOM * bounds * max(1.0, of_inputs / tol.ROUNDOFF))
 
-    def is_short(self, a: Operation, b: Operation) -> bool:
-        """Whether one of the two computes in a short number format, and the other does not; or a setting asks it."""
-        return self.short_setting or (a.dtype != b.dtype and (a.dtype in tol.SHORT or b.dtype in tol.SHORT))
+def _gap_in_float64(x: Value, y: Value) -> float:
+    if x.reference is None or y.reference is None:
+        return math.nan
+    return finite_distance(y.reference, x.reference) if x.reference.any() else finite_distance(x.reference, y.reference)
 
-    def inputs(self, a: Operation, b: Operation) -> list[Values]:
-        """What two were given in each other's place; kernels of two names take it in another order."""
-        if a.name == b.name:
-            return list(zip(a.inputs, b.inputs, strict=False))
-        pairs = [(x, y, self.common(x, y, a)) for x in a.inputs for y in b.inputs]
-        return [(x, y) for x, y, pair in pairs if pair and _place(pair[0], x) == _place(pair[1], y)]
 
-    # --- where values come from -----------------------------------------------------------------------------
+@dataclass(eq=False)
+class _Leaf:
+    """A parameter or buffer: what it began with, its gradient, and its update."""
 
-    def maker(self, side: int, value: str) -> Operation | None:
-        """The operation that first made a value, if one did; not one that passes on what it was given."""
-        return next((op for op in self.sources[side].get(value, ()) if value not in op.inputs), None)
+    name: str
+    start: list[Value]
+    gradient: Operation | None = None
+    updated: Operation | None = None
 
-    def common(self, x: str, y: str, user: Operation) -> tuple[Operation, Operation] | None:
-        """The pair of operations that two values came out of before they were used, if there is one."""
-        from_b = set(self.sources[1].get(y, ()))
-        pairs = (self.partners.get(op) for op in self.sources[0].get(x, ()) if self.position[op] < self.position[user])
-        return next((pair for pair in pairs if pair and pair[1] in from_b), None)
+    @property
+    def shapes(self) -> list[list[int]]:
+        return [value.shape for value in self.start]
 
-    def origin(self, x: str, y: str, user: Operation) -> Origin:
-        """What led to two values that should be one: a pair of operations, or what ran under one setting alone."""
-        if common := self.common(x, y, user):
-            return Origin([], [(common[0], (x, y))])
-        origin = Origin([], [])
-        for side, front in ((1, [y]), (0, [x])):
-            for value in front:  # which grows
-                op = self.maker(side, value)
-                if op in self.partners:
-                    a, b = self.partners[op]
-                    results = list(zip(a.outputs, b.outputs, strict=False))
-                    origin.before.append((a, next((both for both in results if both[side] == value), results[0])))
-                elif op is not None and op not in origin.alone:
-                    origin.alone.append(op)
-                    front += op.inputs
-        return origin
+
+def _is_short(trace: Trace) -> bool:
+    setting = Setting.parse(trace.setting)
+    asked = setting.emulated or setting.autocast or setting.precision in tol.SHORT
+    return bool(asked or "tf32" in trace.arithmetic.values()) or any(op.dtype in tol.SHORT for op in trace.operations)
+
+
+def _leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
+    leaves: dict[tuple[str, ...], _Leaf] = {}
+    for op in results:
+        if op.name in OF_LEAVES:
+            key = (op.module, *op.inputs)
+            leaf = leaves.setdefault(key, _Leaf(op.module, [trace.values[name] for name in op.inputs]))
+            setattr(leaf, op.name, op)
+    return list(leaves.values())
+
+
+def kernel(op: Operation) -> str:
+    """The name of what an operation computes, whichever kernel does it."""
+    return TWINS.get(op.name, op.name)
 
 
 # --- what differs ---------------------------------------------------------------------------------------------
 
 
-def _place(op: Operation, value: str) -> int:
-    """Which of the results of an operation a value is."""
-    return [*op.outputs, *op.changed].index(value)
-
-
-def differing(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
+def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
     """The arguments that two calls disagree on: name, and both values.
 
     Of those that both have: other kernels, and other versions of torch, may have more. Tensors are not compared, nor
@@ -254,55 +377,35 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
     asked for.
     """
     of_a, of_b = ({SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b))
-    common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - HOW)}
+    common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - EXECUTION_ARGUMENTS)}
     # Each kernel may fill in what it was not given.
     told = {name: both for name, both in common.items() if a.name == b.name or None not in both}
     return {name: both for name, both in told.items() if repr(both[0]) != repr(both[1]) and TENSOR not in repr(both)}
 
 
-def check_same_step(a: Trace, b: Trace) -> None:
-    """Raise `DataError` for traces of steps that are not one and the same."""
-    common = [(first, second) for first, second in aligned(a.reference, b.reference) if first and second]
-    if 2 * len(common) < max(len(a.reference), len(b.reference)):
-        raise DataError(
-            f"the traces are of different steps: {len(common)} operations in common, of {len(a.reference)} and "
-            f"{len(b.reference)}"
-        )
-    if any(op.repeats is False for trace in (a, b) for op in trace.operations):
-        return  # a step that does not repeat itself may well begin differently
-    for first, second in common:
-        values = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False)
-        apart = max((distance(b.sketches[y], a.sketches[x]) for x, y in values), default=0.0)
-        if first.random and apart > tol.SAME_STEP:
-            return  # another version of torch may draw other numbers from one seed
-        if first.phase == "forward" and (apart > tol.SAME_STEP or first.shape != second.shape):
-            raise DataError(
-                f"the traces are of different data or weights, or of different steps: {first.name} in "
-                f"{first.module or first.line or 'the step'} has values {apart:.1e} apart in float64, of the shapes "
-                f"{first.shape} and {second.shape}; use the same code, seeds and files on both machines"
-            )
-
-
 # --- NaN and infinity -----------------------------------------------------------------------------------------
 
 
-def find_not_finite(trace: Trace) -> NotFinite | None:
+def find_not_finite(graph: Graph) -> NotFinite | None:
     """The origin of what is not finite in a trace's loss, or else in its gradients; None where all are finite."""
+    trace = graph.trace
     nans = {value for op in trace.operations if op.nans for value in op.outputs}
-    nans |= {value for value, sketch in trace.sketches.items() if np.isnan(sketch).any()}
-    infinities = {value for value, sketch in trace.sketches.items() if is_infinite(sketch)}
+    nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
+    infinities = {name for name, value in trace.values.items() if is_infinite(value.sketch)}
     results = [op for op in trace.operations if op.phase == RESULT and (nans | infinities) & set(op.outputs)]
     if not results:
         return None
-    results.sort(key=lambda op: op.name in ("gradient", "updated"))
-    losses = [op for op in results if op.name not in ("gradient", "updated")]
+    results.sort(key=lambda op: op.name in OF_LEAVES)
+    losses = [op for op in results if op.name not in OF_LEAVES]
     values = {value for op in losses or results for value in op.outputs}
     what, bad = (NAN, nans) if nans & values else (INFINITY, infinities)
     origin, made = _origin(trace, bad)
     infinite = infinities & set(origin.inputs) if made and what == NAN else set()
     makers = [op for op in trace.operations if op.phase != RESULT and infinite & set(op.outputs)]
     infinity = next((op for op in makers if not infinities & set(op.inputs)), None)
-    return NotFinite(what, origin, made, infinity, results)
+    bad_results = (trace.values[name] for op in results for name in op.outputs)
+    in_reference = any(value.reference is None or not np.isfinite(value.total).all() for value in bad_results)
+    return NotFinite(what, origin, made, infinity, results, in_reference)
 
 
 def is_infinite(sketch: np.ndarray) -> bool:
@@ -318,3 +421,4 @@ def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:
         if op.phase != RESULT and bad & set(op.outputs) and not bad & set(op.inputs):
             return op, True
     return next(op for op in trace.operations if bad & set(op.values)), False
+

@@ -18,14 +18,16 @@ KINDS = (
     "not finite",
     "mismatch",
     "overwritten",
+    "other data",
     "cause not found",
     "nondeterminism",
     "different random numbers",
     "another valid answer",
+    "cannot be told",
     "reduced precision",
     "rounding",
 )
-FAULTS = KINDS[:4]  # what no correct device or compiler explains
+FAULTS = KINDS[:5]  # what no correct device or compiler explains
 ADVICE = {
     "not finite": (
         "mend this first, for no difference can be measured beside it: look for a row that is masked out entirely, a "
@@ -42,6 +44,11 @@ ADVICE = {
     "another valid answer": (
         "if the loss depends on signs, on the basis of equal values, or on which of equal numbers comes first, compute "
         "it from what does not, such as the product of a vector with itself; else nothing"
+    ),
+    "other data": "use the same batch, the same weights and the same seeds on both sides",
+    "cannot be told": (
+        "compare this operation by hand, or have it compute in the setting's own type (setting.dtype), so that it can be "
+        "repeated in float64"
     ),
     "rounding": "nothing",
     "cause not found": (
@@ -67,7 +74,8 @@ class Finding:
     computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
 
     `op` is the operation in its trace. `under_both` says whether both settings show it; `side_by_side` whether it was
-    found by comparing the two settings, each of which computes rightly what it is asked to.
+    found by comparing the two settings, each of which computes rightly what it is asked to. `others` are the operations
+    of the other setting that show the same.
     """
 
     kind: str
@@ -85,6 +93,7 @@ class Finding:
     op: Operation | None = field(default=None, repr=False, compare=False)
     side_by_side: bool = field(default=False, repr=False, compare=False)
     under_both: bool = field(default=False, repr=False, compare=False)
+    others: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         at = f"\n      at {self.line}" if self.line else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from gpulab.guards.guards import guard
 from gpulab.numerics.flags import arithmetic
 from gpulab.passports import passport
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, check_step, ready, refused, seeded
+from gpulab.steps import PreparedStep, Step, check_step, ready, refused, seeded
 
 SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
 
@@ -124,7 +125,23 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer) -> T
         arithmetic=flags,
         notes=notes,
         without_reference=watcher.references.failures,
+        step=name_of_step(step),
     )
+
+
+def name_of_step(step: Callable[..., object]) -> str:
+    """What a step is called: a function by its name, a `Step` by its model and loss.
+
+    >>> name_of_step(functools.partial(round, ndigits=2)), name_of_step(Step(torch.nn.Linear(1, 1), torch.ones(1)))
+    ('round(ndigits=2)', 'Linear')
+    """
+    if isinstance(step, functools.partial):
+        options = [*map(str, step.args), *(f"{name}={value}" for name, value in step.keywords.items())]
+        return f"{name_of_step(step.func)}({', '.join(options)})"
+    if isinstance(step, Step):
+        loss = f", {name_of_step(step.loss)}" if step.loss is not None else ""
+        return type(step.model).__name__ + loss
+    return getattr(step, "__qualname__", type(step).__name__)
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:

@@ -21,7 +21,10 @@ CONVERTED = 2.0
 COINCIDES = 1e-10
 COINCIDES_BY_ROUNDING = 2e-6
 NOTHING_BUT_ROUNDING = 1e3  # a value that is so many times its reference consists of roundings
+INEXACT = 2.0**-12, 2.0**-6  # how far two values may be apart without a float64 reference: in float32, and in less
+FROM_OUTSIDE = 2.0**-17  # data that two executions computed outside of torch, such as by NumPy, may be so far apart
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
+LOST_SHARE = 0.5  # of the numbers that an update moves in float64; if it leaves as many as they were, it is lost
 LITTLE = 0.01  # the share of a difference that answers no question about it
 
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

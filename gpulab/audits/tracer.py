@@ -131,14 +131,14 @@ class Tracer(UncompiledDispatchMode):
         random = _is_random(operation, arguments)
         overwritten = args[0] if changes and (random or overwrites_first_argument(name)) else None
         caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
-        op = Operation(name, *caller, [], [], [], "", arguments, random=random)
+        op = Operation(name, *caller, [], [], [], "", arguments, random=random, is_view=operation.is_view)
         read = [value for key, value in named.items() if key not in NOTES and value is not overwritten]
         op.inputs = [self.value_of(t) for t in _numeric_tensors(read)]
         op.lanes = _lanes(name, named, op.inputs)
         op.inputs += [value for base in bases if (value := self.value_of(base)) not in op.inputs]
         self.results.find_leaves(args[1:] if overwritten is not None else args)
         follows = self.measured and not operation.is_view
-        exact = follows and all(self._is_exact(t) for t in given if t is not overwritten)
+        exact = follows and all(map(self._is_exact, find_tensors(read)))
         inputs = self.references.inputs_of(args, kwargs) if follows else None
         state = torch.get_rng_state() if random and any(t.dtype in SHORT for t in written) else None
 
@@ -156,7 +156,9 @@ class Tracer(UncompiledDispatchMode):
         for t, reference in _paired(out, made):
             if sk.is_plain(t) and storage_identity(t.untyped_storage()) not in known:
                 if follows:
-                    self.references.keep(t, t if reference is None else reference, exact and reference is not None)
+                    is_note = made is not None and not sk.rounds(t)
+                    is_exact = exact and (reference is not None or is_note)
+                    self.references.keep(t, t if reference is None else reference, is_exact)
                 self.references.memory(t).maker = op
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
             self.numbers_read[out] = op.inputs[0]

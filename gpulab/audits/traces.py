@@ -58,7 +58,8 @@ class Operation(Accuracy):
     says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
     relative to the first, where they were not the same. `anew` says that it was given values that no operation
     made and that were others when the step was done again. An operation on lists of tensors, as optimizers use them,
-    has `lanes`: how many tensors a list has, and how many lists there are.
+    has `lanes`: how many tensors a list has, and how many lists there are. `is_view` says that it computed nothing, but
+    returned a view of what it was given.
 
     In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`. The inputs
     of the last two are the values that the parameter began with. `arguments` of an update say how many of its numbers
@@ -81,6 +82,7 @@ class Operation(Accuracy):
     anew: bool = False
     spread: float | None = None
     lanes: list[int] = field(default_factory=list)
+    is_view: bool = False
     __eq__, __hash__ = object.__eq__, object.__hash__  # each call is an operation of its own
 
     @property
@@ -113,6 +115,7 @@ class Trace:
         notes: What else is known of the step: the `loss` that was taken where it names none, and that a `compiled`
             model was not run as such.
         without_reference: Operations that have no float64 reference, and what torch says of them.
+        step: What the step is called: two traces of one name are of one program.
 
     Examples:
         >>> import torch
@@ -133,6 +136,7 @@ class Trace:
     label: str = ""
     notes: dict[str, str] = field(default_factory=dict)
     without_reference: dict[str, str] = field(default_factory=dict)
+    step: str = ""
 
     def __post_init__(self) -> None:
         Setting.parse(self.setting)  # or it is no trace

@@ -19,6 +19,7 @@ from gpulab.audits import count_sketch as sk
 from gpulab.audits import tolerances as tol
 
 MAX_PROFILE = 512  # numbers; longer dimensions have no profile
+FEW_FLAGS = 8  # so few truth values may be equal by chance
 Array = np.ndarray
 
 
@@ -95,7 +96,8 @@ class Value:
     def tells_little(self) -> bool:
         """Whether an equal value elsewhere may be a coincidence: a whole number, equal numbers, or next to nothing."""
         one_whole = self.count == 1 and (self.is_whole or not math.isfinite(self.total[0] if self.total else 0.0))
-        return self.count == 0 or self.dtype == "bool" or self.is_rounding_alone or one_whole or self.is_constant
+        few_flags = self.dtype == "bool" and self.count < FEW_FLAGS
+        return self.count == 0 or few_flags or self.is_rounding_alone or one_whole or self.is_constant
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -24,7 +24,7 @@ def examined(fault: Fault, number: int = 0) -> gl.audits.Audit:
     sides = (B, A) if number % 2 else (A, B)
     with fault.around():
         first = gl.record(fault.step, sides[0], progress=False)
-        second = gl.record(fault.step, sides[1], reference=first, progress=False)
+        second = gl.record(fault.step, sides[1], progress=False)
     if number % 8 in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
             files = [trace.save(Path(folder) / f"{n}.trace") for n, trace in enumerate((first, second))]

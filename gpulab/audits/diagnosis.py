@@ -1,0 +1,387 @@
+"""What two executions of a step say about each other: one function for each kind of finding.
+
+Where the results agree in float64, each execution is judged by itself: its own errors, number formats, updates that are
+lost, NaN and infinity. Where they differ, the findings are the sources: the first values that the executions do not have
+in common. Each function names a case of `benchmarks/correctness/public_cases.py` that it is for, a question that people
+asked in public, or a fault of `tests/audits/fault_catalogue.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from gpulab.audits import tolerances as tol
+from gpulab.audits.comparison import Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
+from gpulab.audits.findings import ADVICE, Finding, described, named
+from gpulab.audits.graphs import Node
+from gpulab.audits.rounding import FLUSHED
+from gpulab.audits.sources import Source
+from gpulab.audits.traces import RESULT, Operation, Trace
+from gpulab.audits.twins import DEFINITIONS
+from gpulab.settings import Setting
+
+ANOTHER_FUNCTION = "it computes another function there"
+GIVEN_OTHER_VALUES = (
+    "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
+    "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
+    "with the same weights and the same optimizer"
+)
+KEEP_UPDATES = (
+    "keep the weights in float32 and cast them for the forward pass, as autocast does, or round updates stochastically: "
+    "a number of {dtype} cannot hold a change of less than about {unit:.0e} of it"
+)
+COUNTED = "make it in torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
+SCALER = "_amp_foreach_non_finite_check_and_unscale"
+
+
+def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
+    """All findings: what either setting shows by itself, where the two differ, and how far rounding went."""
+    findings = _united([*_overwritten(comparison.a)], [*_overwritten(comparison.b)])
+    if len(comparison.not_finite) == 2:
+        findings += _united(*([_not_finite(comparison, origin)] for origin in comparison.not_finite.values()))
+    findings += _missing(comparison)
+    findings += _from_sources(comparison, sources)
+    by_itself: list[list[Finding]] = [[], []]
+    for side, trace in enumerate(comparison.traces):
+        for op in trace.operations:
+            by_itself[side] += _by_itself(comparison, op)
+        by_itself[side] += _lost_updates(comparison, side)
+    findings += _united(*by_itself)
+    findings += _other_answers(comparison)
+    return [*findings, _rounding(comparison)]
+
+
+def skips_updates(comparison: Comparison) -> bool:
+    """Whether one side alone ends in NaN or infinity, and would not in float64: all else that differs follows."""
+    return len(comparison.not_finite) == 1 and not next(iter(comparison.not_finite.values())).in_reference
+
+
+# --- under either setting -----------------------------------------------------------------------------------
+
+
+def _overwritten(trace: Trace) -> Iterator[Finding]:
+    """What the guard found: memory that the backward pass needed had changed (`one_buffer_for_every_frame`)."""
+    for entry in trace.overwritten:
+        detail = f"what it needed had been overwritten since it was saved: {entry['why']}"
+        location = (entry["operation"], "backward", "", entry["line"])
+        yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], bounded=False)
+
+
+def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
+    """A result is NaN or infinite under both settings (the faults "addmm in layers: NaN")."""
+    first, *others = origin.results
+    more = f" and {len(others)} more results" if others else ""
+    detail = f"makes {origin.what} of numbers"
+    if not origin.made:
+        detail = f"is given {origin.what}, which no operation of the step made: it is in the data or the weights"
+    detail += f"; it reaches {described(first)}{more}"
+    if origin.infinity is not None:
+        detail += f"; it was given the infinity that {named(origin.infinity)} makes"
+    if origin.in_reference:
+        detail += "; so it is in float64"
+    elif first.name not in ("gradient", "updated"):
+        detail += "; in float64, the loss is finite"
+    return _finding_of(comparison, "not finite", origin.op, detail)
+
+
+def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
+    """Nondeterminism, reduced precision, or an error that rounding does not explain.
+
+    `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
+    """
+    if op.anew:
+        detail = "was given other values when the step was done again, which no operation of the step had made"
+        yield _finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
+    elif op.repeats is False:
+        apart = "" if op.spread is None else f", {op.spread:.1e} (relative) apart"
+        detail = f"gave other bits when the step was done again{apart}"
+        yield _finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
+    error = op.error if op.error is not None else math.nan
+    size = error if math.isfinite(error) else math.nan
+    if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
+        detail = f"computed in {op.dtype}"
+        if op.format == FLUSHED:
+            detail = f"took numbers below 1.2e-38 for zero; error {error:.1e}"
+        elif op.format and (op.rounded_before or op.error is None):
+            detail = f"its factors were rounded to {op.format} before"
+        elif op.format:
+            detail = f"its factors are rounded to {op.format} by the kernel; error {error:.1e}"
+        yield _finding_of(comparison, "reduced precision", op, detail, _advice_on_precision(comparison, op), size=size)
+    elif op.ratio is not None and not op.ratio <= 1:
+        times = "rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
+        detail = f"its error against float64 is {error:.1e}, {times}"
+        yield _finding_of(comparison, "mismatch", op, detail, size=size)
+    elif op.dtype in tol.SHORT and not op.inputs and op.outputs and _deviation(comparison, op) > tol.COINCIDES:
+        size = _deviation(comparison, op)  # such as places, counted by `arange`
+        yield _finding_of(comparison, "reduced precision", op, f"computed in {op.dtype}", COUNTED, size=size)
+
+
+def _deviation(comparison: Comparison, op: Operation) -> float:
+    """How far what an operation made is from its reference."""
+    return max(value.deviation for value in comparison.values(op))
+
+
+def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
+    """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
+    trace, graph = comparison.traces[side], comparison.graphs[side]
+    updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
+    lost = [op for op in updates if op.arguments["lost"] >= tol.LOST_SHARE * op.arguments["moved"]]
+    if not lost:
+        return
+    makers = [graph.maker.get(value) for op in lost for value in comparison.values(op)]
+    blamed = next((node.op for node in makers if node), lost[0])
+    numbers, moved = (sum(op.arguments[name] for op in lost) for name in ("lost", "moved"))
+    names = ", ".join(op.module for op in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    dtype = comparison.values(lost[0])[0].dtype
+    unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
+    detail = (
+        f"update lost: {numbers:,} of the {moved:,} numbers that float64 updates in {names} keep the bits that they had "
+        f"({len(lost)} of {len(updates)} updated tensors)"
+    )
+    advice = KEEP_UPDATES.format(dtype=dtype, unit=unit)
+    yield _finding_of(comparison, "reduced precision", blamed, detail, advice, size=math.nan)
+
+
+def _rounding(comparison: Comparison) -> Finding:
+    """The operation that rounding alone moved most: a measure of how well all is."""
+    operations = (*comparison.a.operations, *comparison.b.operations)
+    fine = [op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None]
+    if not fine:
+        return Finding("rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", "")
+    op = max(fine, key=attrgetter("ratio"))
+    nearest = f"this one comes nearest, {op.ratio:.2f} of it"
+    return _finding_of(comparison, "rounding", op, f"{len(fine)} operations within what rounding explains; {nearest}")
+
+
+def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
+    """What both settings show, once."""
+    key = attrgetter("kind", "operation", "phase", "module", "line")
+    others: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
+    for finding in second:
+        others[key(finding)].append(finding)
+    merged = []
+    for one in first:
+        if of_other := others[key(one)]:
+            other = of_other.pop(0)
+            titles, size = f"{one.setting} and {other.setting}", math.hypot(one.size, other.size)
+            one = replace(one, setting=titles, size=size, under_both=True, others=(other.op,) if other.op else ())
+        merged.append(one)
+    return merged + [finding for finding in second if any(finding is left for left in others[key(finding)])]
+
+
+# --- results that do not agree ------------------------------------------------------------------------------
+
+
+def _missing(comparison: Comparison) -> Iterator[Finding]:
+    """A gradient or an update that one side alone computes (the faults "a bias without gradient")."""
+    if skips_updates(comparison):
+        return
+    for result in comparison.differing:
+        if not (result.a and result.b):
+            there = comparison.other_title(result.one)
+            advice = f"see why {there} computes none: {ANOTHER_FUNCTION}"
+            yield _finding_of(comparison, "mismatch", result.one, f"under {there} there is none", advice, bounded=False)
+
+
+def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
+    """A finding for each place where the executions begin to differ; those of one line are told once."""
+    findings: dict[tuple[str, ...], Finding] = {}
+    given_anew = any(op.anew for trace in comparison.traces for op in trace.operations)
+    for source in sources:
+        is_data = source.data_a is not None or source.data_b is not None
+        if given_anew and is_data:
+            continue  # nondeterminism says so
+        finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)
+        findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
+    if not sources and comparison.differing and not given_anew:
+        paired = [result for result in comparison.differing if result.a and result.b]
+        if paired:
+            findings["cause not found",] = _cause_not_found(comparison, paired)
+    return list(findings.values())
+
+
+def _effect(comparison: Comparison) -> str:
+    """How far the results are apart in float64."""
+    paired = [result for result in comparison.differing if result.a and result.b]
+    if not paired:
+        return ""
+    furthest = max(paired, key=lambda result: result.gap)
+    return f"; in float64, {described(furthest.one)} is {furthest.gap:.1e} (relative) apart"
+
+
+def _of_data(comparison: Comparison, source: Source) -> Finding:
+    """Data or weights of one side that the other side has not (the faults "another batch")."""
+    x, y = source.data_a, source.data_b
+    value = x if y is None else y
+    assert value is not None
+    assert source.user is not None or value is not None
+    op = source.user.op if source.user else comparison.traces[0].operations[0]
+    shape = "×".join(map(str, value.shape)) or "one number"
+    if x is not None and y is not None:
+        gap = comparison.gap(x, y)
+        detail = f"is given data or weights ({shape}) that are {gap:.1e} (relative) from those of the other side"
+    else:
+        gap, title = math.nan, comparison.traces[y is not None].title
+        detail = f"is given data or weights ({shape}) under {title} that the other side has not"
+    advice = "use the same batch, the same weights and the same seeds on both sides; all that follows from them differs"
+    return _finding_between(comparison, "other data", op, gap, detail + _effect(comparison), advice)
+
+
+def _of_operations(comparison: Comparison, source: Source) -> Finding:
+    """Operations that make of the same values what the other side has not."""
+    node = source.nodes[0]
+    a, b = (source.a.op if source.a else None), (source.b.op if source.b else None)
+    alike = a is not None and b is not None and kernel(a) == kernel(b)
+    arguments = differing_arguments(a, b) if alike else {}
+    gap = _gap_of(comparison, source)
+    if arguments:
+        here, there = (", ".join(f"{name}={both[side]!r}" for name, both in arguments.items()) for side in (1, 0))
+        line = f", at {a.line}" if a.line != b.line else ""
+        detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}{_effect(comparison)}"
+        advice = f"see why {_place_of(b)} calls it with other arguments under {comparison.trace_of(b).title}: "
+        return _finding_between(comparison, "mismatch", b, gap, detail, advice + ANOTHER_FUNCTION)
+    drawn = next((n.op for n in source.nodes if n.op.random), None)
+    if drawn is not None:
+        return _other_draw(comparison, drawn, gap)
+    if alike and a.name in DEFINITIONS and all(op.ratio is None or op.ratio <= 1 for op in (a, b)):
+        detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
+        return _finding_between(comparison, "another valid answer", b, gap, detail)
+    if not all(value.exact for n in source.nodes for value in n.outputs):
+        return _cannot_be_told(comparison, source, gap)
+    return _another_function(comparison, source, node, gap)
+
+
+def _gap_of(comparison: Comparison, source: Source) -> float:
+    """How far what the operations of the two sides made is apart; NaN where it has not one shape."""
+    if source.a is None or source.b is None:
+        return math.nan
+    pairs = zip(source.a.outputs, source.b.outputs, strict=False)
+    gaps = [comparison.gap(x, y) for x, y in pairs if x.shape == y.shape]
+    return max(gaps, default=math.nan)
+
+
+def _another_function(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
+    """The faults in forward and backward code, such as "a transposed weight"; `reset_gate_before_or_after`."""
+    op, title = node.op, comparison.trace_of(node.op).title
+    there = comparison.other_title(op)
+    detail = f"what it makes occurs nowhere under {there}, though each value that it was given does"
+    if source.a is not None and source.b is not None:
+        other = source.a.op
+        apart = "" if math.isnan(gap) else f", {gap:.1e} (relative) apart"
+        detail = f"of the same values, {there} computes {described(other)}{apart}"
+    advice = f"see what {_place_of(op)} does under {title}: {ANOTHER_FUNCTION}"
+    return _finding_between(comparison, "mismatch", op, gap, detail + _effect(comparison), advice)
+
+
+def _cannot_be_told(comparison: Comparison, source: Source, gap: float) -> Finding:
+    """An operation without a float64 reference makes something else."""
+    op = source.nodes[0].op
+    trace = comparison.trace_of(op)
+    same_kernel = source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
+    if same_kernel and not any(is_infinite(value.sketch) for value in source.a.inputs):
+        bound = tol.ROOM * sum(n.op.loosest or n.op.bound or 0.0 for n in source.nodes)
+        allowed = max(bound, tol.INEXACT[any(map(comparison.is_short, (0, 1)))])
+        if gap > allowed and op.name not in tol.DECIDES:
+            from_there = f"{gap:.1e} (relative) from its result under {comparison.other_title(op)}"
+            detail = f"of the same inputs it makes what is {from_there}; roundings lead to {allowed:.1e}"
+            advice = f"compare the kernels registered for both settings: {ANOTHER_FUNCTION}"
+            return _finding_between(comparison, "mismatch", op, gap, detail, advice)
+    why = trace.without_reference.get(op.name) or next(iter(trace.without_reference.values()), "it asks for float32")
+    detail = f"it, or what it was given, has no float64 reference ({why}), and the recorded numbers differ"
+    return _finding_between(comparison, "cannot be told", op, gap, detail + _effect(comparison))
+
+
+def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
+    detail = f"drew other numbers than under {comparison.other_title(op)}"
+    return _finding_between(comparison, "different random numbers", op, gap, detail)
+
+
+def _cause_not_found(comparison: Comparison, differing: Sequence[Result]) -> Finding:
+    """Results differ though no value does that they were made of."""
+    result = max(differing, key=lambda result: result.gap)
+    side = 1 if result.b else 0
+    makers = (comparison.graphs[side].maker.get(value) for value in comparison.values(result.b or result.a))
+    op = next((node.op for node in makers if node), result.one)
+    detail = (
+        f"{described(result.one)} is {result.gap:.1e} (relative) apart in float64, and every value that leads to it occurs "
+        "on both sides: one of them is left out, or used for something else, under one setting"
+    )
+    return _finding_between(comparison, "cause not found", op, result.gap, detail)
+
+
+def _other_answers(comparison: Comparison) -> Iterator[Finding]:
+    """Recorded answers that differ where several are right (`signs_of_singular_vectors`, `largest_among_equals`)."""
+    for a, b in comparison.partners.items():
+        if comparison.side_of[a] or a.name not in DEFINITIONS or a.name != b.name:
+            continue
+        if not all(op.ratio is None or op.ratio <= 1 for op in (a, b)):
+            continue
+        gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
+        if gap > tol.UNEXPLAINED:
+            detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
+            yield _finding_between(comparison, "another valid answer", b, gap, detail)
+
+
+# --- findings made of operations ------------------------------------------------------------------------------
+
+
+def _finding_of(
+    comparison: Comparison,
+    kind: str,
+    op: Operation,
+    detail: str,
+    advice: str = "",
+    *,
+    size: float = math.nan,
+    bounded: bool = True,
+    side_by_side: bool = False,
+) -> Finding:
+    """A finding about an operation of one of two traces."""
+    return Finding(
+        kind,
+        comparison.trace_of(op).title,
+        op.name,
+        op.phase,
+        op.module,
+        op.line,
+        math.nan if op.ratio is None else op.ratio,
+        detail,
+        advice or ADVICE[kind],
+        size=size,
+        bounded=bounded,
+        op=op,
+        side_by_side=side_by_side,
+    )
+
+
+def _finding_between(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:
+    """A finding that shows side by side, of an operation that is so far from its partner; its detail, and an advice."""
+    return _finding_of(comparison, kind, op, *words, size=gap, side_by_side=True)
+
+
+def _place_of(op: Operation) -> str:
+    """Where the user finds an operation: its module, or its line."""
+    return op.module or op.line or "the step"
+
+
+def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
+    """Which switch lets an operation keep all digits, by what had rounded them."""
+    setting = Setting.parse(comparison.trace_of(op).setting)
+    convolution = op.name.startswith("convolution")
+    if op.format == FLUSHED:
+        return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
+    if op.dtype in tol.SHORT:
+        return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
+    if op.rounded_before:
+        return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
+    if setting.emulated:
+        return f"{setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
+    if setting.kind == "cuda":
+        backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
+        return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
+    product_type = "conv" if convolution else "matmul"
+    return f'torch.backends.mkldnn.{product_type}.fp32_precision = "ieee" computes it in float32'

@@ -1,0 +1,105 @@
+"""The graph of one execution: which operation made which value, and which values it made it of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpulab.audits.traces import RESULT, Operation, Trace
+from gpulab.audits.values import Value
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """An operation, or of one on lists of tensors the part for one place in the lists.
+
+    Attributes:
+        op: The operation.
+        inputs: The values that it was given.
+        outputs: The values that it made or changed.
+        number: Its place in the execution.
+    """
+
+    op: Operation
+    inputs: list[Value]
+    outputs: list[Value]
+    number: int
+
+
+class Graph:
+    """The operations of a trace as nodes, in order.
+
+    Args:
+        trace: The execution.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.nodes: list[Node] = []
+        for op in trace.operations:
+            if op.phase != RESULT:
+                for inputs, outputs in _lanes(op):
+                    given, made = ([trace.values[name] for name in dict.fromkeys(names)] for names in (inputs, outputs))
+                    self.nodes.append(Node(op, given, made, len(self.nodes)))
+
+    @cached_property
+    def maker(self) -> dict[Value, Node]:
+        """The node that first made a value; what only passes a value on made none."""
+        makers: dict[Value, Node] = {}
+        for node in self.nodes:
+            for value in node.outputs:
+                if value not in node.inputs:
+                    makers.setdefault(value, node)
+        return makers
+
+    @cached_property
+    def users(self) -> dict[Value, list[Node]]:
+        """The nodes that were given a value."""
+        users: dict[Value, list[Node]] = {}
+        for node in self.nodes:
+            for value in node.inputs:
+                users.setdefault(value, []).append(node)
+        return users
+
+    @cached_property
+    def node_of(self) -> dict[Operation, Node]:
+        """The first node of an operation."""
+        nodes: dict[Operation, Node] = {}
+        for node in self.nodes:
+            nodes.setdefault(node.op, node)
+        return nodes
+
+    def values(self) -> list[Value]:
+        """All values that nodes met, in order."""
+        return list(dict.fromkeys(value for node in self.nodes for value in (*node.inputs, *node.outputs)))
+
+    def following(self, values: set[Value]) -> set[Value]:
+        """These values, and all that were computed from them."""
+        reached = set(values)
+        for node in self.nodes:
+            if not reached.isdisjoint(node.inputs):
+                reached.update(node.outputs)
+        return reached
+
+
+def _lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
+    """The inputs and outputs of each place in the lists of an operation; of most, all of them.
+
+    >>> op = Operation("_foreach_add", "", "", "", ["a", "b", "x", "y", "rate"], ["c", "d"], [], "", lanes=[2, 2])
+    >>> _lanes(op)
+    [(['a', 'x', 'rate'], ['c']), (['b', 'y', 'rate'], ['d'])]
+    """
+    outputs = [*op.outputs, *op.changed]
+    if not op.lanes:
+        return [(op.inputs, outputs)]
+    length, lists = op.lanes
+    single_inputs = op.inputs[length * lists :]
+    whole = len(op.outputs) // length * length
+    single_outputs = outputs[whole:]
+    return [
+        (
+            [op.inputs[place + length * number] for number in range(lists)] + single_inputs,
+            op.outputs[place:whole:length] + single_outputs,
+        )
+        for place in range(length)
+    ]

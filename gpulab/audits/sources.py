@@ -1,0 +1,233 @@
+"""Where two executions whose results differ in float64 begin to differ.
+
+A value is certified if it has a counterpart in the other execution, or if all that was made of it has. A source is an
+operation on the way to a differing result whose inputs are all certified, and whose output is not: of the same values
+it makes something that the other execution has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpulab.audits import tolerances as tol
+from gpulab.audits.comparison import Comparison, differing_arguments, kernel
+from gpulab.audits.graphs import Graph, Node
+from gpulab.audits.values import Value, finite_distance
+
+# Operations that read of an input nothing but its shape, or where its numbers lie. What they make says nothing of it.
+_READ_SHAPES = """
+    empty_like eq full_like ge gt isfinite isinf isnan le lt ne new_full new_ones new_zeros ones_like rand_like randn_like
+    zeros_like
+"""
+READ_SHAPES = frozenset(_READ_SHAPES.split())
+# Inputs, by position, of which an operation reads nothing but the shape.
+SHAPES_AMONG_INPUTS = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}
+# Operations that leave out some of what they are given: a value that they leave out may be wrong.
+_SELECT = """
+    amax amin clamp_min diagonal embedding gather index index_select kthvalue masked_select max
+    max_pool2d_with_indices min narrow relu select slice split split_with_sizes take topk unbind unsafe_split where
+"""
+SELECT = frozenset(_SELECT.split())
+# Operations that make of values which are far apart values that are close: those of Adam's first update are signs.
+FORGET_SIZE = {"sign", "sgn", "sqrt", "addcdiv", "_foreach_addcdiv", "_foreach_sqrt", "_fused_adam", "_fused_adamw"}
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where one side, or both, leave what the two have in common.
+
+    Attributes:
+        a: The first operation of the first side whose result has no counterpart, if there is one.
+        b: That of the second side.
+        data_a: The value from outside of the step of the first side that has no counterpart, if there is one.
+        data_b: That of the second side.
+        user: The operation that was given the data.
+    """
+
+    a: Node | None = None
+    b: Node | None = None
+    data_a: Value | None = None
+    data_b: Value | None = None
+    user: Node | None = None
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The operations of both sides; those of the second side first."""
+        return [node for node in (self.b, self.a) if node is not None]
+
+
+class Side:
+    """One of two executions: what of its values is certified, and where it leaves the other one."""
+
+    def __init__(self, comparison: Comparison, side: int) -> None:
+        self.comparison, self.side = comparison, side
+        self.graph: Graph = comparison.graphs[side]
+        self.known = comparison.matches.known
+
+    @cached_property
+    def foreign(self) -> set[Value]:
+        """Values that follow from data, random numbers or an order of numbers which the other execution has not."""
+        found = {value for value in self.graph.values() if value in self.comparison.matches.rearranged}
+        for value in self.graph.users:
+            if value not in self.graph.maker and value not in self.known and value.count > 1:
+                found.add(value)
+        for node in self.graph.nodes:
+            is_drawn = node.op.random and not all(value in self.known for value in node.outputs)
+            if is_drawn or not found.isdisjoint(node.inputs):
+                found.update(value for value in node.outputs if value not in self.known)
+        return found
+
+    @cached_property
+    def certified(self) -> set[Value]:
+        """Values that have a counterpart, or lead to one."""
+        sure = {value for value in self.graph.values() if value in self.known and self._is_no_coincidence(value)}
+        for node in self.graph.nodes:
+            if not node.op.random and (not node.inputs or node.op.name.endswith("_like")):
+                sure.update(value for value in node.outputs if value.is_whole)
+        final = {value for result in self.comparison.results for value in self.comparison.values((result.a, result.b)[self.side])}
+        for node in reversed(self.graph.nodes):
+            if node.op.random or node.op.name in READ_SHAPES or node.op.name in FORGET_SIZE:
+                continue
+            used = [
+                value
+                for value in node.outputs
+                if not value.tells_little and value not in node.inputs and (value in self.graph.users or value in final)
+            ]
+            if used and sure.issuperset(used):
+                sure.update(self._implied(node, used))
+        for node in self.graph.nodes:
+            if node.op.is_view and sure.issuperset(node.inputs):
+                sure.update(value for value in node.outputs if value not in self.foreign)
+        return sure
+
+    def _is_no_coincidence(self, value: Value) -> bool:
+        """Whether the counterpart of a value says something: it has various numbers, or the same call made it."""
+        if not value.tells_little or (value.is_rounding_alone and value.is_real):
+            return True
+        node, others = self.graph.maker.get(value), self.comparison.matches.equal.get(value, [])
+        makers = [self.comparison.graphs[1 - self.side].maker.get(other) for other in others]
+        if node is None:
+            return None in makers
+        return any(
+            other is not None and other.op.name == node.op.name and not differing_arguments(node.op, other.op)
+            for other in makers
+        )
+
+    def _implied(self, node: Node, outputs: Sequence[Value]) -> list[Value]:
+        """The inputs of an operation that are right if its outputs are."""
+        position = SHAPES_AMONG_INPUTS.get(node.op.name)
+        made = sum(value.count for value in outputs)
+        return [
+            value
+            for place, value in enumerate(node.inputs)
+            if place != position
+            and value not in self.foreign
+            and not (node.op.name in SELECT and made < value.count)
+        ]
+
+    def sources(self, differing: Sequence[Value]) -> tuple[list[Node], list[tuple[Value, Node | None]]]:
+        """The operations, and the data with who uses them, at which the way to differing values begins to differ."""
+        nodes: dict[Node, None] = {}
+        data: list[tuple[Value, Node | None]] = []
+        seen: set[Value] = set()
+        front = list(differing)
+        for value in front:  # which grows
+            if value in seen or (value in self.certified and value not in differing):
+                continue
+            seen.add(value)
+            node = self.graph.maker.get(value)
+            if node is None:
+                data.append((value, next(iter(self.graph.users.get(value, [])), None)))
+                continue
+            if self.certified.issuperset(node.inputs):
+                nodes.setdefault(node)
+            front += [other for other in node.inputs if other not in self.certified]
+        return sorted(nodes, key=lambda node: node.number), data
+
+
+def find_sources(comparison: Comparison) -> list[Source]:
+    """Where the executions begin to differ, the likeliest cause first.
+
+    Random numbers come first, then data, then operations of the forward pass; and among these the operations of both
+    sides that share an input, those of one name before others, in the order in which they ran.
+    """
+    comparison.matches.match_parts()
+    sides = [Side(comparison, side) for side in (0, 1)]
+    differing: list[list[Value]] = [[], []]
+    for result in comparison.differing:
+        if not (result.a and result.b):
+            continue  # what one side alone computes has nothing beside it
+        for side, op in enumerate((result.a, result.b)):
+            differing[side] += comparison.values(op)
+    (of_a, data_a), (of_b, data_b) = (side.sources(values) for side, values in zip(sides, differing, strict=True))
+    return [*_data(comparison, data_a, data_b), *_pairs(comparison, of_a, of_b)]
+
+
+def _data(
+    comparison: Comparison,
+    data_a: Sequence[tuple[Value, Node | None]],
+    data_b: Sequence[tuple[Value, Node | None]],
+) -> list[Source]:
+    """Data of both sides that stand in each other's place: of one shape, and nearest to each other."""
+    found, left = [], list(data_b)
+    for value, user in data_a:
+        likely = [(other, used_by) for other, used_by in left if other.shape == value.shape]
+        other, used_by = min(likely, key=lambda pair: comparison.gap(value, pair[0]), default=(None, None))
+        if other is not None:
+            left.remove((other, used_by))
+        found.append(Source(data_a=value, data_b=other, user=used_by or user))
+    return found + [Source(data_b=value, user=user) for value, user in left]
+
+
+def _pairs(comparison: Comparison, of_a: Sequence[Node], of_b: Sequence[Node]) -> list[Source]:
+    """Operations of both sides that begin with a value which they have in common."""
+
+    def common(a: Node, b: Node) -> int:
+        counterparts = {w for value in a.inputs if not value.tells_little for w in comparison.matches.equal.get(value, ())}
+        shared = bool(counterparts & set(b.inputs))
+        alike = kernel(a.op) == kernel(b.op)
+        in_place = (a.op.phase, a.op.module) == (b.op.phase, b.op.module)
+        return 4 * (shared and alike) + 2 * shared + (alike and in_place)
+
+    pairs, left = [], list(of_a)
+    ranks: dict[Source, tuple[object, ...]] = {}
+    for b in of_b:
+        a = max(left, key=lambda a: (common(a, b), -a.number), default=None)
+        if a is not None and not common(a, b):
+            a = None
+        if a is not None:
+            left.remove(a)
+        source = Source(a=a, b=b)
+        ranks[source] = (not b.op.random, b.op.phase == "backward", -(common(a, b) if a else 0), b.number)
+        pairs.append(source)
+    for a in left:
+        source = Source(a=a)
+        ranks[source] = (not a.op.random, a.op.phase == "backward", 0, a.number)
+        pairs.append(source)
+    return sorted(pairs, key=lambda source: ranks[source])
+
+
+def from_outside(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
+    """The values of both sides that enter from outside of torch, or by a number that was read, and differ by rounding."""
+    found: set[Value] = set()
+    for source in sources:
+        x, y = source.data_a, source.data_b
+        if x is not None and y is not None and x.is_real and finite_distance(y.sketch, x.sketch) <= tol.FROM_OUTSIDE:
+            found |= {x, y}
+        elif source.a and source.b and _differ_by_rounded_numbers(source.a, source.b):
+            found.update((*source.a.outputs, *source.b.outputs))
+    return found
+
+
+def _differ_by_rounded_numbers(a: Node, b: Node) -> bool:
+    """Whether two calls have the same arguments but for floats that differ by roundings, as those read from tensors."""
+    if a.op.name != b.op.name or a.op.arguments.keys() != b.op.arguments.keys():
+        return False
+    pairs = [(x, b.op.arguments[name]) for name, x in a.op.arguments.items() if x != b.op.arguments[name]]
+    return bool(pairs) and all(
+        isinstance(x, float) and isinstance(y, float) and abs(x - y) <= tol.FROM_OUTSIDE * abs(x) for x, y in pairs
+    )
+
+
