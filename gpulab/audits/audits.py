@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
 from gpulab import report
 from gpulab.audits import tolerances as tol
@@ -19,8 +18,9 @@ from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, check_same_step
 from gpulab.audits.compiled import CompiledAudit, audit_compiled
 from gpulab.audits.count_sketch import WITH_FLOAT64
-from gpulab.audits.findings import KINDS, Answer, Finding, described, named
+from gpulab.audits.findings import KINDS, Finding, described, named
 from gpulab.audits.judgement import judge
+from gpulab.audits.page import AnswerPage, Rows, operation_rows
 from gpulab.audits.recording import record
 from gpulab.audits.traces import RESULT, Trace
 from gpulab.errors import UsageError
@@ -28,7 +28,7 @@ from gpulab.settings import Setting
 from gpulab.steps import check_step
 
 
-class Audit(Answer):
+class Audit(AnswerPage):
     """What `audit` returns: where the two settings part, and why. `print` says it, and `plot()` shows it.
 
     Attributes:
@@ -85,11 +85,8 @@ class Audit(Answer):
             rows.append(row)
         return pd.DataFrame(rows).rename(columns={"name": "operation"})
 
-    def words(self) -> Markup:
-        """The findings and all operations."""
-        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "error_a", "error_b", "difference"]
-        operations = report.table(self.table[shown], na_rep="")
-        return super().words() + report.render("audit.html", count=len(self.pairs), operations=operations)
+    def _rows(self) -> Rows:
+        return operation_rows(self.table, self.findings, self.titles)
 
     picture = report.Report.plot  # each operation's error, under the one setting and the other
 
