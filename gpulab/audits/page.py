@@ -33,7 +33,7 @@ CAPTION = (
 )
 PHONE = 3.9  # inches, the width of a figure on a phone
 BADGES = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
-UNITS = Markup("in units of what<br>rounding explains")
+UNITS = Markup("in units of<br>what rounding<br>explains")
 PLACE = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)  # a line as findings have it, with its file and number
 
 
@@ -91,7 +91,7 @@ class AnswerPage(Answer):
             file: Where to; its folder is made if need be.
             title: What it is called; by default the two settings.
         """
-        settings = Markup(" against ").join(Markup("<code>{}</code>").format(_breakable(x, ",")) for x in self.titles)
+        settings = Markup(" against ").join(Markup("<code>{}</code>").format(_breakable(x)) for x in self.titles)
         page = report.render(
             "audit_page.html",
             title=title or f"Audit: {self.titles[0]} against {self.titles[1]}",
@@ -338,7 +338,7 @@ def _marked(text: str, names: Sequence[str]) -> Markup:
     longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     parts = re.split(rf"(?<![\w.:])({longest_first})(?![\w:])", text)
     code = Markup("<code>{}</code>")
-    return Markup().join(code.format(_breakable(part, ",")) if n % 2 else part for n, part in enumerate(parts))
+    return Markup().join(code.format(_breakable(part)) if n % 2 else part for n, part in enumerate(parts))
 
 
 # --- the table -------------------------------------------------------------------------------------------------
@@ -360,8 +360,8 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
     places = [name for name in ("module", "line") if table[name].any()]
     rows = []
     for row in table.itertuples(index=False):
-        name = Markup("<code>{}</code> {}").format(_breakable(row.operation, "_"), f"({row.phase})")
-        where = {"module": _breakable(row.module, "."), "line": _breakable(_place_and_code(row.line)[0], "_")}
+        name = Markup("<code>{}</code> {}").format(_breakable(row.operation), f"({row.phase})")
+        where = {"module": _breakable(row.module), "line": _breakable(_place_and_code(row.line)[0])}
         cells = [Cell(name, "ga-name"), _kind(row.kind)]
         for error, ratio in ((row.error_a, row.ratio_a), (row.error_b, row.ratio_b)):
             cells += [_number(_relative(error)), _number(_units(ratio), ratio > 1)]
@@ -372,7 +372,7 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         [
             Head("operation", rows=2),
             Head("finding", rows=2),
-            *(Head(under.format(_breakable(title, ",")), True, 2) for title in titles),
+            *(Head(under.format(_breakable(title)), True, 2) for title in titles),
             Head("difference", True, rows=2),
             *(Head(place, rows=2) for place in places),
         ],
@@ -455,10 +455,10 @@ def _units(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"
 
 
-def _breakable(name: str, mark: str) -> Markup:
-    """A name that may be broken after a mark.
+def _breakable(name: str) -> Markup:
+    """A setting or another name, which may be broken after its commas, dots and underscores.
 
-    >>> str(_breakable("cpu:threads=1,order=pairwise", ","))
+    >>> str(_breakable("cpu:threads=1,order=pairwise"))
     'cpu:threads=1,<wbr>order=pairwise'
     """
-    return Markup("{}<wbr>").format(mark).join(name.split(mark))
+    return Markup("<wbr>").join(re.split(r"(?<=[,._])", name))
