@@ -332,11 +332,11 @@ def _sentence(text: str, names: Sequence[str] = ()) -> str:
 def _marked(text: str, names: Sequence[str]) -> Markup:
     """A text in which names, such as those of settings, stand in code font.
 
-    >>> str(_marked("mm under cpu:threads=1", ["cpu", "cpu:threads=1"]))
-    'mm under <code>cpu:threads=1</code>'
+    >>> str(_marked("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])), str(_marked("cpu:isa=avx2", ["cpu"]))
+    ('under <code>cpu:threads=1</code>: mm', 'cpu:isa=avx2')
     """
     longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    parts = re.split(rf"(?<![\w.:])({longest_first})(?![\w:])", text)
+    parts = re.split(rf"(?<![\w.:])({longest_first})(?!:?\w)", text)
     code = Markup("<code>{}</code>")
     return Markup().join(code.format(_breakable(part)) if n % 2 else part for n, part in enumerate(parts))
 

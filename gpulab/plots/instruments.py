@@ -49,8 +49,9 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
         axes.set(yscale="log", ylim=(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30)))
         axes.yaxis.set_major_formatter(theme.power_of_ten)
     axes.set(xlabel="operation, in the order of the step", ylabel="relative error against float64")
-    join = ";\n" if is_narrow else "; "
-    headline = f"First finding: {report.kind}{join}the largest error of one operation is {errors.max(axis=None):.1e}"
+    largest = f"the largest error of one operation is {errors.max(axis=None):.1e}"
+    found = f"First finding: {report.kind};" + ("\n" if is_narrow else " ")
+    headline = largest.capitalize() if report.kind == "rounding" else found + largest
     alt = f"Relative error of each operation of a step against float64, under {report.a.title} and {report.b.title}."
     return theme.finished(figure, headline, alt, columns=1 if is_narrow else 4)
 
