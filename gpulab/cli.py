@@ -312,6 +312,7 @@ def audit(
     try:
         if third:
             report = audits.audit(find_function(first, "step"), second, *third)
+            report.step_name = first
         else:
             report = audits.audit(files.shipped(first), files.shipped(second))
     except GpulabError as error:

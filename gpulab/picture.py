@@ -61,7 +61,7 @@ class Picture:
         picture.quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
         return small.getvalue()
 
-    def html(self) -> str:
+    def html(self) -> Markup:
         """Write the figure as an HTML element, with its text, that needs no other file.
 
         Returns:
@@ -100,6 +100,12 @@ class Picture:
 
     def _ipython_display_(self) -> None:
         self.show()
+
+
+def responsive(wide: Picture, narrow: Picture) -> Markup:
+    """An element that shows a figure, or on a phone the narrow one, whose words are large enough there."""
+    element = Markup('<picture><source media="(max-width: 36rem)" srcset="data:image/png;base64,{}">{}</picture>')
+    return element.format(base64.b64encode(narrow.png()).decode(), wide.html())
 
 
 def _page_width(png: bytes, dpi: int) -> int:

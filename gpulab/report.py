@@ -16,7 +16,7 @@ from markupsafe import Markup
 from tqdm.auto import tqdm
 
 from gpulab import files
-from gpulab.errors import extra
+from gpulab.errors import extra, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,9 +29,13 @@ class Report:
 
     def plot(self) -> Picture:
         """The result as a figure."""
+        return self._drawn()
+
+    def _drawn(self, **options: Any) -> Picture:
+        """The figure, with options of the function that draws it."""
         with extra("notebooks"):
             drawing = importlib.import_module("gpulab.plots.drawing")
-            picture: Picture = drawing.draw(self)
+            picture: Picture = drawing.draw(self, **options)
         return picture
 
     def words(self) -> Markup:
@@ -61,12 +65,12 @@ class Report:
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, as it is when the two are added."""
+    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, and control characters are written out."""
     import jinja2
 
     loader = jinja2.PackageLoader("gpulab")
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    return Markup(templates.get_template(template).render(values))
+    return Markup(printable(templates.get_template(template).render(values)))
 
 
 def paragraphs(lines: Iterable[str]) -> Markup:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
 from gpulab import report
 from gpulab.audits import tolerances as tol
 from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison
 from gpulab.audits.compiled import CompiledAudit, audit_compiled
-from gpulab.audits.findings import KINDS, Answer, Finding, described, named
 from gpulab.audits.diagnosis import diagnose, skips_updates
+from gpulab.audits.findings import KINDS, Finding, described, named
+from gpulab.audits.page import AnswerPage, Rows, operation_rows
 from gpulab.audits.recording import record
 from gpulab.audits.sources import Source, find_sources, from_outside
 from gpulab.audits.traces import RESULT, Trace
@@ -31,7 +31,7 @@ from gpulab.steps import check_step
 MAX_ENTRIES = 8  # places, one after the other, at which values that enter from outside of torch differ by roundings
 
 
-class Audit(Answer):
+class Audit(AnswerPage):
     """What `audit` returns: where the two settings part, and why. `print` says it, and `plot()` shows it.
 
     Attributes:
@@ -89,11 +89,8 @@ class Audit(Answer):
             rows.append(row)
         return pd.DataFrame(rows).rename(columns={"name": "operation"})
 
-    def words(self) -> Markup:
-        """The findings and all operations."""
-        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "error_a", "error_b", "difference"]
-        operations = report.table(self.table[shown], na_rep="")
-        return super().words() + report.render("audit.html", count=len(self.pairs), operations=operations)
+    def _rows(self) -> Rows:
+        return operation_rows(self.table, self.findings, self.titles)
 
     picture = report.Report.plot  # each operation's error, under the one setting and the other
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
-from markupsafe import Markup
 from torch import Tensor, nn
 
-from gpulab import _torch_internals, report
+from gpulab import _torch_internals
 from gpulab.audits import tolerances as tol
-from gpulab.audits.findings import ADVICE, Answer, Finding
+from gpulab.audits.findings import ADVICE, Finding
 from gpulab.audits.modules_alone import FURTHEST, LEEWAY, ModuleCall, Results, module_calls, results_of
+from gpulab.audits.page import AnswerPage, Rows, result_rows
 from gpulab.audits.recording import record
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import passport
@@ -66,7 +66,7 @@ class Compared:
         return order.sort_values(["wrong", "backward", "ratio"], ascending=[False, True, False]).iloc[0]
 
 
-class CompiledAudit(Answer):
+class CompiledAudit(AnswerPage):
     """What `audit` returns where a setting compiles: which results are wrong, and which module makes them so.
 
     `print` says it. The first finding is about the smallest module that is wrong when it is compiled alone.
@@ -105,9 +105,8 @@ class CompiledAudit(Answer):
             f"{self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}."
         )
 
-    def words(self) -> Markup:
-        """The findings, and all results of the step."""
-        return super().words() + report.table(self.table)
+    def _rows(self) -> Rows:
+        return result_rows(self.table)
 
 
 def audit_compiled(step: object, plain: Setting, compiled: Setting, progress: bool = True) -> CompiledAudit:

@@ -204,13 +204,18 @@ def _plain(value: object) -> Json:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """The findings of one kind, line and advice together, each group where its first finding stands."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for f in findings:
+        groups.setdefault((f.kind, f.setting, f.line or f.module or f.operation, f.advice), []).append(f)
+    return list(groups.values())
+
+
 def by_line(findings: Sequence[Finding]) -> list[str]:
     """The findings as text, those of one kind and line together."""
-    lines: dict[tuple[str, ...], list[Finding]] = {}
-    for f in findings:
-        lines.setdefault((f.kind, f.setting, f.line or f.module or f.operation, f.advice), []).append(f)
     texts = []
-    for first, *alike in lines.values():
+    for first, *alike in grouped(findings):
         operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
         counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
         listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")

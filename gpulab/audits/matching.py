@@ -176,7 +176,7 @@ def is_part(value: Value, others: Sequence[Value], tolerance: Tolerance) -> bool
 
 def is_covered(value: Value, others: Sequence[Value], tolerance: Tolerance) -> bool:
     """Whether slices of a value that are among the others make up all of it, but for rounding."""
-    if not value.profiles:
+    if not value.profiles or not np.isfinite(value.total).all():
         return False
     covered = {dim: profile[1] <= 1e-24 * value.total[1] for dim, profile in value.profiles.items()}
     for part in others:

@@ -169,8 +169,9 @@ def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
 def _values_made(trace: Trace) -> set[str]:
     """The contents that operations of an execution made; not those that one passed on, as a copy does."""
     return {
-        trace.values[value].content
+        content
         for op in trace.operations
-        for value in (*op.outputs, *op.changed)
-        if value not in op.inputs and op.phase != RESULT
+        if op.phase != RESULT
+        for content in _contents(trace, [*op.outputs, *op.changed])
+        if content not in _contents(trace, op.inputs)
     }

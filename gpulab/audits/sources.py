@@ -185,8 +185,9 @@ def _pairs(comparison: Comparison, of_a: Sequence[Node], of_b: Sequence[Node]) -
     """Operations of both sides that begin with a value which they have in common."""
 
     def common(a: Node, b: Node) -> int:
-        counterparts = {w for value in a.inputs if not value.tells_little for w in comparison.matches.equal.get(value, ())}
-        shared = bool(counterparts & set(b.inputs))
+        of_a, of_b = (_seen_through_views(graph, node) for graph, node in zip(comparison.graphs, (a, b), strict=True))
+        counterparts = {w for value in of_a if not value.tells_little for w in comparison.matches.equal.get(value, ())}
+        shared = bool(counterparts & of_b)
         alike = kernel(a.op) == kernel(b.op)
         in_place = (a.op.phase, a.op.module) == (b.op.phase, b.op.module)
         return 4 * (shared and alike) + 2 * shared + (alike and in_place)
@@ -207,6 +208,18 @@ def _pairs(comparison: Comparison, of_a: Sequence[Node], of_b: Sequence[Node]) -
         ranks[source] = (not a.op.random, a.op.phase == "backward", 0, a.number)
         pairs.append(source)
     return sorted(pairs, key=lambda source: ranks[source])
+
+
+def _seen_through_views(graph: Graph, node: Node) -> set[Value]:
+    """What an operation was given, and what that is a view of."""
+    found = set(node.inputs)
+    front = list(node.inputs)
+    for value in front:  # which grows
+        maker = graph.maker.get(value)
+        if maker is not None and maker.op.is_view:
+            front += [other for other in maker.inputs if other not in found]
+            found.update(maker.inputs)
+    return found
 
 
 def from_outside(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 from gpulab.picture import Picture
 from gpulab.report import Report
@@ -17,8 +18,8 @@ MODULES = {  # by the name of a result's class
 }
 
 
-def draw(result: Report) -> Picture:
-    """Draw a result with the function that its module has registered with `drawn`.
+def draw(result: Report, **options: Any) -> Picture:
+    """Draw a result with the function that its module has registered with `drawn`, which may take options.
 
     Raises:
         TypeError: For a kind of result that no module draws.
@@ -26,10 +27,10 @@ def draw(result: Report) -> Picture:
     for kind in type(result).__mro__:
         if kind.__name__ in MODULES:
             importlib.import_module(MODULES[kind.__name__])
-    return drawn(result)
+    return drawn(result, **options)
 
 
 @functools.singledispatch
-def drawn(result: object) -> Picture:
+def drawn(result: object, **options: Any) -> Picture:  # noqa: ARG001 - registered functions take them
     """Return the figure of a result; `@drawn.register` adds the function that draws another kind."""
     raise TypeError(f"no module of gpulab.plots draws a {type(result).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ from gpulab.plots.drawing import drawn
 from gpulab.plots.theme import FAINT, INK
 from gpulab.wording import setting_words
 
+LONGEST_KEY = 40  # characters in a line of a legend
 ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
 
 
 @drawn.register
 @theme.themed
-def audit(report: Audit) -> Picture:
+def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     """The error of each operation of a training step, against the same one in float64 from the same inputs.
 
     Grey dots are what its rounding may explain; a cross marks a finding.
@@ -29,13 +31,16 @@ def audit(report: Audit) -> Picture:
     errors = table[["error_a", "error_b"]]
     drawn = errors.replace(0, np.nan)
     first, second = (theme.colour(trace.setting) for trace in (report.a, report.b))
-    figure, (axes,) = theme.canvas(height=3.8)
+    is_narrow = width < theme.PAGE
+    figure, (axes,) = theme.canvas(height=3.8 if is_narrow else 3.4, width=width)
     bounds_of = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
     axes.plot(table.index, bounds_of, ".", color=FAINT, ms=3, label="rounding explains")
     for side, trace, tint in (("a", report.a, first), ("b", report.b, second if second != first else INK)):
         words = trace.title.replace(trace.setting, setting_words(trace.setting))
-        axes.plot(table.index, drawn[f"error_{side}"], "o", ms=4, mew=0, color=tint, label=words)
-    heights = errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what has no twin has no height
+        size = 6 if side == "a" else 3.5  # where both have the same error, both are seen
+        label = textwrap.fill(words, LONGEST_KEY)
+        axes.plot(table.index, drawn[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label)
+    heights = drawn.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what has no error has no height
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
     for place in table.index[table.phase == "backward"][:1]:
         axes.axvline(place - 0.5, color=FAINT, lw=0.8)
@@ -43,10 +48,12 @@ def audit(report: Audit) -> Picture:
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
         axes.set(yscale="log", ylim=(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30)))
         axes.yaxis.set_major_formatter(theme.power_of_ten)
-    axes.set(xlabel="operation, in the order of the step", ylabel="error against float64 of the same inputs, relative")
-    headline = f"First finding: {report.kind}; the largest error of one operation is {errors.max(axis=None):.1e}"
+    axes.set(xlabel="operation, in the order of the step", ylabel="relative error against float64")
+    largest = f"the largest error of one operation is {errors.max(axis=None):.1e}"
+    found = f"First finding: {report.kind};" + ("\n" if is_narrow else " ")
+    headline = largest.capitalize() if report.kind == "rounding" else found + largest
     alt = f"Relative error of each operation of a step against float64, under {report.a.title} and {report.b.title}."
-    return theme.finished(figure, headline, alt, columns=4)
+    return theme.finished(figure, headline, alt, columns=1 if is_narrow else 4)
 
 
 @theme.themed

@@ -44,6 +44,7 @@ COLOURS = {
     "cuda:precision=float64": "#AA4499",
 }
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
+PAGE = 7.2  # inches, the width of a figure
 INK, FAINT = "#262626", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing: keywords, whose values are of every type
@@ -54,9 +55,11 @@ THEME |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"
 themed: ContextDecorator = rc_context(THEME)
 
 
-def canvas(panels: int = 1, height: float = 3.6, rows: int = 1, **shared: Any) -> tuple[Figure, Sequence[Axes]]:
-    """A figure as wide as a page, `height` in inches, with panels side by side, in one row or more."""
-    figure = Figure(figsize=(7.2, height), layout="constrained")
+def canvas(
+    panels: int = 1, height: float = 3.6, rows: int = 1, width: float = PAGE, **shared: Any
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure as wide as a page, or `width` inches, with panels side by side, in one row or more."""
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, panels, squeeze=False, **shared).flat)
 
 

@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
 from page_faults import OpenedPage
 
+import gpulab as gl
 from companion.report import write_report
 from companion.run import Result
 
@@ -86,6 +89,24 @@ def report_of_all_notebooks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def report_of_an_audit(tmp_path_factory):
+    """The report of an audit with a long setting, a long line of code and long names."""
+    name = "a_module_whose_name_is_longer_than_a_phone_is_wide"
+    net = torch.nn.Sequential(OrderedDict([(name, torch.nn.Linear(4, 3)), ("last", torch.nn.Linear(3, 2))]))
+
+    def step(setting):
+        inputs = torch.ones(5, 4, dtype=setting.dtype)
+        loss_with_a_name_as_long_as_this = net.to(setting.dtype)(inputs).square().mean() + (0 * inputs).square().sum()
+        loss_with_a_name_as_long_as_this.backward()
+
+    file = tmp_path_factory.mktemp("audit") / "report.html"
+    gl.audit(step, "cpu:threads=1", "cpu:threads=1,denormals=off,emulate=tf32,order=pairwise", progress=False).save(
+        file
+    )
+    return file.as_uri()
+
+
+@pytest.fixture(scope="module")
 def front_page(site):
     return (site / "index.html").as_uri()
 
@@ -96,7 +117,7 @@ def deck(slides):
 
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
-@pytest.mark.parametrize("name", ["report", "report_of_all_notebooks", "front_page", "deck"])
+@pytest.mark.parametrize("name", ["report", "report_of_all_notebooks", "report_of_an_audit", "front_page", "deck"])
 def test_page_is_whole(browser, request, name, width):
     with OpenedPage(browser, request.getfixturevalue(name), width) as page:
         assert page.tab.locator("h1, h2").first.is_visible()
