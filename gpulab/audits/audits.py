@@ -53,6 +53,7 @@ class Audit(AnswerPage):
         self.comparison, self.findings = comparison, findings
         self.a, self.b, self.pairs = comparison.a, comparison.b, comparison.pairs
         self.titles, self.passports = (self.a.title, self.b.title), (self.a.passport, self.b.passport)
+        self.step_name = self.a.step if self.a.step == self.b.step else " and ".join(filter(None, (self.a.step, self.b.step)))
 
     @property
     def headline(self) -> str:

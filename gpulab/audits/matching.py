@@ -151,6 +151,8 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
 
 def _slices(part: Value, whole: Value, tolerance: Tolerance) -> Iterator[tuple[int, int, int]]:
     """Where a value may be a slice of another one: dimension, first index and length, by sums and sums of squares."""
+    if not np.isfinite(part.total).all():
+        return
     allowed = 4 * max(tolerance(part), tolerance(whole), 1e-9)
     for dim, profile in whole.profiles.items():
         size = profile.shape[1]
