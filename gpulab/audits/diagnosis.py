@@ -273,6 +273,8 @@ def _another_function(comparison: Comparison, source: Source, node: Node, gap: f
         other = source.a.op
         apart = "" if math.isnan(gap) else f", {gap:.1e} (relative) apart"
         detail = f"of the same values, {there} computes {described(other)}{apart}"
+        if not source.share_inputs:
+            detail = f"what it makes occurs nowhere under {there}, where the first such value is that of {described(other)}"
     advice = f"see what {_place_of(op)} does under {title}: {ANOTHER_FUNCTION}"
     return _finding_between(comparison, "mismatch", op, gap, detail + _effect(comparison), advice)
 

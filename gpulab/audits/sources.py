@@ -44,6 +44,7 @@ class Source:
         data_a: The value from outside of the step of the first side that has no counterpart, if there is one.
         data_b: That of the second side.
         user: The operation that was given the data.
+        share_inputs: Whether the operations of the two sides were given a value that both have.
     """
 
     a: Node | None = None
@@ -51,6 +52,7 @@ class Source:
     data_a: Value | None = None
     data_b: Value | None = None
     user: Node | None = None
+    share_inputs: bool = True
 
     @property
     def nodes(self) -> list[Node]:
@@ -148,11 +150,7 @@ class Side:
 
 
 def find_sources(comparison: Comparison) -> list[Source]:
-    """Where the executions begin to differ, the likeliest cause first.
-
-    Random numbers come first, then data, then operations of the forward pass; and among these the operations of both
-    sides that share an input, those of one name before others, in the order in which they ran.
-    """
+    """Where the executions begin to differ: data first, then random numbers, then operations in the order they ran in."""
     comparison.matches.match_parts()
     sides = [Side(comparison, side) for side in (0, 1)]
     differing: list[list[Value]] = [[], []]
@@ -193,21 +191,33 @@ def _pairs(comparison: Comparison, of_a: Sequence[Node], of_b: Sequence[Node]) -
         return 4 * (shared and alike) + 2 * shared + (alike and in_place)
 
     pairs, left = [], list(of_a)
-    ranks: dict[Source, tuple[object, ...]] = {}
     for b in of_b:
         a = max(left, key=lambda a: (common(a, b), -a.number), default=None)
         if a is not None and not common(a, b):
             a = None
         if a is not None:
             left.remove(a)
-        source = Source(a=a, b=b)
-        ranks[source] = (not b.op.random, b.op.phase == "backward", -(common(a, b) if a else 0), b.number)
-        pairs.append(source)
-    for a in left:
-        source = Source(a=a)
-        ranks[source] = (not a.op.random, a.op.phase == "backward", 0, a.number)
-        pairs.append(source)
-    return sorted(pairs, key=lambda source: ranks[source])
+        pairs.append(Source(a=a, b=b))
+    pairs += [Source(a=a) for a in left]
+    lengths = [len(graph.nodes) for graph in comparison.graphs]
+
+    def rank(source: Source) -> tuple[bool, float]:
+        places = [node.number / length for node, length in zip((source.a, source.b), lengths, strict=True) if node]
+        return not any(node.op.random for node in source.nodes), min(places)
+
+    return _first_of_both(sorted(pairs, key=rank))
+
+
+def _first_of_both(sources: list[Source]) -> list[Source]:
+    """The same; where the first is of one side alone, it is told with the first one of the other side alone."""
+    if not sources or (sources[0].a and sources[0].b):
+        return sources
+    first = sources[0]
+    other = next((s for s in sources[1:] if len(s.nodes) == 1 and bool(s.a) != bool(first.a)), None)
+    if other is None or any(node.op.random for node in (*first.nodes, *other.nodes)):
+        return sources
+    both = Source(a=first.a or other.a, b=first.b or other.b, share_inputs=False)
+    return [both, *(source for source in sources[1:] if source is not other)]
 
 
 def _seen_through_views(graph: Graph, node: Node) -> set[Value]:

@@ -455,7 +455,7 @@ class StepResults:
         for number, (leaf, contents) in enumerate(self.leaves.items(), 1):
             name, values = names.get(leaf, f"tensor {number} of shape {tuple(leaf.shape)}"), self._names_of(leaf)
             start = next(iter(contents.values()))
-            entries.append(self._result("gradient", name, start, self.gradients.get(leaf, [])))
+            entries.append(self._gradient(leaf, name, start))
             if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
                 entries.append(self._result("updated", name, start, values, self._lost(leaf)))
         for module, before in self.roots.items():
@@ -463,6 +463,15 @@ class StepResults:
                 if self._have_changed(before.get(name, []), values):
                     entries.append(self._result("updated", name, before.get(name, []), values))
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
+
+    def _gradient(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
+        """The gradient of a leaf: as it is in the end, or where it was removed, as the backward pass left it."""
+        accumulated = self.gradients.get(leaf, [])
+        final = [] if leaf.grad is None else self._names_of(leaf.grad)
+        is_left = bool(final) and any(self.tracer.values[value].sketch.any() for value in final)
+        op = self._result("gradient", name, start, final if is_left else accumulated)
+        op.changed = [] if is_left else accumulated
+        return op
 
     def _result(
         self, label: str, name: str, start: list[str], values: list[str], about: dict[str, int] | None = None
