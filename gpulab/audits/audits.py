@@ -171,6 +171,7 @@ def _extent(answer: Audit) -> list[str]:
     if missing:
         listed = ", ".join(list(missing)[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         sentences.append(f"Without a float64 reference, and compared as recorded: {listed}.")
+    sentences += [f"{note[0].upper()}{note[1:]}." for note in (comparison.a.notes.get("guard"),) if note]
     if "loss" in comparison.a.notes:
         sentences.append(f"The loss was {comparison.a.notes['loss']}.")
     if not results:

@@ -19,17 +19,33 @@ from torch import Tensor, nn
 
 from gpulab import _torch_internals
 from gpulab.audits import tolerances as tol
+from gpulab.audits.count_sketch import WITH_FLOAT64, where_float64_is
 from gpulab.audits.findings import ADVICE, Finding
-from gpulab.audits.modules_alone import FURTHEST, LEEWAY, ModuleCall, Results, module_calls, results_of
+from gpulab.audits.float64_failures import Request
+from gpulab.audits.modules_alone import (
+    FURTHEST,
+    LEEWAY,
+    ModuleCall,
+    Results,
+    execute,
+    is_short,
+    module_calls,
+    request_behind_failure,
+    rounding_unit,
+)
 from gpulab.audits.page import AnswerPage, Rows, result_rows
 from gpulab.audits.recording import record
-from gpulab.errors import GpulabError, UsageError, in_one_line
+from gpulab.errors import GpulabError, UsageError
 from gpulab.passports import passport
 from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import Step
 
 NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
+SHORT_NUDGES = 4  # the same in bfloat16 and float16, where they are moved less and so count for less each
+FEW_NUMBERS = 64  # the norm of fewer numbers varies much from draw to draw
+NO_REFERENCE = "There was no float64 reference:"
+NO_DIGIT = 0.5  # a result that roundings move by this much of its size has no digit that could be compared
 KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"
 
 
@@ -40,6 +56,7 @@ class Compared:
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
         graphs: How many graphs the compiler made of it.
+        no_reference: Why there was no float64 reference, as a sentence; empty where there was one.
 
     >>> results = pd.DataFrame({"result": ["gradient of w", "loss", "output"], "difference": [1.0, 0.2, 0.3]})
     >>> Compared(results.assign(tolerance=0.1, wrong=True), graphs=1).worst.result
@@ -50,6 +67,7 @@ class Compared:
 
     table: pd.DataFrame
     graphs: int
+    no_reference: str = ""
 
     @property
     def wrong(self) -> bool:
@@ -77,7 +95,8 @@ class CompiledAudit(AnswerPage):
             `result`; the `difference` that the compiler makes; how far it is from float64 compiled (`error`) and not
             (`plain_error`); how far roundings lead (`tolerance`); and whether it is `wrong`, which it is where no
             rounding explains the difference, and the one without the compiler is nearer to float64. `finite` says
-            whether all its numbers are finite without the compiler.
+            whether all its numbers are finite without the compiler. Where the step cannot be done in float64, both
+            errors are NaN, and what no rounding explains is `wrong`.
 
     Examples:
         >>> import torch
@@ -97,12 +116,16 @@ class CompiledAudit(AnswerPage):
         kinds = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
         found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         alike = "all is well: rounding alone" if self.table.difference.any() else "identical to the last bit"
+        graphs = f"It made {self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}."
+        compared = f"{len(self.table)} results were compared"
+        beginning = f"{self.titles[0]} against {self.titles[1]}: {found or alike}."
+        if self.compared.no_reference:
+            return f"{beginning} {compared}. {graphs} {self.compared.no_reference}"
         error, plain_error = self.table.error, self.table.plain_error
         nearer, further = (error < plain_error).sum(), (error > plain_error).sum()
         return (
-            f"{self.titles[0]} against {self.titles[1]}: {found or alike}. {len(self.table)} results were compared; "
-            f"with the compiler {nearer} of them are nearer to float64, and {further} further away. It made "
-            f"{self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}."
+            f"{beginning} {compared}; with the compiler {nearer} of them are nearer to float64, and {further} further "
+            f"away. {graphs}"
         )
 
     def _rows(self) -> Rows:
@@ -141,7 +164,7 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
     """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all results.
 
     How far roundings lead is measured: by doing it again, as it is written, from numbers that are each moved by some
-    roundings, and by how far it is from float64 anyway.
+    roundings, and by how far it is from float64 anyway. Where it cannot be done in float64, the first has to do.
 
     Args:
         step: What is done.
@@ -149,27 +172,67 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
         compiled: The same with it.
 
     Raises:
-        GpulabError: Where the compiler fails.
+        GpulabError: Where the compiler fails, and where the step fails under either setting.
     """
-    exact, written = (results_of(step, setting) for setting in (Setting(plain.device, precision="float64"), plain))
+    written = execute(step, plain).results
     without_tf32 = replace(plain, tf32=False) if plain.kind == "cuda" else plain
-    others = written if without_tf32 == plain else results_of(step, without_tf32)
-    # Which a GPU that may use it need not do.
+    others = written if without_tf32 == plain else execute(step, without_tf32).results
+    # A GPU that may use TF32 need not do so.
     uses_tf32 = any(not torch.equal(others[name], result) for name, result in written.items())
-    nudged = [results_of(step, plain if uses_tf32 else without_tf32, draw) for draw in range(1, 1 + NUDGES)]
+    draws = range(1, 1 + (SHORT_NUDGES if is_short(plain) else NUDGES))
+    nudged = [execute(step, plain if uses_tf32 else without_tf32, draw).results for draw in draws]
+    exact, no_reference = _float64_reference(step, plain, written, nudged)
     _torch_internals.forget_compiled_graphs()
     with _random_numbers_as_uncompiled():
-        found = results_of(step, compiled)
+        found = execute(step, compiled).results
     graphs = _torch_internals.compiled_graph_count()
-    measure = _is_measure(exact, written, nudged)
-    missing = torch.full((), math.nan, device=plain.device)
+    missing = where_float64_is(torch.full((), math.nan, device=plain.device))
+    with plain.apply():
+        unit = rounding_unit(plain) if is_short(plain) else None
     rows = []
     for name in sorted(written.keys() | found.keys()):
-        x, y, z, *moved = (results.get(name, missing) for results in (exact, written, found, *nudged))
-        rows.append({"result": name, **_apart(x, y, z, moved, measure)})
+        y, z, *moved = (results.get(name, missing) for results in (written, found, *nudged))
+        rows.append({"result": name, **_apart(None if exact is None else exact.get(name, missing), y, z, moved, unit)})
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
-    return Compared(table, graphs)
+    return Compared(table, graphs, no_reference)
+
+
+def _float64_reference(
+    step: Step, plain: Setting, written: Results, nudged: list[Results]
+) -> tuple[Results | None, str]:
+    """The results in float64, from the numbers as the setting rounds them; or None, and a sentence that says why."""
+    setting = Setting(plain.device if plain.kind in WITH_FLOAT64 else "cpu", precision="float64")
+    try:
+        exact = execute(step, setting, first_rounded_to=plain.dtype).results
+    except GpulabError as error:
+        return None, f"{NO_REFERENCE} {_why_it_fails(error, request_behind_failure(step, setting))}"
+    if not _is_measure(exact, written, nudged):
+        return None, (
+            f"{NO_REFERENCE} in float64 the step computes something else, further away than roundings lead, as where "
+            "it draws other random numbers."
+        )
+    return exact, ""
+
+
+def _why_it_fails(error: GpulabError, request: Request | None) -> str:
+    """Why a step cannot be done in float64, and how to write it so that it can.
+
+    >>> request = Request(torch.float32, "net.py:12: x.float()", "head", is_made=True)
+    >>> _why_it_fails(UsageError("expected Double but found Float."), request).partition(" Take")[0]
+    'expected Double but found Float. net.py:12: x.float() (in head) asks for float32.'
+    """
+    sentences = f"{str(error).removesuffix('.')}."
+    if request is None:
+        return sentences
+    in_this_line = bool(request.line) and request.line in sentences
+    sentences += f" In this line {request._replace(line='')}." if in_this_line else f" {request}."
+    if request.is_made:
+        sentences += (
+            " Take the format from the inputs (x.dtype) or the weights, or from setting.dtype in a step that is a "
+            "function, and there is one."
+        )
+    return sentences
 
 
 def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool:
@@ -193,29 +256,75 @@ def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool
     return not names
 
 
-def _apart(exact: Tensor, written: Tensor, found: Tensor, nudged: list[Tensor], measure: bool) -> dict[str, float]:
+def _apart(
+    exact: Tensor | None, written: Tensor, found: Tensor, nudged: list[Tensor], unit: float | None = None
+) -> dict[str, float]:
     """How far a result is from float64 and from itself without the compiler; a NaN that both have is no difference.
 
+    Args:
+        exact: The result in float64, if there is a reference.
+        written: The result without the compiler.
+        found: The result with it.
+        nudged: The results from numbers that were moved.
+        unit: One rounding of bfloat16 or float16, where the step computes in these.
+
     >>> numbers = [torch.tensor([number]) for number in (2.0, 2.5, 4.0, 2.75)]
-    >>> _apart(*numbers[:3], nudged=numbers[3:], measure=False)
-    {'difference': 0.75, 'error': 1.0, 'plain_error': 0.25, 'tolerance': 0.25, 'wrong': True, 'finite': True}
+    >>> _apart(None, *numbers[1:3], nudged=numbers[3:])
+    {'difference': 0.6, 'error': nan, 'plain_error': nan, 'tolerance': 0.2, 'wrong': True, 'finite': True}
+    >>> _apart(*numbers[:3], nudged=numbers[3:], unit=2**-8)
+    {'difference': 0.75, 'error': 1.0, 'plain_error': 0.25, 'tolerance': 0.5, 'wrong': True, 'finite': True}
     """
     finite = bool(written.isfinite().all())
     if torch.equal(written.isnan(), found.isnan()):
-        exact, written, found, *nudged = (tensor.nan_to_num() for tensor in (exact, written, found, *nudged))
-    size = float(exact.norm()) or 1.0
+        written, found, *nudged = (tensor.nan_to_num() for tensor in (written, found, *nudged))
+        exact = None if exact is None else exact.nan_to_num()
+    size = float((written if exact is None else exact).norm()) or 1.0
 
-    def apart(x: Tensor, y: Tensor) -> float:
-        return float((x - y).norm()) / size
+    def apart(x: Tensor, y: Tensor | None) -> float:
+        return math.nan if y is None else float((x - y).norm()) / size
 
     row = {"difference": apart(found, written), "error": apart(found, exact), "plain_error": apart(written, exact)}
     moves = [apart(tensor, written) for tensor in nudged]
-    # Twice, since where one number crosses an edge, the compiler's difference may be that very crossing.
-    tolerance = 2 * max(LEEWAY * tol.ROUNDOFF, LEEWAY * row["plain_error"] * measure, *moves)
-    nearer = row["error"] <= row["plain_error"] or (math.isnan(row["plain_error"]) and math.isfinite(row["error"]))
-    nearer = nearer and measure
+    plain_error = None if exact is None else row["plain_error"]
+    tolerance = _tolerance(plain_error, moves, unit, has_few_numbers=written.numel() < FEW_NUMBERS)
+    nearer = exact is not None and (
+        row["error"] <= row["plain_error"] or (math.isnan(row["plain_error"]) and math.isfinite(row["error"]))
+    )
     wrong = not (row["difference"] <= tolerance or nearer)
     return row | {"tolerance": tolerance, "wrong": wrong, "finite": finite}
+
+
+def _tolerance(
+    plain_error: float | None, moves: list[float], unit: float | None, has_few_numbers: bool = False
+) -> float:
+    """How far roundings lead a result away from itself without the compiler, relative to its size.
+
+    In float32 a right result may be `LEEWAY` times as far from float64 as the one without the compiler is. So much of
+    bfloat16 or float16 would excuse anything. There the two results make roundings of the same size, so each may be as
+    far from float64 as the other: the tolerance is twice the error without the compiler, twice one rounding of the
+    result, or as far as one rounding of every number that the step begins with has led. That is twice as far for a
+    result of few numbers, and where it has to do without a float64 reference. A result that has no digit left, as the
+    gradient of a bias before a batch normalisation, which is zero, is treated as in float32.
+
+    Args:
+        plain_error: How far the result without the compiler is from float64; None without a reference.
+        moves: How far moving the numbers has led.
+        unit: One rounding of bfloat16 or float16, where the step computes in these; else None.
+        has_few_numbers: Whether the result has less than `FEW_NUMBERS` numbers.
+
+    >>> _tolerance(0.0, [0.001], unit=None), _tolerance(0.01, [0.03], unit=2**-8), _tolerance(None, [0.03], unit=2**-8)
+    (0.002, 0.03, 0.06)
+    >>> _tolerance(1.0, [1.5], unit=2**-8)
+    192.0
+    """
+    error = plain_error or 0.0
+    if unit is None:
+        # Twice, since where one number crosses an edge, the compiler's difference may be that very crossing.
+        return 2 * max(LEEWAY * tol.ROUNDOFF, LEEWAY * error, *moves)
+    if max(error, *moves) >= NO_DIGIT:
+        return 2 * LEEWAY * max(error, *moves)
+    furthest = max(moves) * (2 if has_few_numbers or plain_error is None else 1)
+    return max(2 * unit, 2 * error, furthest)
 
 
 @contextlib.contextmanager
@@ -235,15 +344,31 @@ def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting
         )
         yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
     if compiled.compile == "inductor":
-        with _random_numbers_as_uncompiled(False):
-            written, found = (results_of(step, setting)["loss"] for setting in (plain, compiled))
-        difference = float((found - written).norm() / (written.norm() or 1.0))
-        if difference > whole.table.set_index("result").tolerance["loss"]:
-            detail = (
-                f"draws other numbers than uncompiled code from one seed: the loss is {difference:.1e} (relative) apart"
-            )
-            advice = "nothing; torch._inductor.config.fallback_random draws the same, and all else was compared with it"
-            yield _finding("different random numbers", str(compiled), step.model, detail, advice)
+        yield from _other_random_numbers(step, whole, plain, compiled)
+
+
+def _other_random_numbers(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
+    """The finding that Inductor draws other numbers: it leaves torch's generators in other states, or other results.
+
+    The states show it however small its effect is. On a GPU they are counts, which may be equal by chance. There the
+    results are further apart than roundings lead, and than they are where Inductor draws as uncompiled code does.
+    """
+    with _random_numbers_as_uncompiled(False):
+        written, found = (execute(step, setting) for setting in (plain, compiled))
+    known, differences = whole.table.set_index("result"), dict[str, float]()
+    for name in written.results.keys() & found.results.keys():
+        size = float(written.results[name].norm()) or 1.0
+        differences[name] = float((found.results[name] - written.results[name]).norm()) / size
+    are_apart = any(
+        difference > max(known.tolerance[name], 2 * known.difference[name]) for name, difference in differences.items()
+    )
+    if found.random_state != written.random_state or are_apart:
+        detail = (
+            "draws other numbers than uncompiled code from one seed: the loss is "
+            f"{differences['loss']:.1e} (relative) apart"
+        )
+        advice = "nothing; torch._inductor.config.fallback_random draws the same, and all else was compared with it"
+        yield _finding("different random numbers", str(compiled), step.model, detail, advice)
 
 
 def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Setting, bar: Progress) -> Iterator[Finding]:
@@ -260,13 +385,14 @@ def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Settin
             continue  # what is around a wrong module is wrong as well
         try:
             alone = compare_compiled(call, plain, compiled)
-        except (GpulabError, RuntimeError, TypeError) as error:
-            untried.append(f"{call.name or 'the network'} ({in_one_line(error)})")
+        except GpulabError as error:
+            untried.append(f"{call.name or 'the network'} ({error})")
             continue
         if alone.wrong:
             wrong.append(call.name)
             inner = [other.name for other in calls if other is not call and call.contains(other.name)]
             details = [_how_far(alone.worst), *_why(call, inner, plain, compiled)]
+            details += [alone.no_reference.rstrip(".")] if alone.no_reference and not whole.no_reference else []
             details += [f"{len(others)} more of this kind were not tried"] if others else []
             phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
             line = next((op.line for op in trace.operations if op.line and call.contains(op.module)), "")
@@ -323,9 +449,10 @@ def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Settin
 def _how_far(worst: pd.Series) -> str:
     if math.isnan(worst.difference):
         return f"its {worst.result} is NaN or missing on one side alone"
+    error = "" if math.isnan(worst.error) else f", and {worst.error:.1e} from float64"
     return (
-        f"its {worst.result} is {worst.difference:.1e} (relative) from the one without the compiler, and "
-        f"{worst.error:.1e} from float64; roundings lead to {worst.tolerance:.1e}"
+        f"its {worst.result} is {worst.difference:.1e} (relative) from the one without the compiler{error}; roundings "
+        f"lead to {worst.tolerance:.1e}"
     )
 
 

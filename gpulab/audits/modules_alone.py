@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -12,17 +13,34 @@ from torch import Tensor, nn
 from gpulab import _torch_internals
 from gpulab._torch_internals import Nested, named_leaves, tree_map
 from gpulab.audits.count_sketch import rounds, where_float64_is
+from gpulab.audits.float64_failures import Request, ShortFormatRequests, line_of_error
 from gpulab.audits.recording import SEED
-from gpulab.errors import GpulabError
+from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.flags import arithmetic
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, Step, loss_of, seeded
+from gpulab.steps import PreparedStep, Step, loss_of, refused, seeded
 
 Results = dict[str, Tensor]
-# How many times as far as one rounding leads a right result may be. The numbers are moved so far, and not the movement
-# taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of it.
+# How many times as far as one rounding leads a right result may be in float32. The numbers are moved so far, and not
+# the movement taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of
+# it.
 LEEWAY = 64.0
-FURTHEST = 2.0**-6  # which short formats reach sooner
+FURTHEST = 2.0**-6  # the largest movement, which 64 roundings of TF32 exceed
+# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The numbers are moved by one.
+SHORT_UNIT = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A step, or a module alone, done once.
+
+    Attributes:
+        results: All that it made, by name, in float64.
+        random_state: The states of torch's generators afterwards, the CPU's and the device's.
+    """
+
+    results: Results
+    random_state: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -45,10 +63,14 @@ class ModuleCall(Step):
 class _Whole(PreparedStep):
     """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
 
-    With `nudge`, the number of a draw, every number that it begins with is moved by `LEEWAY` roundings, up or down.
+    With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`, up or down. With
+    `first_rounded_to`, every number is rounded to this format first.
     """
 
-    def __init__(self, step: Step, setting: Setting, nudge: int = 0) -> None:
+    def __init__(
+        self, step: Step, setting: Setting, nudge: int = 0, first_rounded_to: torch.dtype | None = None
+    ) -> None:
+        self.first_rounded_to = first_rounded_to
         super().__init__(step, setting)
         self.nudge, self.generator, self.outputs = nudge, torch.Generator().manual_seed(nudge), Results()
         self.batch = tree_map(self._nudged, self.batch)  # in other memory, since this may be the user's
@@ -64,11 +86,18 @@ class _Whole(PreparedStep):
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
 
+    def _converted(self, tensor: Tensor) -> Tensor:
+        if self.first_rounded_to is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.first_rounded_to)
+        return super()._converted(tensor)
+
     def _nudged(self, value: Nested) -> Nested:
         if not self.nudge or not isinstance(value, Tensor) or not rounds(value):
             return value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
-        return value * (1 + min(LEEWAY * rounding_unit(self.setting), FURTHEST) * signs)
+        # bfloat16 does not hold 1 + 2**-8, by which its numbers are moved to their neighbours.
+        factors = 1 + nudge_size(self.setting) * signs.to(torch.promote_types(value.dtype, torch.float32))
+        return (value * factors).to(value.dtype)
 
     def _watch(self, model: nn.Module) -> None:
         """Keep what the model returns, and have it compiled under such a setting, until the step has ended."""
@@ -128,32 +157,101 @@ def rounding_unit(setting: Setting) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def is_short(setting: Setting) -> bool:
+    """Whether a setting computes in bfloat16 or float16, all of a step or its products.
+
+    >>> [is_short(Setting.parse(text)) for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")]
+    [False, True, True]
+    """
+    dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
+    return torch.finfo(dtype).eps / 2 >= SHORT_UNIT
+
+
+def nudge_size(setting: Setting) -> float:
+    """How far the numbers that a step begins with are moved, under a setting that is in force: relative to each.
+
+    >>> nudge_size(Setting.parse("cpu")) == 2**-18, nudge_size(Setting.parse("cpu:precision=bfloat16")) == 2**-8
+    (True, True)
+    """
+    unit = rounding_unit(setting)
+    return unit if is_short(setting) else min(LEEWAY * unit, FURTHEST)
+
+
 def _kept(value: Nested) -> Nested:
     """A tensor with memory of its own."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def results_of(step: Step, setting: Setting, nudge: int = 0) -> Results:
-    """The results of a step, or a module alone, done once from the same random numbers; in float64.
+def execute(
+    step: Step,
+    setting: Setting,
+    nudge: int = 0,
+    first_rounded_to: torch.dtype | None = None,
+    watched: AbstractContextManager[object] | None = None,
+) -> Execution:
+    """Do a step, or a module alone, once from the same random numbers.
 
     Args:
         step: What is done.
         setting: What it is done under.
-        nudge: The number of a draw by which all numbers that it begins with are moved by `LEEWAY` roundings; 0 moves
-            none.
+        nudge: The number of a draw by which all numbers that it begins with are moved by `nudge_size`; 0 moves none.
+        first_rounded_to: The format that all numbers that it begins with are rounded to before they are converted to
+            the setting's; None rounds none.
+        watched: A context that the step is done in.
 
     Raises:
-        GpulabError: Where torch's compiler fails.
+        GpulabError: Where torch's compiler fails, and where the step fails.
     """
+    kind = _Alone if isinstance(step, ModuleCall) else _Whole
+    with seeded(setting, SEED), setting.apply():
+        with (
+            kind(step, setting, nudge, first_rounded_to) as prepared,
+            _errors_explained(setting, prepared.model),
+            watched or contextlib.nullcontext(),
+        ):
+            results: Results = prepared()  # type: ignore[assignment]  # all results in place of the loss
+        state = _random_state(setting)
+    return Execution({name: where_float64_is(tensor).double() for name, tensor in results.items()}, state)
+
+
+def request_behind_failure(step: Step, setting: Setting) -> Request | None:
+    """Who asks for a short format in a step, or a module alone, that fails under a setting in float64.
+
+    Returns:
+        The request; None where the step asks for none, so that it fails for another reason.
+    """
+    requests = ShortFormatRequests(step.model, outside=__file__)
+    with contextlib.suppress(GpulabError):
+        execute(step, setting, watched=requests)
+    return requests.most_likely
+
+
+def _random_state(setting: Setting) -> tuple[bytes, ...]:
+    """The states of the CPU's generator and the device's."""
+    states = [torch.get_rng_state()]
+    if setting.kind != "cpu":
+        states.append(torch.get_device_module(setting.kind).get_rng_state(torch.device(setting.device)))
+    return tuple(state.cpu().numpy().tobytes() for state in states)
+
+
+@contextlib.contextmanager
+def _errors_explained(setting: Setting, model: nn.Module) -> Iterator[None]:
+    """Errors of torch's compiler and of the step itself are raised as a sentence, with the line that they come from."""
     compiler_error = _torch_internals.compiler_error()
     try:
-        with seeded(setting, SEED), setting.apply():
-            prepared = (_Alone if isinstance(step, ModuleCall) else _Whole)(step, setting, nudge)
-            with prepared:
-                return {name: where_float64_is(tensor).double() for name, tensor in prepared().items()}
+        yield
     except compiler_error as error:
         why = " ".join(str(error).partition("\n\n")[0].split())
         raise GpulabError(f"setting {str(setting)!r}: torch's compiler fails on this step: {why}") from error
+    except GpulabError:
+        raise
+    except Exception as error:  # of any kind, since the code is the user's
+        explained = refused(error, setting, model.modules())
+        if not isinstance(explained, UsageError):
+            words = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            explained = UsageError(f"the step fails under {setting}: {words}")
+        line = line_of_error(error)
+        raise UsageError(f"{explained} (at {line})" if line else str(explained)) from error
 
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:

@@ -14,10 +14,11 @@ from gpulab._torch_internals import is_compiled
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import RESULT, Trace, aligned
-from gpulab.errors import OverwrittenWarning, UsageError
-from gpulab.guards.guards import guard
+from gpulab.errors import GpulabError, OverwrittenWarning, UsageError
+from gpulab.guards.guards import guard, is_forbidden
 from gpulab.numerics.flags import arithmetic
 from gpulab.passports import passport
+from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, check_step, ready, refused, seeded
 
@@ -58,8 +59,6 @@ def record(
         >>> gl.record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
         trace of 2 operations under cpu:threads=1
     """
-    from gpulab.report import Progress
-
     parsed = Setting.parse(setting)
     check_step(step)
     parsed.check()
@@ -70,7 +69,7 @@ def record(
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         first = perform(step, parsed, Tracer(bar.update))
         bar.total = len(first.operations) * 2
-        trace = perform(step, parsed, Tracer(bar.update, measured=True))
+        trace = _measured(step, parsed, bar)
     _compare_executions(first, trace)
     trace.passport = dict(passport())
     used = {value for op in trace.operations for value in op.values}
@@ -80,8 +79,18 @@ def record(
     return trace
 
 
-def perform(step: Callable[..., object], setting: Setting, watcher: Tracer) -> Trace:
-    """Do the step once under a setting, watched."""
+def _measured(step: Callable[..., object], setting: Setting, bar: Progress) -> Trace:
+    """Do the step with references, inside of the guard; without it where torch forbids its hooks."""
+    try:
+        return perform(step, setting, Tracer(bar.update, measured=True))
+    except GpulabError as error:
+        if not is_forbidden(error):
+            raise
+    return perform(step, setting, Tracer(bar.update, measured=True), guarded=False)
+
+
+def perform(step: Callable[..., object], setting: Setting, watcher: Tracer, guarded: bool = True) -> Trace:
+    """Do the step once under a setting, watched; and guarded, if each operation is measured."""
     torch.clear_autocast_cache()  # which holds weights that another execution has cast
     watcher.is_preparing = True
     with (
@@ -91,7 +100,7 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer) -> T
         watcher,
         ready(step, setting) as run,
         watcher.results.followed(),
-        guard(on="warn") if watcher.measured else contextlib.nullcontext() as report,
+        guard(on="warn") if watcher.measured and guarded else contextlib.nullcontext() as report,
     ):
         watcher.results.restores = not isinstance(run, PreparedStep)
         # Of the hooks of the Tracer.
@@ -115,7 +124,8 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer) -> T
     ]
     # Torch runs a model as it is written where it is watched.
     compiled = any(map(is_compiled, watcher.results.used_modules()))
-    about = {"loss": getattr(run, "loss_taken", ""), "compiled": "not compiled" * compiled}
+    unguarded = "torch.func forbids hooks for saved tensors: overwritten memory was not looked for"
+    about = {"guard": unguarded * (not guarded), "loss": getattr(run, "loss_taken", ""), "compiled": "not compiled" * compiled}
     notes = {name: words for name, words in about.items() if words}
     return Trace(
         str(setting),

@@ -138,6 +138,11 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
     return Guard(on, reads)
 
 
+def is_forbidden(error: Exception) -> bool:
+    """Whether an error says that torch forbids the guard's hooks, as inside of `torch.func.grad`."""
+    return isinstance(error.__cause__, RuntimeError) and "saved tensor hooks" in str(error.__cause__)
+
+
 class Guard:
     """What `guard` returns: a context manager, and at the same time the report of what it found.
 
