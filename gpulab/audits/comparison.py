@@ -209,7 +209,7 @@ class Comparison:
         left, pairs = list(second), list[tuple["_Leaf | None", "_Leaf | None"]]()
         unpaired = []
         for x in first:
-            likely = [y for y in left if y.shapes == x.shapes and self._all_same(x.start, y.start)]
+            likely = [y for y in left if x.start and y.shapes == x.shapes and self._all_same(x.start, y.start)]
             if not likely:
                 unpaired.append(x)
                 continue

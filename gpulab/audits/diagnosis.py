@@ -322,8 +322,10 @@ def _other_answers(comparison: Comparison) -> Iterator[Finding]:
             continue
         if not all(op.ratio is None or op.ratio <= 1 for op in (a, b)):
             continue
+        given = [[comparison.traces[side].values[name] for name in op.inputs] for side, op in enumerate((a, b))]
+        of_inputs = max(map(comparison.gap, *given), default=0.0)
         gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
-        if gap > tol.UNEXPLAINED:
+        if gap > tol.UNEXPLAINED and of_inputs <= tol.SAME_INPUTS:
             detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
             yield _finding_between(comparison, "another valid answer", b, gap, detail)
 

@@ -342,6 +342,7 @@ class StepResults:
         # device, which is no update of it.
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
+        self.optimizers: dict[torch.optim.Optimizer, None] = {}
         self.starts: dict[Tensor, tuple[Tensor, Tensor]] = {}  # what a leaf and its reference held at first
 
     @contextlib.contextmanager
@@ -363,12 +364,16 @@ class StepResults:
 
         with self.undo:
             for handle in (
-                register_optimizer_step_pre_hook(lambda optimizer, *_: self._keep(optimizer)),
+                register_optimizer_step_pre_hook(lambda optimizer, *_: self._keep_optimizer(optimizer)),
                 hooks.register_module_forward_pre_hook(enter),
                 hooks.register_module_forward_hook(leave, always_call=True),
             ):
                 self.undo.callback(handle.remove)
             yield
+
+    def _keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.setdefault(optimizer)
+        self._keep(optimizer)
 
     @own_work
     def _keep(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
@@ -438,7 +443,7 @@ class StepResults:
         return [submodule for model in self.roots for submodule in model.modules()]
 
     def as_operations(self, returned: Nested) -> list[Operation]:
-        """What the step returned, each gradient, and every parameter and buffer that it changed.
+        """What the step returned, each gradient, each parameter and buffer that it changed, and what optimizers hold.
 
         The `inputs` of gradients and updates are the values that the parameter or buffer began with.
         """
@@ -452,8 +457,8 @@ class StepResults:
         names: dict[Tensor, str] = {}
         for root in reversed(self.roots):  # a parameter of two has its name in the first
             names |= {parameter: name_as_written(name) for name, parameter in root.named_parameters()}
-        for number, (leaf, contents) in enumerate(self.leaves.items(), 1):
-            name, values = names.get(leaf, f"tensor {number} of shape {tuple(leaf.shape)}"), self._names_of(leaf)
+        for leaf, contents in self.leaves.items():
+            name, values = names.get(leaf) or self._numbered(leaf), self._names_of(leaf)
             start = next(iter(contents.values()))
             entries.append(self._gradient(leaf, name, start))
             if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
@@ -462,7 +467,17 @@ class StepResults:
             for name, values in self._buffers(module).items():
                 if self._have_changed(before.get(name, []), values):
                     entries.append(self._result("updated", name, before.get(name, []), values))
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = names.get(parameter) or self._numbered(parameter)
+                held = ((key, value) for key, value in state.items() if isinstance(value, Tensor) and sk.rounds(value))
+                entries += [self._result("updated", f"{key} of {name}", [], self._names_of(value)) for key, value in held]
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
+
+    def _numbered(self, leaf: Tensor) -> str:
+        """What a leaf is called that no module has."""
+        number = next((number for number, other in enumerate(self.leaves, 1) if other is leaf), 0)
+        return f"tensor {number} of shape {tuple(leaf.shape)}"
 
     def _gradient(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
         """The gradient of a leaf: as it is in the end, or where it was removed, as the backward pass left it."""

@@ -118,9 +118,9 @@ def library() -> Iterator[None]:
         lib.define("softer(Tensor x) -> Tensor")
         lib.impl("softer", lambda x: x.tanh() * (1.02 if under_b() else 1.0), "CompositeExplicitAutograd")
         lib.define("scaled(Tensor x, float by) -> Tensor")
-        lib.impl("scaled", lambda x, by: x * by + (1e-3 if under_b() else 0.0), "CompositeExplicitAutograd")
+        lib.impl("scaled", lambda x, by: x * by * (1.001 if under_b() else 1.0), "CompositeExplicitAutograd")
         lib.define("written_(Tensor(a!) x) -> Tensor(a!)")
-        lib.impl("written_", lambda x: x.add_(0.01 if under_b() else 0.0), "CompositeExplicitAutograd")
+        lib.impl("written_", lambda x: x.mul_(1.01 if under_b() else 1.0), "CompositeExplicitAutograd")
         yield
 
 
