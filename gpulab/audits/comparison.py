@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,7 +123,7 @@ class Comparison:
             for trace, graph in zip(self.traces, self.graphs, strict=True)
         ]
         self._tolerances = [
-            tolerance_of(graph, uncertain, self.is_short(side))
+            tolerance_of(graph, uncertain, graph.rounding_alone, self.is_short(side))
             for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
         ]
         self._of_first = set(a.values.values())
@@ -172,7 +172,8 @@ class Comparison:
         keys = dict.fromkeys([*returned[0], *returned[1]])
         results = [self._result(returned[0].get(key), returned[1].get(key)) for key in keys]
         leaves = [_leaves(trace, ops) for trace, ops in zip(self.traces, of_both, strict=True)]
-        for x, y in self._paired_leaves(*leaves):
+        pairs = self._paired_leaves(*([leaf for leaf in of_side if not leaf.state] for of_side in leaves))
+        for x, y in [*pairs, *_paired_states(*leaves, pairs)]:
             gradients = (x.gradient if x else None, y.gradient if y else None)
             updates = (x.updated if x else None, y.updated if y else None)
             if any(gradients):
@@ -205,23 +206,35 @@ class Comparison:
         return x.is_real and _gap_in_float64(x, y) <= max([tol.SAME_VALUE, *([min(unaided)] if unaided else [])])
 
     def _paired_leaves(self, first: list[_Leaf], second: list[_Leaf]) -> list[tuple[_Leaf | None, _Leaf | None]]:
-        """Parameters and buffers that began with the same value; else those of one name and shape."""
-        left, pairs = list(second), list[tuple["_Leaf | None", "_Leaf | None"]]()
-        unpaired = []
-        for x in first:
-            likely = [y for y in left if x.start and y.shapes == x.shapes and self._all_same(x.start, y.start)]
-            if not likely:
-                unpaired.append(x)
-                continue
-            y = max(likely, key=lambda y: (y.name == x.name, self._all_same(*(self.values(z.gradient) for z in (x, y)))))
-            left.remove(y)
-            pairs.append((x, y))
-        for x in unpaired:
-            named = next((y for y in left if y.name == x.name and y.shapes == x.shapes), None)
-            if named is not None:
-                left.remove(named)
-            pairs.append((x, named))
-        return [*pairs, *((None, y) for y in left)]
+        """Parameters and buffers that began with the same value; else those of one name and shape.
+
+        Several may begin with the same value, as biases begin with zeros. They are told apart by their gradients, and
+        then by their names.
+        """
+        left_a, left_b = list(first), list(second)
+        pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
+
+        def begin_alike(x: _Leaf, y: _Leaf) -> bool:
+            return bool(x.start) and self._all_same(x.start, y.start)
+
+        def have_one_gradient(x: _Leaf, y: _Leaf) -> bool:
+            return begin_alike(x, y) and self._all_same(self.values(x.gradient), self.values(y.gradient))
+
+        rules: list[Callable[[_Leaf, _Leaf], bool]] = [
+            lambda x, y: x.name == y.name and have_one_gradient(x, y),
+            have_one_gradient,
+            lambda x, y: x.name == y.name and begin_alike(x, y),
+            begin_alike,
+            lambda x, y: x.name == y.name,
+        ]
+        for rule in rules:
+            for x in list(left_a):
+                y = next((y for y in left_b if y.shapes == x.shapes and rule(x, y)), None)
+                if y is not None:
+                    left_a.remove(x)
+                    left_b.remove(y)
+                    pairs.append((x, y))
+        return [*pairs, *((x, None) for x in left_a), *((None, y) for y in left_b)]
 
     def _all_same(self, first: list[Value], second: list[Value]) -> bool:
         pairs = zip(first, second, strict=False)
@@ -337,6 +350,7 @@ class _Leaf:
 
     name: str
     start: list[Value]
+    state: str = ""  # which state of an optimizer it is; empty for the parameter itself
     gradient: Operation | None = None
     updated: Operation | None = None
 
@@ -356,9 +370,27 @@ def _leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
     for op in results:
         if op.name in OF_LEAVES:
             key = (op.module, *op.inputs)
-            leaf = leaves.setdefault(key, _Leaf(op.module, [trace.values[name] for name in op.inputs]))
+            start = [trace.values[name] for name in op.inputs]
+            leaf = leaves.setdefault(key, _Leaf(op.module, start, op.arguments.get("state", "")))
             setattr(leaf, op.name, op)
     return list(leaves.values())
+
+
+def _paired_states(
+    first: list[_Leaf], second: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
+) -> list[tuple[_Leaf | None, _Leaf | None]]:
+    """What the optimizers of both sides hold for parameters that stand for each other."""
+    other_start = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
+    left = [leaf for leaf in second if leaf.state]
+    found: list[tuple[_Leaf | None, _Leaf | None]] = []
+    for x in first:
+        if x.state:
+            start = other_start.get(tuple(x.start))
+            y = next((y for y in left if y.state == x.state and tuple(y.start) == start), None)
+            if y is not None:
+                left.remove(y)
+            found.append((x, y))
+    return [*found, *((None, y) for y in left)]
 
 
 def kernel(op: Operation) -> str:

@@ -184,7 +184,10 @@ def _missing(comparison: Comparison) -> Iterator[Finding]:
         if not (result.a and result.b):
             there = comparison.other_title(result.one)
             advice = f"see why {there} computes none: {ANOTHER_FUNCTION}"
-            yield _finding_of(comparison, "mismatch", result.one, f"under {there} there is none", advice, bounded=False)
+            # One program of two may well keep a result to itself, so that other differences come first.
+            bounded = not comparison.is_one_program
+            detail = f"under {there} there is none"
+            yield _finding_of(comparison, "mismatch", result.one, detail, advice, bounded=bounded)
 
 
 def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:

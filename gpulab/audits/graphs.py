@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from gpulab.audits import tolerances as tol
 from gpulab.audits.traces import RESULT, Operation, Trace
 from gpulab.audits.values import Value
 
@@ -68,6 +69,17 @@ class Graph:
         for node in self.nodes:
             nodes.setdefault(node.op, node)
         return nodes
+
+    @cached_property
+    def rounding_alone(self) -> set[Value]:
+        """Values that are nothing but roundings, and what is made of them and of zeros, such as their running means."""
+        found: set[Value] = set()
+        for node in self.nodes:
+            reals = [value for value in node.inputs if value.is_real]
+            begins = any(value.deviation > tol.NOTHING_BUT_ROUNDING for value in reals)
+            if (begins or not found.isdisjoint(reals)) and all(v.is_rounding_alone or v in found for v in reals):
+                found.update(node.outputs)
+        return found
 
     def values(self) -> list[Value]:
         """All values that nodes met, in order."""

@@ -19,6 +19,7 @@ from gpulab.audits.values import Value
 
 Tolerance = Callable[[Value], float]
 FEWEST_OF_A_PART = 4  # numbers; fewer may be found anywhere by chance
+LARGEST_TOLERANCE = 1e6
 REACH = 12  # operations beyond what has a counterpart, among whose values parts are looked for
 
 
@@ -190,7 +191,7 @@ def is_covered(value: Value, others: Sequence[Value], tolerance: Tolerance) -> b
     return False
 
 
-def tolerance_of(graph: Graph, uncertain: set[Value], short: bool) -> Tolerance:
+def tolerance_of(graph: Graph, uncertain: set[Value], rounding_alone: set[Value], short: bool) -> Tolerance:
     """How far another reference of a value may be from this one, relative to it.
 
     An exact reference coincides with another one to ten digits. Where the operation that made a value loses digits, as
@@ -199,16 +200,19 @@ def tolerance_of(graph: Graph, uncertain: set[Value], short: bool) -> Tolerance:
     Args:
         graph: The execution.
         uncertain: Values whose references are as uncertain as recorded numbers.
+        rounding_alone: Values that consist of roundings, so that two of them need not coincide.
         short: Whether the execution computes in formats shorter than float32.
     """
     cache: dict[Value, float] = {}
 
     def tolerance(value: Value) -> float:
         if value not in cache:
-            if value in uncertain:
+            if value in rounding_alone:
+                cache[value] = LARGEST_TOLERANCE
+            elif value in uncertain:
                 cache[value] = tol.INEXACT[short] * _condition(graph, value)
             else:
-                cache[value] = tol.COINCIDES + min(1e6, tol.COINCIDES_BY_ROUNDING * value.deviation)
+                cache[value] = tol.COINCIDES + min(LARGEST_TOLERANCE, tol.COINCIDES_BY_ROUNDING * value.deviation)
         return cache[value]
 
     return tolerance

@@ -136,7 +136,8 @@ class Side:
         seen: set[Value] = set()
         front = list(differing)
         for value in front:  # which grows
-            if value in seen or (value in self.certified and value not in differing):
+            is_there = value in self.known and self._is_no_coincidence(value)
+            if value in seen or is_there or (value in self.certified and value not in differing):
                 continue
             seen.add(value)
             node = self.graph.maker.get(value)

@@ -18,6 +18,7 @@ from gpulab._torch_internals import (
     OpOverload,
     UncompiledDispatchMode,
     base_of,
+    component_tensors,
     decomposition_of,
     find_tensors,
     has_wrapper_subclass,
@@ -378,6 +379,8 @@ class StepResults:
     @own_work
     def _keep(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
         """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
+        if isinstance(owner, nn.Module) and not all(component_tensors(p) for p in owner.parameters() if p.numel()):
+            return  # `torch.func.functional_call` has put other parameters into it, and takes them out again
         if self.restores and owner not in self.kept:
             self.kept.add(owner)
             self.undo.callback(State(owner, with_contents=True).restore)
@@ -385,8 +388,8 @@ class StepResults:
     def find_leaves(self, args: Nested) -> None:
         """Note which of the arguments of an operation are leaves, whose gradients and updates are results."""
         for t in find_tensors(args):
-            if not t.requires_grad or is_view(t) or not t.is_leaf:
-                continue
+            if not t.requires_grad or is_view(t) or not t.is_leaf or not component_tensors(t):
+                continue  # a tensor inside of a transform of torch.func has no components
             if t not in self.leaves and not t.is_inference():
                 self.undo.callback(t.register_post_accumulate_grad_hook(self._keep_gradient).remove)
                 self._keep(t)
@@ -470,8 +473,11 @@ class StepResults:
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 name = names.get(parameter) or self._numbered(parameter)
-                held = ((key, value) for key, value in state.items() if isinstance(value, Tensor) and sk.rounds(value))
-                entries += [self._result("updated", f"{key} of {name}", [], self._names_of(value)) for key, value in held]
+                start = next(iter(self.leaves.get(parameter, {}).values()), [])
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and sk.rounds(value):
+                        values = self._names_of(value)
+                        entries.append(self._result("updated", f"{key} of {name}", start, values, {"state": key}))
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
 
     def _numbered(self, leaf: Tensor) -> str:
@@ -489,10 +495,10 @@ class StepResults:
         return op
 
     def _result(
-        self, label: str, name: str, start: list[str], values: list[str], about: dict[str, int] | None = None
+        self, label: str, name: str, start: list[str], values: list[str], about: Mapping[str, int | str] | None = None
     ) -> Operation:
         shape = self.tracer.values[values[-1]].shape if values else []
-        return Operation(label, RESULT, name, "", start, values, list(shape), "float64", about or {})
+        return Operation(label, RESULT, name, "", start, values, list(shape), "float64", dict(about or {}))
 
     @own_work
     def _name_of_number(self, number: float) -> str:
