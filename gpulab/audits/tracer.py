@@ -461,6 +461,8 @@ class StepResults:
         for root in reversed(self.roots):  # a parameter of two has its name in the first
             names |= {parameter: name_as_written(name) for name, parameter in root.named_parameters()}
         for leaf, contents in self.leaves.items():
+            if self._is_alias(leaf, names):
+                continue
             name, values = names.get(leaf) or self._numbered(leaf), self._names_of(leaf)
             start = next(iter(contents.values()))
             entries.append(self._gradient(leaf, name, start))
@@ -479,6 +481,16 @@ class StepResults:
                         values = self._names_of(value)
                         entries.append(self._result("updated", f"{key} of {name}", start, values, {"state": key}))
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
+
+    def _is_alias(self, leaf: Tensor, names: Mapping[Tensor, str]) -> bool:
+        """Whether a leaf is but another Python object for the memory of one that has a name or a gradient.
+
+        A convolution's kernel is given such an object in place of the weight.
+        """
+        if leaf in names or leaf in self.gradients or not sk.is_plain(leaf):
+            return False
+        others = (t for t in (*names, *self.leaves) if t is not leaf and (t in names or t in self.gradients))
+        return any(sk.is_plain(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in others)
 
     def _numbered(self, leaf: Tensor) -> str:
         """What a leaf is called that no module has."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.audits.comparison import differing
+from gpulab.audits.comparison import differing_arguments as differing
 from gpulab.audits.count_sketch import BLOCK, factors, sketch
 from gpulab.audits.tracer import _is_random
 from gpulab.audits.traces import RESULT, Operation, aligned
@@ -39,7 +39,7 @@ def named(trace, name, phase="forward"):
 
 
 def values(trace, name):
-    return trace.sketches[name]
+    return trace.values[name].sketch
 
 
 # --- what is noted ----------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def test_any_function_of_one_step_can_be_recorded(step):
     assert all(op.repeats is not False for op in trace.operations)
     assert [op.name for op in trace.operations if op.ratio is not None and not op.ratio <= 1] == []
     assert ("backward" in {op.phase for op in trace.operations}) is (step is not no_backward)
-    assert {op.dtype for op in trace.reference if "float" in op.dtype} == {"float64"}
-    assert len(trace.reference) == len(trace.operations)
+    assert trace.without_reference == {}
+    assert all(value.exact and value.reference is not None for value in trace.values.values())
     assert step is not two_backwards or len(named(trace, "mm", "backward")) == 2
 
 
