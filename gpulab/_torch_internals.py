@@ -197,6 +197,28 @@ def written_tensors(
     return find_tensors(written)
 
 
+def with_lengths_as_lists(operation: OpOverload, args: Sequence[Nested]) -> tuple[OpOverload, Sequence[Nested]]:
+    """Return a call of CTC with the lengths as lists where they are tensors.
+
+    Torch makes lists of lengths that are on the CPU, but not where a dispatch mode is active. Then
+    its kernel for a GPU refuses them.
+
+    Tested: torch 2.6 and 2.15. If it changes: audits of CTC fail on GPUs.
+
+    >>> lengths = torch.tensor([3])
+    >>> with_lengths_as_lists(torch.ops.aten._ctc_loss.Tensor, (lengths, lengths, lengths, lengths))[1][2:]
+    [[3], [3]]
+    """
+    if operation._overloadname != "Tensor":
+        return operation, args
+    names = argument_names(operation)
+    lists = [
+        value.tolist() if name.endswith("_lengths") and isinstance(value, Tensor) else value
+        for name, value in zip(names, args, strict=False)
+    ]
+    return operation.overloadpacket.default, lists
+
+
 def negative_view(tensor: Tensor) -> Tensor:
     """Return a view of a tensor that is read with the opposite sign.
 

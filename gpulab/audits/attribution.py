@@ -24,12 +24,14 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison
-from gpulab.audits.diagnosis import SCALER
+from gpulab.audits.diagnosis import SCALER, skips_updates
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.graphs import Node
 from gpulab.audits.traces import Operation
 from gpulab.audits.values import Value
 
+# What is found where results differ in float64. No rounding explains that.
+FROM_SOURCES = ("mismatch", "other data", "different random numbers", "cause not found", "cannot be told")
 MAX_VISITS = 16  # of one pair of values
 Pair = tuple[Value | None, Value | None]  # a value of the first side and its counterpart; None where it has none
 
@@ -65,7 +67,7 @@ class Attribution:
 
         Args:
             finding: A finding about an operation.
-            siblings: All findings. Those of one operation share what it makes.
+            siblings: All findings.
         """
         if finding.op is None:
             return finding.share
@@ -76,8 +78,7 @@ class Attribution:
             return self.from_sources / self.total if len(alike) == 1 else math.nan
         kept = sum(self.kept[op] for op in (finding.op, *finding.others))
         own = math.hypot(*(_own_error(op) for op in (finding.op, *finding.others)))
-        same_op = [other for other in siblings if other.op is finding.op and other is not finding]
-        return kept * (_share_explained(finding.size, own) if same_op else 1.0) / self.total
+        return kept * (_share_explained(finding.size, own) if own else 1.0) / self.total
 
     def _begin(self) -> float:
         """Loss, gradients and what was updated count by how far each of these is apart as a whole, relative to it."""
@@ -218,6 +219,8 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
     def order(finding: Finding) -> tuple[int, float, int]:
         if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < begins:
             return -2, 0.0, 0
+        if finding.side_by_side and finding.kind in FROM_SOURCES and not skips_updates(comparison):
+            return 1, -2.0, 0  # in the order in which the executions begin to differ
         tier = 1 if finding.op and finding.op is lost else _tier(comparison, finding)
         # Of shares that are shown as the same, the first operation's comes first, and what follows from it later.
         return tier, -round(np.nan_to_num(finding.share), 2), KINDS.index(finding.kind)

@@ -164,8 +164,8 @@ def _extent(answer: Audit) -> list[str]:
         sentences.append(f"{len(names)} results have no counterpart and were not compared: {listed}.")
     if comparison.from_outside:
         sentences.append(
-            "Values that enter from outside of torch, such as from NumPy, differ by roundings: what follows from them was "
-            "compared as in float32."
+            "Values that enter from outside of torch, such as from NumPy, or from an operation that does not repeat itself, "
+            "differ by roundings: what follows from them was compared less sharply."
         )
     missing = {name: why for trace in comparison.traces for name, why in trace.without_reference.items()}
     if missing:
@@ -190,10 +190,10 @@ def compare(a: Trace, b: Trace) -> Audit:
             sources = []
             break
         sources = find_sources(comparison)
-        entered = from_outside(comparison, sources) - comparison.from_outside
-        if not entered:
+        entered = from_outside(comparison, sources)
+        if entered.keys() <= comparison.from_outside.keys():
             break
-        comparison = Comparison(a, b, comparison.from_outside | entered)
+        comparison = Comparison(a, b, entered | comparison.from_outside)
     return Audit(comparison, ranked(comparison, diagnose(comparison, sources)))
 
 

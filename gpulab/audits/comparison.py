@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -109,21 +110,23 @@ class Comparison:
     Args:
         a: The first trace.
         b: The second.
-        from_outside: Values that enter the two executions from outside of torch and differ by roundings. They, and all
-            that follows from them, are compared as loosely as recorded numbers.
+        from_outside: Values that enter the two executions from outside of torch, or from operations that do not repeat
+            themselves, and how far they are apart. All that follows from them is compared less sharply.
     """
 
-    def __init__(self, a: Trace, b: Trace, from_outside: Iterable[Value] = ()) -> None:
+    def __init__(self, a: Trace, b: Trace, from_outside: Mapping[Value, float] = MappingProxyType({})) -> None:
         self.a, self.b = a, b
         self.traces, self.graphs = (a, b), (Graph(a), Graph(b))
-        self.from_outside = frozenset(from_outside)
+        self.from_outside = dict(from_outside)
         self._short = [_is_short(trace) for trace in self.traces]
-        self.uncertain = [
-            {value for value in trace.values.values() if not value.exact} | graph.following(set(self.from_outside))
-            for trace, graph in zip(self.traces, self.graphs, strict=True)
-        ]
+        self.uncertain = [graph.following({v for v in graph.trace.values.values() if not v.exact}) for graph in self.graphs]
+        moved = min(1.0, tol.AMPLIFIED * max(self.from_outside.values(), default=0.0))
         self._tolerances = [
-            tolerance_of(graph, uncertain, graph.rounding_alone, self.is_short(side))
+            tolerance_of(
+                graph,
+                dict.fromkeys(graph.following(set(self.from_outside)), moved)
+                | dict.fromkeys(uncertain, tol.INEXACT[self.is_short(side)]),
+            )
             for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
         ]
         self._of_first = set(a.values.values())

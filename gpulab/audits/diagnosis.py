@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
+import torch
+
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
 from gpulab.audits.findings import ADVICE, Finding, described, named
@@ -245,6 +247,11 @@ def _of_operations(comparison: Comparison, source: Source) -> Finding:
         here, there = (", ".join(f"{name}={both[side]!r}" for name, both in arguments.items()) for side in (1, 0))
         line = f", at {a.line}" if a.line != b.line else ""
         detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}{_effect(comparison)}"
+        if all(_is_of_format(x, a.dtype) and _is_of_format(y, b.dtype) for x, y in arguments.values()):
+            short = b if b.dtype in tol.SHORT else a
+            detail += "; both are properties of the number formats"
+            advice = f"take the number from torch.float32 if it counts, and not from {short.dtype}"
+            return _finding_between(comparison, "reduced precision", short, gap, detail, advice)
         advice = f"see why {_place_of(b)} calls it with other arguments under {comparison.trace_of(b).title}: "
         return _finding_between(comparison, "mismatch", b, gap, detail, advice + ANOTHER_FUNCTION)
     drawn = next((n.op for n in source.nodes if n.op.random), None)
@@ -253,9 +260,19 @@ def _of_operations(comparison: Comparison, source: Source) -> Finding:
     if alike and a.name in DEFINITIONS and all(op.ratio is None or op.ratio <= 1 for op in (a, b)):
         detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
         return _finding_between(comparison, "another valid answer", b, gap, detail)
-    if not all(value.exact for n in source.nodes for value in n.outputs):
+    if _is_uncertain(comparison, source):
         return _cannot_be_told(comparison, source, gap)
     return _another_function(comparison, source, node, gap)
+
+
+def _is_of_format(number: object, dtype: str) -> bool:
+    """Whether a number is the machine epsilon or a limit of a format.
+
+    >>> _is_of_format(2.0**-7, "bfloat16"), _is_of_format(2.0**-7, "float32")
+    (True, False)
+    """
+    info = torch.finfo(getattr(torch, dtype)) if dtype.startswith(("float", "bfloat")) else None
+    return info is not None and number in (info.eps, info.tiny, info.max, info.min, info.resolution)
 
 
 def _gap_of(comparison: Comparison, source: Source) -> float:
@@ -265,6 +282,23 @@ def _gap_of(comparison: Comparison, source: Source) -> float:
     pairs = zip(source.a.outputs, source.b.outputs, strict=False)
     gaps = [comparison.gap(x, y) for x, y in pairs if x.shape == y.shape]
     return max(gaps, default=math.nan)
+
+
+def _is_uncertain(comparison: Comparison, source: Source) -> bool:
+    """Whether what is compared has no exact reference, and no roundings of float32 are exceeded by far."""
+    for node in source.nodes:
+        side = comparison.side_of[node.op]
+        uncertain = comparison.uncertain[side]
+        if uncertain.isdisjoint(node.outputs):
+            continue
+        if node.op.name in tol.DECIDES or node.op.name in comparison.traces[side].without_reference:
+            return True
+        for value in node.outputs:
+            others = [v for v in comparison.graphs[1 - side].values() if v.shape == value.shape and v.dtype == value.dtype]
+            nearest = min((comparison.gap(value, other) for other in others), default=0.0)
+            if nearest <= tol.FAR * comparison.tolerance(value):
+                return True
+    return False
 
 
 def _another_function(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
@@ -311,6 +345,11 @@ def _cause_not_found(comparison: Comparison, differing: Sequence[Result]) -> Fin
     side = 1 if result.b else 0
     makers = (comparison.graphs[side].maker.get(value) for value in comparison.values(result.b or result.a))
     op = next((node.op for node in makers if node), result.one)
+    if any(not value.exact for value in comparison.values(result.one)):
+        why = next(iter(comparison.trace_of(result.one).without_reference.values()), "")
+        detail = f"{described(result.one)} has no exact float64 reference{f' ({why})' * bool(why)}, and the recorded numbers "
+        detail += f"are {comparison.apart(result):.1e} (relative) apart"
+        return _finding_between(comparison, "cannot be told", op, result.gap, detail)
     detail = (
         f"{described(result.one)} is {result.gap:.1e} (relative) apart in float64, and every value that leads to it occurs "
         "on both sides: one of them is left out, or used for something else, under one setting"

@@ -45,12 +45,16 @@ class Graph:
 
     @cached_property
     def maker(self) -> dict[Value, Node]:
-        """The node that first made a value; what only passes a value on made none."""
+        """The node that first made a value.
+
+        What only passes a value on made none, nor what makes again what was there before, as by transposing twice.
+        """
         makers: dict[Value, Node] = {}
+        there: set[Value] = set()
         for node in self.nodes:
-            for value in node.outputs:
-                if value not in node.inputs:
-                    makers.setdefault(value, node)
+            there.update(node.inputs)
+            makers |= {value: node for value in node.outputs if value not in there}
+            there.update(node.outputs)
         return makers
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -191,26 +191,25 @@ def is_covered(value: Value, others: Sequence[Value], tolerance: Tolerance) -> b
     return False
 
 
-def tolerance_of(graph: Graph, uncertain: set[Value], rounding_alone: set[Value], short: bool) -> Tolerance:
+def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
     """How far another reference of a value may be from this one, relative to it.
 
     An exact reference coincides with another one to ten digits. Where the operation that made a value loses digits, as
-    by subtracting, so does float64; how many shows in how far the recorded numbers are from the reference.
+    by subtracting, so does float64; how many shows in how far the recorded numbers are from the reference. Of values
+    that consist of roundings, two need not coincide.
 
     Args:
         graph: The execution.
-        uncertain: Values whose references are as uncertain as recorded numbers.
-        rounding_alone: Values that consist of roundings, so that two of them need not coincide.
-        short: Whether the execution computes in formats shorter than float32.
+        uncertain: Values whose references are less certain, and how far off they may be.
     """
     cache: dict[Value, float] = {}
 
     def tolerance(value: Value) -> float:
         if value not in cache:
-            if value in rounding_alone:
+            if value in graph.rounding_alone:
                 cache[value] = LARGEST_TOLERANCE
             elif value in uncertain:
-                cache[value] = tol.INEXACT[short] * _condition(graph, value)
+                cache[value] = uncertain[value] * _condition(graph, value)
             else:
                 cache[value] = tol.COINCIDES + min(LARGEST_TOLERANCE, tol.COINCIDES_BY_ROUNDING * value.deviation)
         return cache[value]

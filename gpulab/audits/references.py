@@ -202,8 +202,10 @@ class References:
             random: Whether it draws random numbers. Its reference shares them.
         """
         args, kwargs = inputs
-        if self.is_disabled or name in AS_RECORDED:
+        if self.is_disabled:
             return None
+        if name in AS_RECORDED:
+            return ()
         try:
             if random:
                 return _with_same_draws(operation, name, args, kwargs, out)
@@ -218,7 +220,8 @@ class References:
             makes_reals = any(sk.rounds(t) for t in find_tensors(out))
             if "dtype" in argument_names(operation) and makes_reals and not find_tensors((args, kwargs)):
                 kwargs = kwargs | {"dtype": torch.float64}
-            return operation(*args, **kwargs)
+            made = operation(*args, **kwargs)
+            return () if made is None else made  # operations on lists return nothing
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  # no kernel for float64, or a check of torch's own

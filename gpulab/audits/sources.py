@@ -7,6 +7,7 @@ it makes something that the other execution has not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,6 +201,7 @@ def _pairs(comparison: Comparison, of_a: Sequence[Node], of_b: Sequence[Node]) -
             left.remove(a)
         pairs.append(Source(a=a, b=b))
     pairs += [Source(a=a) for a in left]
+    pairs = [_with_same_call(comparison, source) for source in pairs]
     lengths = [len(graph.nodes) for graph in comparison.graphs]
 
     def rank(source: Source) -> tuple[bool, float]:
@@ -221,6 +223,22 @@ def _first_of_both(sources: list[Source]) -> list[Source]:
     return [both, *(source for source in sources[1:] if source is not other)]
 
 
+def _with_same_call(comparison: Comparison, source: Source) -> Source:
+    """A source of one side alone, with the operation of the same line on the other side, if there is just one."""
+    if len(source.nodes) == 2:
+        return source
+    (node,) = source.nodes
+    side = comparison.side_of[node.op]
+
+    def call(other: Node) -> tuple[str, ...]:
+        return kernel(other.op), other.op.phase, other.op.module, other.op.line
+
+    here, there = ([n for n in comparison.graphs[s].nodes if call(n) == call(node)] for s in (side, 1 - side))
+    if len(here) != 1 or len(there) != 1:
+        return source
+    return Source(a=there[0], b=node) if side else Source(a=node, b=there[0])
+
+
 def _seen_through_views(graph: Graph, node: Node) -> set[Value]:
     """What an operation was given, and what that is a view of."""
     found = set(node.inputs)
@@ -233,16 +251,49 @@ def _seen_through_views(graph: Graph, node: Node) -> set[Value]:
     return found
 
 
-def from_outside(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
-    """The values of both sides that enter from outside of torch, or by a number that was read, and differ by rounding."""
-    found: set[Value] = set()
+def from_outside(comparison: Comparison, sources: Sequence[Source]) -> dict[Value, float]:
+    """The values that enter from outside of torch, or by a number that was read, and differ no more than by rounding.
+
+    Returns:
+        The values of both sides, and how far these are apart. So are those of operations that do not repeat themselves.
+    """
+    found: dict[Value, float] = {}
     for source in sources:
         x, y = source.data_a, source.data_b
-        if x is not None and y is not None and x.is_real and finite_distance(y.sketch, x.sketch) <= tol.FROM_OUTSIDE:
-            found |= {x, y}
-        elif source.a and source.b and _differ_by_rounded_numbers(source.a, source.b):
-            found.update((*source.a.outputs, *source.b.outputs))
+        if x is not None and y is not None and x.is_real:
+            gap = finite_distance(y.sketch, x.sketch)
+            if gap <= _allowed_from_outside(comparison, source):
+                found |= {x: gap, y: gap}
+        elif source.a and source.b and (_differ_by_rounded_numbers(source.a, source.b) or _differ_by_repeating(source)):
+            pairs = list(zip(source.a.outputs, source.b.outputs, strict=False))
+            gap = max((finite_distance(w.reference, v.reference) for v, w in pairs if v.reference is not None), default=0.0)
+            found |= dict.fromkeys((*source.a.outputs, *source.b.outputs), gap)
     return found
+
+
+def _allowed_from_outside(comparison: Comparison, source: Source) -> float:
+    """How far data may be apart that the program may have computed of values which were rounded before."""
+    deviations = [0.0]
+    for graph, value in zip(comparison.graphs, (source.data_a, source.data_b), strict=True):
+        users = graph.users.get(value, []) if value is not None else []
+        until = min((node.number for node in users), default=0)
+        made = (v for node in graph.nodes[:until] for v in node.outputs if not v.is_rounding_alone)
+        deviations += [v.deviation for v in made if math.isfinite(v.deviation)]
+    return max(tol.FROM_OUTSIDE, min(tol.MOST_FROM_OUTSIDE, tol.OUTSIDE_BY_ROUNDING * max(deviations)))
+
+
+def _differ_by_repeating(source: Source) -> bool:
+    """Whether two operations that do not repeat themselves are as near as one of them is to itself."""
+    assert source.a is not None
+    assert source.b is not None
+    spread = max((node.op.spread or 0.0 for node in source.nodes), default=0.0)
+    gaps = (
+        finite_distance(w.reference, v.reference)
+        for v, w in zip(source.a.outputs, source.b.outputs, strict=False)
+        if v.reference is not None and w.reference is not None
+    )
+    alike = kernel(source.a.op) == kernel(source.b.op)
+    return alike and spread > 0 and max(gaps, default=math.inf) <= tol.REPEATS * spread
 
 
 def _differ_by_rounded_numbers(a: Node, b: Node) -> bool:

@@ -22,7 +22,13 @@ COINCIDES = 1e-10
 COINCIDES_BY_ROUNDING = 2e-6
 NOTHING_BUT_ROUNDING = 1e3  # a value that is so many times its reference consists of roundings
 INEXACT = 2.0**-12, 2.0**-6  # how far two values may be apart without a float64 reference: in float32, and in less
-FROM_OUTSIDE = 2.0**-17  # data that two executions computed outside of torch, such as by NumPy, may be so far apart
+FAR = 16.0  # how many times as far as that two values without a reference are apart to be called different
+# Data that two executions computed outside of torch, such as by NumPy, may be so far apart; and where values before them
+# were rounded to a short format, so many times as far as these are off, up to a limit.
+FROM_OUTSIDE = 2.0**-17
+OUTSIDE_BY_ROUNDING, MOST_FROM_OUTSIDE = 4.0, 2.0**-5
+AMPLIFIED = 1024.0  # how many times as far as what entered from outside values that follow from it may be apart
+REPEATS = 16.0  # times the spread of an operation that does not repeat itself two results of it may be apart
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
 LOST_SHARE = 0.5  # of the numbers that an update moves in float64; if it leaves as many as they were, it is lost
 LITTLE = 0.01  # the share of a difference that answers no question about it

@@ -35,10 +35,11 @@ from gpulab._torch_internals import (
     result_names,
     returned_or_written,
     storage_identity,
+    with_lengths_as_lists,
     written_tensors,
 )
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.references import SHORT, References, drawn_again
+from gpulab.audits.references import AS_RECORDED, SHORT, References, drawn_again
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, writes
@@ -108,6 +109,8 @@ class Tracer(UncompiledDispatchMode):
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
+        if name in ("_ctc_loss", "_ctc_loss_backward"):
+            operation, args = with_lengths_as_lists(operation, args)
         return self._note(operation, name, args, kwargs)
 
     def _prepare(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
@@ -152,8 +155,9 @@ class Tracer(UncompiledDispatchMode):
         made = self.references.computed(operation, name, inputs, out, random) if follows else None
         if follows:
             longer = drawn_again(operation, written[0], args, kwargs, state) if state is not None else None
+            followed = made is not None and not random and name not in AS_RECORDED
             for t in written:
-                self.references.note_write(t, exact, made is not None and not random, longer)
+                self.references.note_write(t, exact and made is not None, followed, longer)
         for t, reference in _paired(out, made):
             if sk.is_plain(t) and storage_identity(t.untyped_storage()) not in known:
                 if follows:

@@ -202,12 +202,17 @@ class Trace:
             arrays = table["numbers"].combine_chunks().flatten()
             starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
             numbers = iter(np.split(arrays.flatten().to_numpy(), starts))
-            for name, *about in (about for row in abouts for about in row):
+            for name, *about in TypeAdapter(list[About]).validate_python([about for row in abouts for about in row]):
                 trace.values[name] = _value(about, numbers)
             missing = {name for op in trace.operations for name in op.values} - trace.values.keys()
             if missing or next(numbers, None) is not None:
                 raise ValueError("operations name values that are not there")
         return trace
+
+
+# What a row says of a value beside its arrays: name, content, shape, type, whether it is exact, sums, and which
+# dimensions have profiles; None where there is no reference.
+About: TypeAlias = tuple[str, str, list[int], str, bool, list[float], list[int] | None]
 
 
 def _about(value: Value) -> list[Json]:
@@ -229,7 +234,7 @@ def _value(about: list[Json], numbers: Iterator[np.ndarray]) -> Value:
     value = Value(content, shape, dtype, next(numbers), exact=exact, total=total)
     if dims is not None:
         value.reference = next(numbers)
-        value.profiles = {dim: next(numbers).reshape(2, -1) for dim in dims}
+        value.profiles = {dim: next(numbers).reshape(2, shape[dim]) for dim in dims}
     return value
 
 

@@ -282,7 +282,9 @@ def backward_faults() -> Iterator[Fault]:
     def wrong(network: str, how: str) -> Case:
         return Case(network, call=lambda model, x: WrongGradient.apply(model(x), how))
 
-    yield from over(group, {how: how for how in GRADIENTS}, ("layers", "convolutions", "recurrence"), wrong, place)
+    kinds = ("mismatch", "other data")  # what NumPy computes is data
+    networks = ("layers", "convolutions", "recurrence")
+    yield from over(group, {how: how for how in GRADIENTS}, networks, wrong, place, kinds)
     lost = {
         "a bias without gradient": if_b(lambda m: m[0].bias.requires_grad_(False)),
         "a weight without gradient": if_b(lambda m: m[0].weight.requires_grad_(False)),
@@ -341,15 +343,15 @@ def data_faults() -> Iterator[Fault]:
     def of_inputs(network: str, change: Callable[[Tensor], Tensor]) -> Case:
         return Case(network, batch=with_b(lambda x, y: (change(x), y)))
 
-    kinds = ("mismatch", "different random numbers")
+    kinds = ("mismatch", "different random numbers", "other data")
     yield from over("data", changes, ("layers", "convolutions", "recurrence"), of_inputs, (), kinds)
     for network in NETWORKS:
         shifted = Case(network, batch=with_b(lambda x, y: (x, y.roll(1, 0))))
         yield Fault("data", f"shifted labels in {network}", shifted, ("roll", "nll_loss"))
         reversed_ = Case(network, batch=with_b(lambda x, y: (x, torch.from_numpy(y.numpy()[::-1].copy()))))
-        yield Fault("data", f"reversed labels in {network}", reversed_, ("nll_loss",))
+        yield Fault("data", f"reversed labels in {network}", reversed_, ("nll_loss",), ("mismatch", "other data"))
     other_words = with_b(lambda x, y: (torch.from_numpy(np.where(x.numpy() == 3, 4, x.numpy())), y))
-    yield Fault("data", "one word for another", Case("attention", batch=other_words), ("embedding",))
+    yield Fault("data", "one word for another", Case("attention", batch=other_words), ("embedding",), ("mismatch", "other data"))
 
 
 def state_faults() -> Iterator[Fault]:

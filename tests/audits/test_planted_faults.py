@@ -3,7 +3,6 @@
 A part of the sweep over planted faults, and the public cases of `benchmarks/correctness/public_cases.py`.
 """
 
-import contextlib
 import re
 
 import pytest
@@ -24,7 +23,15 @@ FAULTS = faults()
 
 
 def test_fault_whose_cause_is_not_found_is_a_fault():
-    report = examined(next(fault for fault in FAULTS if fault.what == "forgotten factor in layers"))
+    """Two results change places: no value is computed that the other side has not."""
+
+    def step(setting):
+        x = drawn(8, 3).to(setting.dtype).requires_grad_()
+        results = x.sin().sum(), x.square().sum()
+        sum(results).backward()
+        return results[::-1] if under_b() else results
+
+    report = audited(step)
     assert (report.kind, report.faulty) == ("cause not found", True)
 
 
@@ -99,12 +106,6 @@ def run_program(program, setting):
     return loss
 
 
-def normalizes_twice(program):
-    """Whether a layer norm is given what one returned, perhaps transposed or flipped."""
-    named = " ".join(name for name in program if name not in ("t", "flip"))
-    return "layer_norm layer_norm" in named
-
-
 def audit_of_changed_program(program, changed):
     return audited(lambda setting: run_program(changed if under_b() else program, setting))
 
@@ -114,15 +115,12 @@ def audit_of_changed_program(program, changed):
 def test_program_that_computes_something_else_is_never_called_right(program, place, other):
     changed = [*program]
     changed[place % len(program)] = other
-    assume(not normalizes_twice(program) and not normalizes_twice(changed))
     exact = gl.Setting.parse("cpu:precision=float64")
     before, after = (float(run_program(p, exact).detach()) for p in (program, changed))
     assume(abs(after - before) > 1e-3 * abs(before))
-    with contextlib.suppress(gl.DataError):  # of different steps, which is an answer, too
-        assert audit_of_changed_program(program, changed).faulty
+    assert audit_of_changed_program(program, changed).faulty
 
 
-@pytest.mark.xfail(strict=True, reason="the mean of normalized numbers is all rounding, and its bound hides the fault")
 def test_program_that_normalizes_twice_is_never_called_right():
     assert audit_of_changed_program(["t", "layer_norm", "tanh"], ["t", "layer_norm", "layer_norm"]).faulty
 

@@ -29,13 +29,24 @@ def file(tmp_path_factory):
 def test_trace_is_read_as_it_was_written(inputs, tmp_path):
     trace = recorded(tmp_path / "deep" / "one.trace", inputs)
     read = gl.audits.Trace.load(str(tmp_path / "deep" / "one.trace"))
-    rest = dict.fromkeys(("sketches", "operations", "reference"))
+    rest = dict.fromkeys(("values", "operations"))
     assert {**vars(read), **rest} == {**vars(trace), **rest}
     assert repr(read.operations) == repr(trace.operations), "NaN and all"
-    assert repr(read.reference) == repr(trace.reference)
-    assert read.sketches.keys() == trace.sketches.keys()
-    for name, sketch in trace.sketches.items():
-        np.testing.assert_array_equal(read.sketches[name], sketch)
+    assert read.values.keys() == trace.values.keys()
+    for name, value in trace.values.items():
+        other = read.values[name]
+        assert (other.content, other.shape, other.dtype, other.exact) == (
+            value.content,
+            value.shape,
+            value.dtype,
+            value.exact,
+        )
+        np.testing.assert_array_equal(other.sketch, value.sketch)
+        np.testing.assert_array_equal(other.reference, value.reference)
+        np.testing.assert_array_equal(other.total, value.total)
+        assert other.profiles.keys() == value.profiles.keys()
+        for dim, profile in value.profiles.items():
+            np.testing.assert_array_equal(other.profiles[dim], profile)
     assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["one.trace"], "no scratch file is left"
 
 
@@ -81,7 +92,9 @@ DAMAGED = {
     "no setting": lambda trace: setattr(trace, "setting", "gpu"),
     "no flags": lambda trace: setattr(trace, "arithmetic", 3),
     "no findings": lambda trace: setattr(trace, "overwritten", [{"operation": 3}]),
-    "a value without a sketch": lambda trace: trace.sketches.popitem(),
+    "a value that is not there": lambda trace: trace.values.popitem(),
+    "a value without a shape": lambda trace: setattr(trace.values["0"], "shape", "20"),
+    "a dimension without sums": lambda trace: trace.values["0"].profiles.update({5: np.zeros((2, 0))}),
     "values too many": lambda trace: trace.operations[0].inputs.append("another"),
     "an error in words": lambda trace: setattr(trace.operations[0], "error", "small"),
     "arguments without names": lambda trace: setattr(trace.operations[0], "arguments", ["Tensor", 1]),
