@@ -20,6 +20,7 @@ CONVERTED = 2.0
 # how far these led measures the condition of the value. It is about 1,000 times the ratio of the two units.
 COINCIDES = 1e-10
 COINCIDES_BY_ROUNDING = 2e-6
+SHARP = 1e-6  # values that are compared less sharply say nothing about those that they were made of
 NOTHING_BUT_ROUNDING = 1e3  # a value that is so many times its reference consists of roundings
 INEXACT = 2.0**-12, 2.0**-6  # how far two values may be apart without a float64 reference: in float32, and in less
 FAR = 16.0  # how many times as far as that two values without a reference are apart to be called different
