@@ -1,4 +1,4 @@
-"""A training step as something that can be done under any setting."""
+"""A training step as something that can be done under any setting: a `Step`, or a function that does one."""
 
 from __future__ import annotations
 
@@ -41,6 +41,25 @@ class Step:
     Raises:
         UsageError: For a `DataLoader`; and when the step is done, where batch, model and loss do not fit.
 
+    Notes:
+        `gpulab.audit` and `gpulab.record` also take a *function step*: any function that does a step by itself. Use one
+        where a `Step` is too narrow, because the step updates weights, clips gradients, accumulates them over several
+        batches, or has no model. It is called as follows:
+
+        - A function with a parameter `setting`, or with a parameter that has no default, is called with the `Setting`
+          as its first argument. Other parameters need defaults; `functools.partial` sets them. The function puts its
+          model and data on `setting.device` and converts floating-point numbers to `setting.dtype`.
+        - A function without such a parameter is called without arguments. Tensors that it creates are on the
+          setting's device and in its precision, as torch's defaults.
+
+        It may do several updates. What it returns is compared, be it one tensor, several, or nothing; so are the
+        gradients, the parameters and buffers that it changes, and the states of its optimizers. Random numbers of
+        torch, NumPy and Python start from the same seed in every execution. Draw data and initial weights on the CPU in
+        float32 and convert them afterwards, because generators of devices and formats differ. An audit calls the
+        function twice for each setting. Modules and optimizers that it used are put back as they were after each call.
+        Whatever else lasts from one call to the next, such as a loader that goes on or a learning rate schedule, has to
+        be made in the function. Settings with `compile` need a `Step`.
+
     Examples:
         >>> import torch
         >>> from torch import nn
@@ -48,6 +67,24 @@ class Step:
         >>> step = gl.Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
         >>> step(gl.Setting.parse("cpu")).shape
         torch.Size([])
+
+        A function step that does two updates:
+
+        >>> def two_updates(setting, learning_rate=0.1):
+        ...     model, inputs = nn.Linear(4, 1), torch.randn(8, 4)
+        ...     model, inputs = model.to(setting.device, setting.dtype), inputs.to(setting.device, setting.dtype)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+        ...     for _ in range(2):
+        ...         optimizer.zero_grad()
+        ...         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...     return loss
+        >>> gl.audit(two_updates, "cpu", "cpu:threads=1", progress=False).faulty
+        False
+        >>> from functools import partial
+        >>> gl.audit(two_updates, partial(two_updates, learning_rate=0.2), setting="cpu", progress=False).kind
+        'mismatch'
     """
 
     model: nn.Module

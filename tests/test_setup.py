@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from typer.main import get_command
 import gpulab as gl
 from companion.__main__ import app as notebooks
 from gpulab import files
+from gpulab.audits import rounding, tolerances
 from gpulab.cli import app
 from gpulab.settings import OPTIONS
 from gpulab.user_code import find_function
@@ -79,9 +81,11 @@ def test_the_tables_of_commands_are_those_of_the_commands():
     assert written == [commands.tables()], "write them anew: python docs/_tools/commands.py"
 
 
+WORKED_EXAMPLE = ROOT / "docs" / "audit.md"  # whose blocks follow each other, and whose output is compared
 EXAMPLES = [
     pytest.param(code, id=f"{name}-{number}")
     for name, text in PAGES.items()
+    if name != WORKED_EXAMPLE.name
     for number, code in enumerate(re.findall(r"```python\n(.+?)```", text, re.S))
 ]
 
@@ -96,23 +100,37 @@ SESSIONS = [*sorted((ROOT / "docs" / "seminar").glob("session*.md")), ROOT / "do
 HERE = "text here"  # an output that depends on the machine is shown, and not compared
 BLOCK = re.compile(rf"^```python\n(.+?)^```\n+(?:^```(text|{HERE})\n(.+?)^```)", re.M | re.S)
 
-# All blocks of a page in one process, as in a lecture; what each printed.
+# All blocks of a page in one process, as in a lecture; what each printed. With the name of a file they are its parts.
 RUN = """
 import contextlib, io, json, sys
 from pathlib import Path
 
-printed, names = [], {}
-for number, code in enumerate(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))):
+codes = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+file = sys.argv[2] if len(sys.argv) > 2 else ""
+if file:
+    Path(file).write_text("".join(codes), encoding="utf-8")
+printed, names, line = [], {}, 0
+for number, code in enumerate(codes):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(code, f"block {number}", "exec"), names)
+        exec(compile("\\n" * line + code, file or f"block {number}", "exec"), names)
     printed.append(out.getvalue())
+    line += code.count("\\n") if file else 0
 print(json.dumps(printed))
 """
+# Sizes, shares and ratios of roundings, which other processors make other ones of.
+ROUNDED = re.compile(r"\d\.\de[+-]\d\d|\b\d+%|\b0\.\d\d\b")
 
 
 def folded(text):
     """A text without its line ends: pages break long lines."""
     return " ".join(text.split())
+
+
+def printed_by(blocks, python, folder, *file):
+    """What each block of a page prints, in order."""
+    codes = folder / "codes.json"
+    codes.write_text(json.dumps([code for code, _, _ in blocks]), encoding="utf-8")
+    return json.loads(python(RUN, codes, *file, OMP_NUM_THREADS="1").stdout.splitlines()[-1])
 
 
 @pytest.mark.slow("executes every demonstration in a process of its own")
@@ -122,14 +140,38 @@ def test_demonstrations_print_what_the_page_shows(page, python, tmp_path, monkey
     blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python") >= 2, "each demonstration is followed by what it prints"
     assert {kind for _, kind, _ in blocks} >= {"text"}, "one at least prints the same on every machine"
-    codes = tmp_path / "codes.json"
-    codes.write_text(json.dumps([code for code, _, _ in blocks]), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    printed = json.loads(python(RUN, codes, OMP_NUM_THREADS="1").stdout.splitlines()[-1])
-    for (code, kind, shown), got in zip(blocks, printed, strict=True):
+    for (code, kind, shown), got in zip(blocks, printed_by(blocks, python, tmp_path), strict=True):
         assert got.strip(), code
         if kind != HERE:
             assert folded(shown) == folded(got), code
+
+
+def test_the_page_on_the_audit_shows_what_its_example_prints(python, tmp_path, monkeypatch):
+    """Except for the sizes of roundings. `GPULAB_RECORD=1` writes the output into the page anew."""
+    text = WORKED_EXAMPLE.read_text(encoding="utf-8")
+    blocks = BLOCK.findall(text)
+    assert len(blocks) == text.count("```python"), "each block is followed by what it prints"
+    monkeypatch.chdir(tmp_path)
+    printed = printed_by(blocks, python, tmp_path, "example.py")
+    if os.environ.get("GPULAB_RECORD"):
+        outputs = iter(printed)
+        text = BLOCK.sub(lambda block: f"```python\n{block[1]}```\n```{block[2]}\n{next(outputs).strip()}\n```", text)
+        WORKED_EXAMPLE.write_text(text, encoding="utf-8")
+        return
+    for (code, kind, shown), got in zip(blocks, printed, strict=True):
+        assert got.strip(), code
+        if kind != HERE:
+            assert ROUNDED.sub("…", folded(shown)) == ROUNDED.sub("…", folded(got)), code
+
+
+def test_the_page_on_the_audit_lists_the_thresholds_of_the_code():
+    rows = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", DOCS["audit.md"], re.M)
+    assert len(rows) > 5
+    for name, shown in rows:
+        value = getattr(rounding if name == "SAFETY" else tolerances, name)
+        values = value if isinstance(value, tuple) else (value,)
+        assert [float(number) for number in shown.split(" and ")] == pytest.approx(values, rel=0.05), name
 
 
 def anchors(page):

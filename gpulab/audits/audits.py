@@ -1,4 +1,4 @@
-"""The audit: one training step under two settings, compared operation by operation, and explained."""
+"""The audit: one training step under two settings, or two programs under one, compared and explained."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ MAX_ENTRIES = 8  # places, one after the other, at which values that enter from 
 
 
 class Audit(AnswerPage):
-    """What `audit` returns: where the two settings part, and why. `print` says it, and `plot()` shows it.
+    """What `audit` returns: whether the two sides compute the same, what differs, and why.
+
+    `print` shows the findings, and `plot()` draws the error of each operation.
 
     Attributes:
         a: The first trace.
         b: The other trace.
         findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
-        pairs: Each operation as it is in `a` and in `b`, where it is.
+        pairs: Operations of the two sides that make the same value, and those that have no counterpart.
 
     Examples:
         >>> import torch
@@ -71,11 +73,11 @@ class Audit(AnswerPage):
     def table(self) -> pd.DataFrame:
         """One row for each operation, in the order in which they ran.
 
-        `operation`, `phase`, `module`, `line`; `kind`; for both settings the operation's own error
-        `error_a` against float64 from the same inputs, the bound that rounding explains `bound_a`, and
-        `ratio_a`, relative to the size of the exact result; the `difference` between the two settings, relative
-        to what the first one made; and whether both gave the `same_bits`. Operations of the two sides share a row where
-        they make the same value in float64.
+        Operations of the two sides share a row where they make the same value in float64. The columns are `operation`,
+        `phase`, `module`, `line` and `kind`; for each side the operation's own error `error_a` against float64 on the
+        same inputs, the bound `bound_a` that rounding explains, and `ratio_a`, the error in units of the bound, with
+        errors relative to the size of the exact result; the `difference` between the two sides, relative to the
+        first; and whether both have the `same_bits`.
         """
         kinds = {op: finding.kind for finding in reversed(self.findings) for op in (finding.op, *finding.others)}
         rows = []
@@ -205,44 +207,69 @@ def audit(
     setting: str | Setting | None = None,
     progress: bool = True,
 ) -> Audit | CompiledAudit:
-    """Do one training step under two settings and in float64, and explain where they part.
+    """Compare one training step under two settings, or two programs under one, and explain how they differ.
 
-    `audit(step, "cpu", "cuda")` does the step here, as `gpulab.record` does; `audit(trace_a, trace_b)`
-    compares two traces, or files of traces, from different machines.
+    There are three ways to call it:
 
-    Each operation's result is compared with the same operation in float64 from the same inputs, and its
-    error with what rounding explains. The findings: `not finite`, the loss or a gradient is NaN or infinite under both
-    settings; `rounding`, all is well; `reduced precision`, a
-    product was computed in TF32, bfloat16 or float16; `nondeterminism`, the step does not repeat itself;
-    `different random numbers`, drawn on the device; `another valid answer`, of a factorisation
-    that has several, as to signs, or of equal numbers; `overwritten`, memory that the backward pass needed
-    had changed; `mismatch`, nothing known explains it, or the step calls an operation with other arguments:
-    a bug; `cause not found`, the loss, a gradient or what was updated is further apart than that, and most of the
-    difference goes back to no operation.
+    - `audit(step, "cpu", "cuda")` does the step under both settings, as `gpulab.record` does.
+    - `audit(step_a, step_b, setting="cpu")` does two steps under one setting, such as two ways to write an optimizer.
+    - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from two.
 
-    What explains most of the difference in loss, gradients and what was updated comes first: the difference is passed
-    back along the values, and each operation keeps the share that its own error makes (`Finding.share`). A cast,
-    and a product of factors that were rounded before, come after what they belong to.
+    Each side is done twice, to see whether it repeats itself. The second time, every operation is repeated in float64,
+    so that every value has a float64 reference. Results (what the step returns, gradients, updated parameters and
+    buffers, and the state of optimizers) are compared first, by their references:
+
+    - If all agree, both sides compute the same function, whatever operations they use. Each side is then judged by
+      itself: the error of each operation against the same operation in float64 on the same inputs, number formats,
+      updates that are lost, NaN and infinity, and whether operations repeat themselves.
+    - If some differ, values of both sides are matched by their references, and the findings are the first operations
+      whose inputs have counterparts on the other side and whose output has none.
+
+    An operation without a float64 reference is compared as it was recorded, and the first line names it.
+
+    These kinds of findings are faults (`Audit.faulty`):
+
+    - `not finite`: the loss or a gradient is NaN or infinite under both settings.
+    - `mismatch`: an operation makes something else of the same values, is called with other arguments, or is further
+      from float64 than rounding explains.
+    - `overwritten`: memory that the backward pass needed had changed.
+    - `other data`: the two sides were given other batches or weights.
+    - `cause not found`: results differ in float64, though every value that leads to them occurs on both sides.
+
+    These are not:
+
+    - `nondeterminism`: the step does not repeat itself.
+    - `different random numbers`: the two sides drew other numbers from the same seed.
+    - `another valid answer`: several answers are right, such as either sign of a singular vector.
+    - `cannot be told`: values differ, and have no float64 reference.
+    - `reduced precision`: something was computed in TF32, bfloat16 or float16, or an update was lost in it.
+    - `rounding`: all is well.
+
+    The finding that explains most of the difference in the results comes first. To find it, the difference is passed
+    back along the graph of each side, and each operation keeps the share that its own error explains
+    (`Finding.share`). Findings where the two sides begin to differ come in the order in which the operations ran.
 
     A setting with `compile` is compared with the same setting without, `audit(step, "cpu", "cpu:compile=inductor")`:
-    the results of the whole step, and where they are wrong each module alone, as `CompiledAudit` says.
+    the results of the whole step, and where they are wrong each module alone; see `CompiledAudit`.
 
-    A fault that is the same under both settings and in float64 cannot be seen, nor what is computed outside of torch
-    unless it changes values that torch meets.
+    The audit cannot see a fault that is the same on both sides, nor what is computed outside of torch unless it
+    enters a tensor again.
 
     Args:
         step: a `Step` or a function, as `gpulab.record` takes it; or a trace, or a file of one.
-        a: a setting; or the other trace.
-        b: the other setting; None with traces.
-        progress: whether to show a bar.
+        a: a setting; or the other step; or the other trace.
+        b: the other setting; None with two steps and with traces.
+        setting: what two steps are done under.
+        progress: whether to show a progress bar.
 
     Returns:
-        An `Audit`, or a `CompiledAudit` where a setting compiles. `print` says its findings; of an `Audit`, `plot()`
-        shows where the two settings part.
+        An `Audit`, or a `CompiledAudit` where a setting compiles. `print` shows its findings; `plot()` of an `Audit`
+        draws the error of each operation.
 
     Raises:
-        UsageError: for arguments that are neither.
-        DataError: for traces of different steps, and files that are no traces.
+        UsageError: for arguments that fit none of the three ways, and for a step that cannot be done.
+        DataError: for files that are no traces, or traces of another format.
+        GpulabError: for a setting that cannot run here.
 
     Examples:
         >>> import torch
@@ -250,8 +277,28 @@ def audit(
         >>> gl.audit(gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", "cpu:threads=1", progress=False).kind
         'rounding'
 
+        Two programs:
+
+        >>> x = torch.linspace(0, 1, 64).reshape(8, 8)
+        >>> def sums_of_rows():
+        ...     return x.sum(1).sum()
+        >>> def sums_of_columns():
+        ...     return x.sum(0).sum()
+        >>> gl.audit(sums_of_rows, sums_of_columns, setting="cpu", progress=False).faulty
+        False
+        >>> def sums_of_some_columns():
+        ...     return x[:, 1:].sum(0).sum()
+        >>> gl.audit(sums_of_rows, sums_of_some_columns, setting="cpu", progress=False).kind
+        'mismatch'
+
     References:
-        N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5).
+        - F. Benz, A. Hildebrandt, S. Hack 2012, A dynamic program analysis to find floating-point accuracy problems,
+          PLDI.
+        - A. Sanchez-Stern et al. 2018, Finding root causes of floating point error, PLDI.
+        - N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput.
+          41(5).
+        - S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by layer-wise relevance
+          propagation, PLoS ONE 10(7).
     """
     if isinstance(step, Trace | str | Path):
         if b is not None or setting is not None or not isinstance(a, Trace | str | Path):

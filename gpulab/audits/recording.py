@@ -1,4 +1,4 @@
-"""A training step recorded: done several times, to see what it computes, and what of that it repeats."""
+"""A training step recorded: done twice, to see what it computes, and what of that it repeats."""
 
 from __future__ import annotations
 
@@ -34,23 +34,28 @@ def record(
 ) -> Trace:
     """Do a step under a setting and note what every operation computed.
 
-    The step is done twice from the same random numbers (torch's, NumPy's and Python's are seeded), to see whether it
-    repeats itself. The second time, every operation is repeated in float64 beside it: a copy of all memory in float64
-    follows the step, and is the reference of each value.
+    The step is done twice from the same random numbers (torch's, NumPy's and Python's are seeded). The first time only
+    shows whether it repeats itself. The second time, the memory of every tensor has a copy in float64, on which every
+    operation is repeated with the same random numbers and along the same branches. These copies are the float64
+    references of the values, with which two traces are compared.
+
+    It takes several times as long as the step, and about three times its memory.
 
     Args:
-        step: a `Step`, or a function that does one training step, backward pass included. It is called
-            with the `Setting`, whose `.device` and `.dtype` it puts its tensors on, or, if it takes no
-            argument, with these as torch's defaults.
+        step: a `Step`, or a function that does one training step, backward pass included. It is called with the
+            `Setting`, and puts its tensors on `setting.device` in `setting.dtype`; or, if it takes no argument, with
+            these as torch's defaults. See `gpulab.Step`.
         setting: what it is done under.
         file: where the trace is kept, if anywhere.
-        progress: whether to show a bar.
+        progress: whether to show a progress bar.
 
     Returns:
-        A `Trace`; two of them, from two machines, are compared by `audit`.
+        A `Trace`. `gpulab.audit` compares two, from one machine or from two, of one program or of two. It holds
+        sketches of the values and not the values themselves.
 
     Raises:
-        UsageError: for a step that is none, or does nothing on floating-point numbers.
+        UsageError: for what is no step, for a step that does nothing on floating-point numbers, and for a setting that
+            compiles.
         GpulabError: for a setting that cannot run here.
 
     Examples:
