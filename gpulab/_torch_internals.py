@@ -197,26 +197,31 @@ def written_tensors(
     return find_tensors(written)
 
 
-def with_lengths_as_lists(operation: OpOverload, args: Sequence[Nested]) -> tuple[OpOverload, Sequence[Nested]]:
-    """Return a call of CTC with the lengths as lists where they are tensors.
+@contextlib.contextmanager
+def ctc_lengths_as_lists() -> Iterator[None]:
+    """Inside the block, `torch.ctc_loss` makes lists of lengths that are tensors on the CPU.
 
-    Torch makes lists of lengths that are on the CPU, but not where a dispatch mode is active. Then
-    its kernel for a GPU refuses them.
+    Torch does so itself, but not where a dispatch mode is active. Then it refuses lengths on the
+    CPU beside numbers on a GPU.
 
     Tested: torch 2.6 and 2.15. If it changes: audits of CTC fail on GPUs.
-
-    >>> lengths = torch.tensor([3])
-    >>> with_lengths_as_lists(torch.ops.aten._ctc_loss.Tensor, (lengths, lengths, lengths, lengths))[1][2:]
-    [[3], [3]]
     """
-    if operation._overloadname != "Tensor":
-        return operation, args
-    names = argument_names(operation)
-    lists = [
-        value.tolist() if name.endswith("_lengths") and isinstance(value, Tensor) else value
-        for name, value in zip(names, args, strict=False)
-    ]
-    return operation.overloadpacket.default, lists
+    original = torch.ctc_loss
+
+    @functools.wraps(original)
+    def with_lists(log_probs: Tensor, targets: Tensor, *args: Nested, **kwargs: Nested) -> Tensor:
+        def listed(value: Nested) -> Nested:
+            is_on_cpu = isinstance(value, Tensor) and value.device.type == "cpu" != log_probs.device.type
+            return value.tolist() if is_on_cpu else value
+
+        kwargs = {name: listed(value) for name, value in kwargs.items()}
+        return original(log_probs, targets, *map(listed, args), **kwargs)
+
+    torch.ctc_loss = with_lists
+    try:
+        yield
+    finally:
+        torch.ctc_loss = original
 
 
 def negative_view(tensor: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ def _kinds_in_words(answer: Audit) -> str:
         gaps = answer.comparison.gaps
         identical = all(pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS for pair in answer.pairs)
         kinds = "identical to the last bit" if identical else "all is well: rounding alone"
+        kinds += ", in the results that both sides have" if answer.comparison.unpaired else ""
     return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
 
 
@@ -121,7 +122,8 @@ def _sizes(comparison: Comparison) -> list[str]:
         of_group = [result for result in both if result.group == group and math.isfinite(apart[result])]
         # A gradient that is nothing but roundings has no size to compare with.
         sound = [r for r in of_group if not any(value.is_rounding_alone for value in comparison.values(r.a))]
-        if sound and (group != "updated" or "gradient" not in {result.group for result in chosen}):
+        is_told = group != "updated" or not chosen or any(not result.agrees for result in sound)
+        if sound and is_told:
             furthest = max(sound, key=lambda result: apart[result])
             chosen.append(furthest)
             phrases.append((described(furthest.one), apart[furthest]))

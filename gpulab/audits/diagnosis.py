@@ -161,8 +161,12 @@ def _rounding(comparison: Comparison) -> Finding:
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
     """What both settings show, once."""
-    key = attrgetter("kind", "operation", "phase", "module", "line")
-    others: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
+
+    def key(finding: Finding) -> tuple[object, ...]:
+        format_ = (finding.op.format or finding.op.dtype) if finding.op else ""
+        return finding.kind, finding.operation, finding.phase, finding.module, finding.line, format_
+
+    others: dict[tuple[object, ...], list[Finding]] = defaultdict(list)
     for finding in second:
         others[key(finding)].append(finding)
     merged = []
@@ -203,7 +207,12 @@ def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Fin
         finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
     if not sources and comparison.differing and not given_anew and not skips_updates(comparison):
-        paired = [result for result in comparison.differing if result.a and result.b]
+        loose = [graph.following(set(comparison.from_outside)) for graph in comparison.graphs]
+        paired = [
+            result
+            for result in comparison.differing
+            if result.a and result.b and loose[0].isdisjoint(comparison.values(result.a))
+        ]
         if paired:
             findings["cause not found",] = _cause_not_found(comparison, paired)
     return list(findings.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 from gpulab._torch_internals import Nested
 
 Arguments = dict[str, Nested]
-Results = tuple[Tensor | None, ...]
+Results = tuple[Tensor | list[Tensor] | None, ...]
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
@@ -151,7 +152,74 @@ def _lstm_layer_backward(arguments: Arguments) -> Results:
     return of_input, *of_weights, of_hidden, of_cell
 
 
+# --- cuDNN's recurrent layers -------------------------------------------------------------------------------------
+
+_LAYERS = {0: torch.rnn_relu, 1: torch.rnn_tanh, 2: torch.lstm, 3: torch.gru}
+
+
+def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """All hidden states, and the last states, by torch's own layers: `leaves` are the input, states and weights."""
+    if arguments["proj_size"] or (arguments["dropout"] and arguments["train"]):
+        raise NotImplementedError("projections, and dropout between layers, have no formula")
+    has_cell = arguments["cx"] is not None
+    x, hidden, *rest = leaves
+    states = [hidden, rest.pop(0)] if has_cell else hidden
+    options = (
+        arguments["weight_stride0"] == 4,
+        arguments["num_layers"],
+        0.0,
+        arguments["train"],
+        arguments["bidirectional"],
+    )
+    layer = _LAYERS[arguments["mode"]]
+    if arguments["batch_sizes"]:
+        made = layer(x, torch.tensor(arguments["batch_sizes"]), states, rest, *options)
+    else:
+        made = layer(x, states, rest, *options, arguments["batch_first"])
+    return tuple(made)
+
+
+def _leaves_of(arguments: Arguments) -> list[Tensor]:
+    states = [arguments["hx"], *([arguments["cx"]] if arguments["cx"] is not None else [])]
+    return [t.detach().cpu().clone() for t in (arguments["input"], *states, *arguments["weight"])]
+
+
+def _outside_of_dispatch(function: Callable[[], Results]) -> Results:
+    """What a function returns in a thread of its own, where autograd works as usual.
+
+    It computes on the CPU alone, because the thread that waits may be the one that serves autograd on a GPU.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def _cudnn_rnn(arguments: Arguments) -> Results:
+    device = arguments["input"].device
+    made = _outside_of_dispatch(lambda: _recurrent(arguments, _leaves_of(arguments)))
+    states = [t.detach().to(device) for t in made]
+    return (*states, *[None] * (5 - len(states)))
+
+
+def _cudnn_rnn_backward(arguments: Arguments) -> Results:
+    """The gradients of input, states and weights."""
+    device, has_cell = arguments["input"].device, arguments["cx"] is not None
+    wanted = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
+
+    def differentiate() -> Results:
+        leaves = [leaf.requires_grad_() for leaf in _leaves_of(arguments)]
+        made = _recurrent(arguments, leaves)
+        pairs = [(t, g.detach().cpu()) for t, g in zip(made, wanted, strict=False) if g is not None]
+        outputs, gradients = ([pair[place] for pair in pairs] for place in (0, 1))
+        return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+
+    x, hidden, *rest = (t if t is None else t.to(device) for t in _outside_of_dispatch(differentiate))
+    cell = rest.pop(0) if has_cell else None
+    return x, hidden, cell, rest
+
+
 FORMULAS: dict[str, Callable[[Arguments], Results]] = {
+    "_cudnn_rnn": _cudnn_rnn,
+    "_cudnn_rnn_backward": _cudnn_rnn_backward,
     "mkldnn_rnn_layer": _lstm_layer,
     "mkldnn_rnn_layer_backward": _lstm_layer_backward,
 }

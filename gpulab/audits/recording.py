@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from gpulab._torch_internals import is_compiled
+from gpulab._torch_internals import ctc_lengths_as_lists, is_compiled
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import RESULT, Trace, aligned
@@ -22,6 +22,7 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, check_step, ready, refused, seeded
 
+MOST_LETTERS = 32  # of an argument in the name of a step
 SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
 
 
@@ -102,6 +103,7 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer, guar
         seeded(setting, SEED),
         setting.apply(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
+        ctc_lengths_as_lists(),
         watcher,
         ready(step, setting) as run,
         watcher.results.followed(),
@@ -151,12 +153,20 @@ def name_of_step(step: Callable[..., object]) -> str:
     ('round(ndigits=2)', 'Linear')
     """
     if isinstance(step, functools.partial):
-        options = [*map(str, step.args), *(f"{name}={value}" for name, value in step.keywords.items())]
+        options = [*map(_short, step.args), *(f"{name}={_short(value)}" for name, value in step.keywords.items())]
         return f"{name_of_step(step.func)}({', '.join(options)})"
     if isinstance(step, Step):
         loss = f", {name_of_step(step.loss)}" if step.loss is not None else ""
         return type(step.model).__name__ + loss
     return getattr(step, "__qualname__", type(step).__name__)
+
+
+def _short(value: object) -> str:
+    """An argument in a few letters."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor{tuple(value.shape)}"
+    text = str(value)
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:

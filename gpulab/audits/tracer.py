@@ -35,7 +35,6 @@ from gpulab._torch_internals import (
     result_names,
     returned_or_written,
     storage_identity,
-    with_lengths_as_lists,
     written_tensors,
 )
 from gpulab.audits import count_sketch as sk
@@ -109,8 +108,6 @@ class Tracer(UncompiledDispatchMode):
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
-        if name in ("_ctc_loss", "_ctc_loss_backward"):
-            operation, args = with_lengths_as_lists(operation, args)
         return self._note(operation, name, args, kwargs)
 
     def _prepare(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
@@ -161,7 +158,7 @@ class Tracer(UncompiledDispatchMode):
         for t, reference in _paired(out, made):
             if sk.is_plain(t) and storage_identity(t.untyped_storage()) not in known:
                 if follows:
-                    is_note = made is not None and not sk.rounds(t)
+                    is_note = made is not None and (not sk.rounds(t) or name in AS_RECORDED)
                     is_exact = exact and (reference is not None or is_note)
                     self.references.keep(t, t if reference is None else reference, is_exact)
                 self.references.memory(t).maker = op
@@ -348,6 +345,7 @@ class StepResults:
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
+        self.stepped: dict[Tensor, list[str]] = {}  # gradients as an optimizer was given them last
         self.starts: dict[Tensor, tuple[Tensor, Tensor]] = {}  # what a leaf and its reference held at first
 
     @contextlib.contextmanager
@@ -379,6 +377,9 @@ class StepResults:
     def _keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.setdefault(optimizer)
         self._keep(optimizer)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                self.stepped[parameter] = self._names_of(parameter.grad)
 
     @own_work
     def _keep(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
@@ -397,9 +398,9 @@ class StepResults:
             if t not in self.leaves and not t.is_inference():
                 self.undo.callback(t.register_post_accumulate_grad_hook(self._keep_gradient).remove)
                 self._keep(t)
-                self._keep_start(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
+                self._keep_start(t)
                 contents[t.dtype, t.device] = self._names_of(t)
 
     def _keep_gradient(self, leaf: Tensor) -> None:
@@ -502,13 +503,14 @@ class StepResults:
         return f"tensor {number} of shape {tuple(leaf.shape)}"
 
     def _gradient(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
-        """The gradient of a leaf: as it is in the end, or where it was removed, as the backward pass left it."""
-        accumulated = self.gradients.get(leaf, [])
+        """The gradient of a leaf: as an optimizer was given it last; else as it is in the end.
+
+        Some optimizers write to gradients. Where it was removed, it is as the backward pass left it.
+        """
         final = [] if leaf.grad is None else self._names_of(leaf.grad)
         is_left = any(value.sketch.any() or not value.is_rounding_alone for value in map(self.tracer.values.get, final))
-        op = self._result("gradient", name, start, final if is_left else accumulated)
-        op.changed = [] if is_left else accumulated
-        return op
+        accumulated = self.gradients.get(leaf, [])
+        return self._result("gradient", name, start, self.stepped.get(leaf) or (final if is_left else accumulated))
 
     def _result(
         self, label: str, name: str, start: list[str], values: list[str], about: Mapping[str, int | str] | None = None
