@@ -159,7 +159,7 @@ TIMES, BATCH, INPUTS, WIDTH = 4, 3, 2, 5
 LSTM = 2
 
 
-def lstm_call(seed, reverse, has_biases):
+def lstm_call(seed, has_biases):
     """A layer in float64, its input and states, and what autograd makes of them by torch's own cells."""
     weights = [drawn(4 * WIDTH, n, seed=seed + n).double() for n in (INPUTS, WIDTH)]
     biases = [
@@ -192,7 +192,7 @@ def options(has_biases):
 @pytest.mark.parametrize("has_biases", [False, True])
 def test_formula_of_an_lstm_is_right_forwards(reverse, has_biases):
     for seed in range(3):
-        tensors = lstm_call(seed, reverse, has_biases)
+        tensors = lstm_call(seed, has_biases)
         expected = by_cells(*tensors, reverse=reverse)
         args = *without_graph(*tensors), reverse, [], *options(has_biases), False, True
         *found, notes = called("mkldnn_rnn_layer", *args)
@@ -207,7 +207,7 @@ GIVEN = [given for given in itertools.product([True, False], repeat=3) if any(gi
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_formula_of_an_lstm_is_right_backwards_whichever_gradients_there_are(reverse, given):
-    tensors = lstm_call(1, reverse, True)
+    tensors = lstm_call(1, True)
     x, *weights, hidden, cell = tensors
     results = by_cells(*tensors, reverse=reverse)
     gradients = [drawn(*t.shape, seed=20 + n).double() if given[n] else None for n, t in enumerate(results)]
@@ -222,7 +222,7 @@ def test_formula_of_an_lstm_is_right_backwards_whichever_gradients_there_are(rev
 
 def test_formula_of_an_lstm_is_right_backwards_without_biases():
     """Torch then passes the weights a second time in the place of biases."""
-    tensors = lstm_call(1, False, False)
+    tensors = lstm_call(1, False)
     x, first, second, *_, hidden, cell = tensors
     results = by_cells(*tensors, reverse=False)
     gradients = [drawn(*t.shape, seed=20 + n).double() for n, t in enumerate(results)]
@@ -236,6 +236,6 @@ def test_formula_of_an_lstm_is_right_backwards_without_biases():
 
 @pytest.mark.parametrize(("mode", "lengths"), [(3, []), (LSTM, [2, 1])], ids=["a GRU", "packed sequences"])
 def test_formula_of_an_lstm_refuses_what_it_does_not_know(mode, lengths):
-    tensors = without_graph(*lstm_call(0, False, True))
+    tensors = without_graph(*lstm_call(0, True))
     with pytest.raises(NotImplementedError):
         called("mkldnn_rnn_layer", *tensors, False, lengths, mode, *options(True)[1:], False, True)
