@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.comparison import Comparison
+from gpulab.audits.comparison import INFINITY, Comparison
 from gpulab.audits.diagnosis import SCALER, skips_updates
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.graphs import Node
@@ -213,7 +213,7 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
     findings = [
         replace(f, share=attribution.share(f, findings), detail=f.detail + becomes * (f.op is lost)) for f in findings
     ]
-    findings = _with_the_rest(attribution, findings)
+    findings = _with_conversions(comparison, _with_the_rest(attribution, findings))
     begins = min((comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op), default=0)
 
     def order(finding: Finding) -> tuple[int, float, int]:
@@ -255,6 +255,36 @@ def _rounded_data(comparison: Comparison, attribution: Attribution) -> list[Find
     return list(found.values())
 
 
+def _with_conversions(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, where the share of a conversion to a short format counts for the operation that it was made for.
+
+    Autocast converts what a product is given, so that the rounding of the conversion is that of the product.
+    """
+    by_op = {finding.op: place for place, finding in enumerate(findings) if finding.kind == "reduced precision"}
+    shares = [finding.share for finding in findings]
+    for place, finding in enumerate(findings):
+        is_conversion = finding.op is not None and finding.op.name == "_to_copy" and finding.op.dtype in tol.SHORT
+        if finding.kind == "reduced precision" and is_conversion and finding.share > 0:
+            user = _user_of(comparison, finding.op)
+            other = by_op.get(user) if user is not None else None
+            if other is not None and findings[other].setting == finding.setting:
+                shares[other] = np.nansum([shares[other], shares[place]])
+                shares[place] = 0.0
+    return [replace(finding, share=float(share)) for finding, share in zip(findings, shares, strict=True)]
+
+
+def _user_of(comparison: Comparison, op: Operation) -> Operation | None:
+    """The first operation that computes with what a conversion made, perhaps through views of it."""
+    graph = comparison.graphs[comparison.side_of[op]]
+    front = list(graph.node_of[op].outputs)
+    for value in front:  # which grows
+        for node in graph.users.get(value, []):
+            if not node.op.is_view:
+                return node.op
+            front += [other for other in node.outputs if other not in front]
+    return None
+
+
 def _with_the_rest(attribution: Attribution, findings: list[Finding]) -> list[Finding]:
     """The findings, of which `rounding` gets the share of the difference that goes back to no other."""
     told = sum(f.share for f in findings if not math.isnan(f.share))
@@ -291,11 +321,13 @@ def _lost_before_nan(comparison: Comparison) -> tuple[Operation | None, str]:
         return None, ""
     ((side, origin),) = comparison.not_finite.items()
     graph = comparison.graphs[side]
-    front = [origin.op]
+    first = origin.infinity or origin.op
+    front = [first]
     for op in front:  # which grows
         if op.format or op.dtype in tol.SHORT:
-            if op is origin.op:
-                return op, f"; it makes {origin.what} here, beyond what {op.dtype} holds{_skipped(comparison, side)}"
+            if op is first:
+                what = INFINITY if origin.infinity else origin.what
+                return op, f"; it makes {what} of numbers beyond what {op.dtype} holds{_skipped(comparison, side)}"
             what = f"{origin.op.name} ({origin.op.phase}), at {origin.op.line}"
             return op, f"; what follows from it becomes {origin.what} in {what}{_skipped(comparison, side)}"
         node = graph.node_of.get(op)

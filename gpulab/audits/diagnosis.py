@@ -202,7 +202,7 @@ def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Fin
             continue  # nondeterminism says so
         finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
-    if not sources and comparison.differing and not given_anew:
+    if not sources and comparison.differing and not given_anew and not skips_updates(comparison):
         paired = [result for result in comparison.differing if result.a and result.b]
         if paired:
             findings["cause not found",] = _cause_not_found(comparison, paired)
@@ -336,7 +336,14 @@ def _cannot_be_told(comparison: Comparison, source: Source, gap: float) -> Findi
 
 def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
     detail = f"drew other numbers than under {comparison.other_title(op)}"
-    return _finding_between(comparison, "different random numbers", op, gap, detail)
+    devices = {Setting.parse(trace.setting).kind for trace in comparison.traces}
+    advice = ""
+    if op.phase == "backward":
+        detail += ", in a forward pass that the backward pass computes again"
+        advice = "have checkpointing keep the state of the random numbers: preserve_rng_state=True"
+    elif len(devices) == 1:
+        advice = "draw from a torch.Generator that the step seeds, in the same order and of the same shapes on both sides"
+    return _finding_between(comparison, "different random numbers", op, gap, detail, advice)
 
 
 def _cause_not_found(comparison: Comparison, differing: Sequence[Result]) -> Finding:
@@ -415,13 +422,17 @@ def _place_of(op: Operation) -> str:
 
 
 def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
-    """Which switch lets an operation keep all digits, by what had rounded them."""
+    """How to let an operation keep all digits, by what had rounded them. What a setting asks for is no surprise."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     convolution = op.name.startswith("convolution")
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
+    if op.dtype in tol.SHORT and setting.autocast == op.dtype:
+        return f"{setting} asks for it; torch.autocast({setting.kind!r}, enabled=False) around this line keeps it in float32"
+    if op.dtype in tol.SHORT and setting.precision == op.dtype:
+        return f"{setting} asks for it; .float() before this line keeps it in float32 if it counts"
     if op.dtype in tol.SHORT:
-        return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
+        return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
     if setting.emulated:

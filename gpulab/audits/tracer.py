@@ -505,7 +505,7 @@ class StepResults:
         """The gradient of a leaf: as it is in the end, or where it was removed, as the backward pass left it."""
         accumulated = self.gradients.get(leaf, [])
         final = [] if leaf.grad is None else self._names_of(leaf.grad)
-        is_left = bool(final) and any(self.tracer.values[value].sketch.any() for value in final)
+        is_left = any(value.sketch.any() or not value.is_rounding_alone for value in map(self.tracer.values.get, final))
         op = self._result("gradient", name, start, final if is_left else accumulated)
         op.changed = [] if is_left else accumulated
         return op

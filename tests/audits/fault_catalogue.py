@@ -227,7 +227,8 @@ def forward_faults() -> Iterator[Fault]:
         "negative": (torch.neg, ("neg",)),
     }
     for what, (change, place) in changes.items():
-        kinds = ("mismatch", "reduced precision") if what == "in half precision" else ("mismatch",)
+        others = {"in half precision": ("reduced precision",), "through NumPy": ("other data",)}
+        kinds = ("mismatch", *others.get(what, ()))
         yield Fault("forward code", what, middle(change), place, kinds)
 
     def weight(model: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
