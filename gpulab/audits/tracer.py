@@ -397,9 +397,9 @@ class StepResults:
             if t not in self.leaves and not t.is_inference():
                 self.undo.callback(t.register_post_accumulate_grad_hook(self._keep_gradient).remove)
                 self._keep(t)
-                self._keep_start(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
+                self._keep_start(t)  # anew where `Module.to` gave the leaf another type
                 contents[t.dtype, t.device] = self._names_of(t)
 
     def _keep_gradient(self, leaf: Tensor) -> None:
