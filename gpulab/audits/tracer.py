@@ -97,6 +97,8 @@ class Tracer(UncompiledDispatchMode):
             return operation(*args, **kwargs)
         if self.is_preparing:
             return self._prepare(operation, name, args, kwargs)
+        if name == "_efficientzerotensor":  # has no memory; forward-mode differentiation makes some
+            return torch.zeros(*args, **kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
             return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
