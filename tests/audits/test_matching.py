@@ -258,6 +258,25 @@ def test_a_bias_before_a_normalisation_may_be_left_out(setting):
     assert not report.faulty
 
 
+def test_gradients_that_consist_of_roundings_agree_with_each_other():
+    """The normalisation by a kernel and by its formula; the gradient of the bias before it is zero."""
+
+    def by_formula(setting):
+        model, x = copy.deepcopy(LAYERS).to(setting.dtype), drawn(12, 6).to(setting.dtype)
+        h = model[0](x)
+        h = (h - h.mean(0)) / (h.var(0, correction=0) + 1e-5).sqrt() * model[1].weight + model[1].bias
+        loss = F.cross_entropy(model[2:](h), labels(12))
+        loss.backward()
+        return loss.detach()
+
+    report = gl.audit(before_normalisation(True), by_formula, setting="cpu", progress=False)
+    gradients = [r for r in report.comparison.results if r.group == "gradient"]
+    (of_bias,) = (r for r in gradients if report.comparison.values(r.a)[0].is_rounding_alone)
+    assert of_bias.gap > 1e-3, "they are other roundings"
+    assert of_bias.agrees
+    assert report.kind == "rounding", str(report)
+
+
 def test_a_wrong_layer_before_a_normalisation_is_told():
     report = gl.audit(before_normalisation(True), before_normalisation(False, 0.1), setting="cpu", progress=False)
     assert report.faulty

@@ -463,6 +463,10 @@ def test_references_of_a_storage_are_not_those_of_one_before_at_its_address():
             storages.append(storage_identity(part.untyped_storage()))
             total += part.sin_()
             del part
+            other = torch.from_numpy(np.full(16, number / 8, dtype=str(dtype).removeprefix("torch.")))
+            storages.append(storage_identity(other.untyped_storage()))
+            total += other * 0.1
+            del other
         return {"total": total}
 
     check(program)

@@ -211,3 +211,19 @@ def test_a_result_that_one_program_alone_returns_is_named():
     report = of_two(lambda setting: with_more(setting, False), lambda setting: with_more(setting, True))
     assert not report.faulty
     assert "1 results have no counterpart and were not compared: the result ['norm']." in report.headline
+
+
+def scaled_by(number):
+    def step(setting):
+        model, x = moved(setting)
+        loss = (model(x) * number).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def test_a_constant_that_is_rounded_to_float32_is_no_difference():
+    rounded = torch.tensor(0.1, dtype=torch.float32)
+    assert_one_function(of_two(scaled_by(0.1), scaled_by(rounded)))
+    assert of_two(scaled_by(0.1), scaled_by(1.0001 * rounded)).faulty
