@@ -24,7 +24,7 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import INFINITY, Comparison
-from gpulab.audits.diagnosis import SCALER, skips_updates
+from gpulab.audits.diagnosis import SCALER, UPDATE_LOST, skips_updates
 from gpulab.audits.findings import KINDS, Finding
 from gpulab.audits.graphs import Node
 from gpulab.audits.traces import Operation
@@ -71,8 +71,8 @@ class Attribution:
         """
         if finding.op is None:
             return finding.share
-        if not self.total or finding.kind in ("rounding", "not finite"):
-            return math.nan
+        if not self.total or finding.kind in ("rounding", "not finite") or finding.detail.startswith(UPDATE_LOST):
+            return math.nan  # the rounding of an update counts for the operation that made it
         if finding.side_by_side and self.from_sources:
             alike = [other for other in siblings if other.side_by_side]
             return self.from_sources / self.total if len(alike) == 1 else math.nan
@@ -88,7 +88,8 @@ class Attribution:
             pairs = zip(comparison.values(result.a), comparison.values(result.b), strict=False)
             groups[result.group] += [(result.agrees, x, y) for x, y in pairs]
         for of_group in groups.values():
-            sizes = [float(np.linalg.norm(np.nan_to_num(x.sketch))) for _, x, _ in of_group]
+            with np.errstate(over="ignore"):
+                sizes = [float(np.linalg.norm(np.nan_to_num(x.sketch))) for _, x, _ in of_group]
             gaps = [comparison.gap(x, y) for _, x, y in of_group]
             apart = [gap * (size or 1.0) if gap else 0.0 for gap, size in zip(gaps, sizes, strict=True)]
             amount = min(1.0, math.hypot(*apart) / (math.hypot(*sizes) or 1.0))  # 1 where nobody can tell how far
@@ -307,6 +308,8 @@ def _tier(comparison: Comparison, finding: Finding) -> int:
     if not finding.bounded or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED):
         return 1
     if finding.kind == "reduced precision" and finding.op:
+        if finding.detail.startswith(UPDATE_LOST):
+            return 1
         return 3 if finding.op.name == "_to_copy" else 2 + 2 * finding.op.rounded_before
     if finding.kind == "nondeterminism":
         return 6 if finding.share < tol.LITTLE else 2

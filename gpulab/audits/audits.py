@@ -349,5 +349,7 @@ def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Tr
     """
     if a.title != b.title:
         return [a, b]
-    names = files if all(files) and files[0] != files[1] else ("first", "second")
+    steps = a.step, b.step
+    names = steps if all(steps) and steps[0] != steps[1] else ("first", "second")
+    names = files if all(files) and files[0] != files[1] else names
     return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]

@@ -172,8 +172,7 @@ class Comparison:
         """The loss, what else was returned, gradients and updates, and whether they agree in float64."""
         of_both = [[op for op in trace.operations if op.phase == RESULT] for trace in self.traces]
         returned = [{(op.name, op.module): op for op in ops if op.name not in OF_LEAVES} for ops in of_both]
-        keys = dict.fromkeys([*returned[0], *returned[1]])
-        results = [self._result(returned[0].get(key), returned[1].get(key)) for key in keys]
+        results = [self._result(a, b) for a, b in self._paired_returns(*returned)]
         leaves = [_leaves(trace, ops) for trace, ops in zip(self.traces, of_both, strict=True)]
         pairs = self._paired_leaves(*([leaf for leaf in of_side if not leaf.state] for of_side in leaves))
         for x, y in [*pairs, *_paired_states(*leaves, pairs)]:
@@ -184,6 +183,21 @@ class Comparison:
             if any(updates):
                 results.append(self._result(*updates, starts=(x, y)))
         return self._without_parts([result for result in results if not self._is_nothing(result)])
+
+    def _paired_returns(
+        self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
+    ) -> list[tuple[Operation | None, Operation | None]]:
+        """What both sides returned in one place; of two programs, what is left is paired by value."""
+        pairs: list[tuple[Operation | None, Operation | None]] = [(a, second[key]) for key, a in first.items() if key in second]
+        left_a = [a for key, a in first.items() if key not in second]
+        left_b = [b for key, b in second.items() if key not in first]
+        for a in left_a:
+            alike = (b for b in left_b if not self.is_one_program and self._all_same(self.values(a), self.values(b)))
+            other = next(alike, None)
+            if other is not None:
+                left_b.remove(other)
+            pairs.append((a, other))
+        return [*pairs, *((None, b) for b in left_b)]
 
     def _result(
         self,
@@ -365,7 +379,8 @@ class _Leaf:
 def _is_short(trace: Trace) -> bool:
     setting = Setting.parse(trace.setting)
     asked = setting.emulated or setting.autocast or setting.precision in tol.SHORT
-    return bool(asked or "tf32" in trace.arithmetic.values()) or any(op.dtype in tol.SHORT for op in trace.operations)
+    in_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()  # flags that a CPU does not heed
+    return bool(asked) or in_tf32 or any(op.dtype in tol.SHORT for op in trace.operations)
 
 
 def _leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:

@@ -37,6 +37,7 @@ KEEP_UPDATES = (
     "a number of {dtype} cannot hold a change of less than about {unit:.0e} of it"
 )
 COUNTED = "make it in torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
+UPDATE_LOST = "update lost"
 SCALER = "_amp_foreach_non_finite_check_and_unscale"
 
 
@@ -83,6 +84,8 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
     detail += f"; it reaches {described(first)}{more}"
     if origin.infinity is not None:
         detail += f"; it was given the infinity that {named(origin.infinity)} makes"
+    if any(op.name == SCALER for op in comparison.trace_of(origin.op).operations):
+        detail += "; the gradient scaler skipped the step"
     if origin.in_reference:
         detail += "; so it is in float64"
     elif first.name not in ("gradient", "updated"):
@@ -141,8 +144,8 @@ def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
     dtype = comparison.values(lost[0])[0].dtype
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
-        f"update lost: {numbers:,} of the {moved:,} numbers that float64 updates in {names} keep the bits that they had "
-        f"({len(lost)} of {len(updates)} updated tensors)"
+        f"{UPDATE_LOST}: {numbers:,} of the {moved:,} numbers in {names} that change in float64 kept their old value "
+        f"(in {len(lost)} of {len(updates)} updated tensors)"
     )
     advice = KEEP_UPDATES.format(dtype=dtype, unit=unit)
     yield _finding_of(comparison, "reduced precision", blamed, detail, advice, size=math.nan)

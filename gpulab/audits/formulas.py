@@ -97,10 +97,10 @@ _LSTM = 2  # torch's number of the kind of recurrent network
 def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Tensor, ...]]:
     """For each time, in the order of computation: the time, the state before, the gates, the cell and the hidden state.
 
-    One layer in one direction.
+    One layer in one direction: the kernel is called for each direction by itself.
     """
-    if arguments["mode"] != _LSTM or arguments["batch_sizes"] or arguments["bidirectional"]:
-        raise NotImplementedError("only one direction of an LSTM without packed sequences has a formula")
+    if arguments["mode"] != _LSTM or arguments["batch_sizes"]:
+        raise NotImplementedError("only an LSTM without packed sequences has a formula")
     x, hidden, cell = arguments["input"], arguments["hx_"], arguments.get("cx_", arguments.get("cx_tmp"))
     input_weight, hidden_weight, *biases = weights
     steps = []
@@ -124,14 +124,15 @@ def _lstm_layer(arguments: Arguments) -> Results:
 
 
 def _lstm_layer_backward(arguments: Arguments) -> Results:
-    """Backpropagation through time."""
+    """Backpropagation through time. Without biases, the kernel is given the weights in their place."""
     weights = [arguments[f"weight{number}"] for number in range(1, 5)]
     input_weight, hidden_weight = weights[:2]
     x, steps = arguments["input"], _lstm(arguments, weights)
     of_output, of_hidden, of_cell = (arguments[name] for name in ("grad_output", "grad_hy", "grad_cy"))
     of_hidden = torch.zeros_like(steps[-1][-1]) if of_hidden is None else of_hidden
     of_cell = torch.zeros_like(steps[-1][-2]) if of_cell is None else of_cell
-    of_input, of_weights = torch.zeros_like(x), [torch.zeros_like(weight) for weight in weights]
+    of_input, of_weights = torch.zeros_like(x), [torch.zeros_like(weight) for weight in weights[:2]]
+    of_weights += [x.new_zeros(len(input_weight)) for _ in range(2)]
     for time, hidden_before, cell_before, i, f, g, o, cell, _ in reversed(steps):
         of_hidden = of_hidden if of_output is None else of_hidden + of_output[time]
         squashed = cell.tanh()

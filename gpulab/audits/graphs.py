@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from gpulab.audits import tolerances as tol
 from gpulab.audits.traces import RESULT, Operation, Trace
 from gpulab.audits.values import Value
@@ -83,6 +85,10 @@ class Graph:
             begins = any(value.deviation > tol.NOTHING_BUT_ROUNDING for value in reals)
             if (begins or not found.isdisjoint(reals)) and all(v.is_rounding_alone or v in found for v in reals):
                 found.update(node.outputs)
+            largest = max((_size(value) for value in reals), default=0.0)
+            for value in node.outputs:
+                if value.is_real and not value.sketch.any() and 0 < _size(value) <= tol.CANCELLED * largest:
+                    found.add(value)  # the recorded sum is zero, and that of the reference next to nothing
         return found
 
     def values(self) -> list[Value]:
@@ -96,6 +102,10 @@ class Graph:
             if not reached.isdisjoint(node.inputs):
                 reached.update(node.outputs)
         return reached
+
+
+def _size(value: Value) -> float:
+    return float(np.linalg.norm(value.reference)) if value.reference is not None else 0.0
 
 
 def _lanes(op: Operation) -> list[tuple[list[str], list[str]]]:

@@ -99,7 +99,8 @@ class Matches:
             node = graph.maker.get(value)
             before = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
             depth[value] = 0 if value in self.known else before + (node is None or not node.op.is_view)
-            if value in self.known or depth[value] > REACH or value.tells_little or value.count < FEWEST_OF_A_PART:
+            is_loose = self.tolerance(value) > tol.SHARP_ENOUGH
+            if is_loose or value in self.known or depth[value] > REACH or value.tells_little or value.count < FEWEST_OF_A_PART:
                 continue
             if is_part(value, others, self.tolerance) or is_covered(value, others, self.tolerance):
                 found.add(value)
@@ -134,6 +135,8 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
     """
     if x.is_rounding_alone and y.is_rounding_alone:
         return True
+    if max(tolerance(x), tolerance(y)) > tol.SHARP_ENOUGH:
+        return None
     allowed = 8 * max(tolerance(x), tolerance(y), 1e-9)
     squares = max(x.total[1], y.total[1])
     if not math.isfinite(squares):

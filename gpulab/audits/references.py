@@ -141,12 +141,10 @@ class References:
             self.of(tensor).copy_(tensor if longer is None else longer)
 
     def reread(self, tensor: Tensor) -> None:
-        """Take the recorded numbers of a tensor for its reference, because something other than torch wrote them."""
+        """Take the recorded numbers of a storage for its reference, because something other than torch wrote to it."""
         memory = self.memory(tensor)
         memory.exact = memory.exact and memory.maker is None
-        memory.version, memory.maker = memory.version + 1, None
-        if memory.numbers is not None:
-            self.of(tensor).copy_(_widened(tensor))
+        memory.version, memory.maker, memory.numbers = memory.version + 1, None, None
 
     def copied(self, out: Tensor, source: Tensor) -> None:
         """Note that a new tensor is a copy of another one, in whatever format."""

@@ -54,6 +54,7 @@ NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask
 NOTES |= {"logsumexp", "log_sumexp", "log_alpha"}  # which are written in part
 # Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+FEW_DIGITS = 5  # of a number that may be a constant
 COPIES = {"_to_copy", "clone", "copy"}
 
 
@@ -96,6 +97,8 @@ class Tracer(UncompiledDispatchMode):
             return operation(*args, **kwargs)
         if self.is_preparing:
             return self._prepare(operation, name, args, kwargs)
+        if name == "_efficientzerotensor":  # has no memory; forward-mode differentiation makes some
+            return torch.zeros(*args, **kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
             return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
@@ -162,10 +165,15 @@ class Tracer(UncompiledDispatchMode):
                     is_exact = exact and (reference is not None or is_note)
                     self.references.keep(t, t if reference is None else reference, is_exact)
                 self.references.memory(t).maker = op
+        for t in find_tensors(out):
+            if follows and not sk.is_plain(t):  # the references of sparse tensors are not followed
+                for memory in map(self.references.memory, sk.tensors(t)):
+                    memory.exact, memory.maker = False, op
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
             self.numbers_read[out] = op.inputs[0]
             reference = self.values[op.inputs[0]].reference
-            self.references.read_numbers[out] = out if reference is None else float(reference[0])
+            if reference is not None and not _is_plain_number(out):
+                self.references.read_numbers[out] = float(reference[0])
         raw_results = returned_or_written(operation, args, out)
         results = _results(operation, raw_results)
         if not results:
@@ -246,6 +254,15 @@ class Tracer(UncompiledDispatchMode):
             return self.references.is_exact([tensor])
         memories = map(self.references.memory, sk.tensors(tensor))
         return all(memory.exact and memory.maker is None for memory in memories)
+
+
+def _is_plain_number(number: float) -> bool:
+    """Whether a number has so few digits that a program may have it from elsewhere, such as one half.
+
+    >>> _is_plain_number(0.125), _is_plain_number(0.31783719360828)
+    (True, False)
+    """
+    return len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0]) <= FEW_DIGITS
 
 
 def _key_of(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
@@ -400,7 +417,7 @@ class StepResults:
                 self._keep(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
-                self._keep_start(t)
+                self._keep_start(t)  # anew where `Module.to` gave the leaf another type
                 contents[t.dtype, t.device] = self._names_of(t)
 
     def _keep_gradient(self, leaf: Tensor) -> None:

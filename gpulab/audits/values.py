@@ -61,12 +61,12 @@ class Value:
             value.total = _totals(numbers, value.profiles)
         return value
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many numbers it has."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def is_real(self) -> bool:
         """Whether it has numbers that rounding can touch."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
