@@ -312,7 +312,7 @@ def _tier(comparison: Comparison, finding: Finding) -> int:
             return 1
         return 3 if finding.op.name == "_to_copy" else 2 + 2 * finding.op.rounded_before
     if finding.kind == "nondeterminism":
-        return 6 if finding.share < tol.LITTLE else 2
+        return 6 if finding.share < tol.LITTLE and not comparison.differing else 2
     if finding.kind == "another valid answer":
         return 2 if any(comparison.apart(result) > tol.UNEXPLAINED for result in comparison.results) else 6
     return 5 if finding.kind == "rounding" else 2

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpulab._torch_internals import Nested
@@ -55,7 +54,7 @@ def attend(arguments: Arguments) -> Tensor:
     """Scaled dot-product attention.
 
     >>> x = torch.eye(3, dtype=torch.float64)[None, None]
-    >>> expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     >>> torch.allclose(attend({"query": x, "key": x, "value": x, "is_causal": True}), expected)
     True
     """
@@ -218,7 +217,36 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Results:
     return x, hidden, cell, rest
 
 
+# --- fused optimizers -------------------------------------------------------------------------------------------
+
+
+def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Results:
+    """An update by Adam or AdamW, in place, as in torch.optim; some kernels take 1 - beta in float32."""
+    if arguments.get("grad_scale") is not None or arguments.get("found_inf") is not None:
+        raise NotImplementedError("a fused optimizer that unscales its gradients has no formula")
+    names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
+    rate, beta1, beta2 = (float(arguments[name]) for name in ("lr", "beta1", "beta2"))
+    decay, eps = arguments["weight_decay"], arguments["eps"]
+    largest = arguments["max_exp_avg_sqs"] if arguments["amsgrad"] else [None] * len(arguments["self"])
+    for *tensors, most in zip(*(arguments[name] for name in names), largest, strict=True):
+        weight, gradient, mean, square, step = tensors
+        gradient = -gradient if arguments["maximize"] else gradient
+        if decoupled:
+            weight.mul_(1 - rate * decay)
+        else:
+            gradient = gradient + decay * weight
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if most is not None:
+            torch.maximum(most, square, out=most)
+        corrected = (square if most is None else most).sqrt() / math.sqrt(1 - beta2 ** float(step)) + eps
+        weight.addcdiv_(mean, corrected, value=-rate / (1 - beta1 ** float(step)))
+    return ()
+
+
 FORMULAS: dict[str, Callable[[Arguments], Results]] = {
+    "_fused_adam": _fused_adam,
+    "_fused_adamw": lambda arguments: _fused_adam(arguments, decoupled=True),
     "_cudnn_rnn": _cudnn_rnn,
     "_cudnn_rnn_backward": _cudnn_rnn_backward,
     "mkldnn_rnn_layer": _lstm_layer,

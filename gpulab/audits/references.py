@@ -104,10 +104,20 @@ class References:
         view = view.conj() if tensor.is_conj() else view
         return negative_view(view) if tensor.is_neg() else view
 
-    def keep(self, tensor: Tensor, reference: Tensor, exact: bool) -> None:
-        """Make a reference that of a new tensor."""
+    def keep(self, tensor: Tensor, reference: Tensor, exact: bool, again: bool = False) -> None:
+        """Make a reference that of a new tensor.
+
+        Args:
+            tensor: What an operation returned.
+            reference: What it returned in float64.
+            exact: Whether that was computed in float64 all the way.
+            again: Whether another result of the same call lies in the same storage.
+        """
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
-        memory.exact = exact
+        memory.exact = exact and (memory.exact or not again)
+        if again and memory.numbers is not None and reference.shape == tensor.shape:
+            self.of(tensor).copy_(reference)
+            return
         if tensor.device.type not in sk.WITH_FLOAT64 or self.is_disabled or not tensor.numel():
             return
         if reference.shape != tensor.shape:

@@ -51,9 +51,11 @@ SILENT = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
 # What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
 # which nobody has set where nothing is dropped, or memory that nobody has written.
 NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+NOTES |= {"weight_buf", "reserve", "dropout_state"}  # of cuDNN's recurrent layers: the weights again, and its own
 NOTES |= {"logsumexp", "log_sumexp", "log_alpha"}  # which are written in part
 # Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
 WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+MOST_UPDATED = 1 << 28  # numbers of a leaf that are kept, to see which of them an update leaves as they were
 FEW_DIGITS = 5  # of a number that may be a constant
 COPIES = {"_to_copy", "clone", "copy"}
 
@@ -143,7 +145,7 @@ class Tracer(UncompiledDispatchMode):
         self.results.find_leaves(args[1:] if overwritten is not None else args)
         follows = self.measured and not operation.is_view
         exact = follows and all(map(self._is_exact, find_tensors(read)))
-        inputs = self.references.inputs_of(args, kwargs) if follows else None
+        inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs)) if follows else None
         state = torch.get_rng_state() if random and any(t.dtype in SHORT for t in written) else None
 
         out = self._run(operation, args, kwargs)
@@ -152,21 +154,27 @@ class Tracer(UncompiledDispatchMode):
             memory = self.references.memory(t)
             memory.version, memory.maker = memory.version + 1, op
         known = {storage_identity(t.untyped_storage()) for t in given if sk.is_plain(t)}
-        made = self.references.computed(operation, name, inputs, out, random) if follows else None
+        computed = lambda: self.references.computed(operation, name, inputs, out, random)  # noqa: E731
+        made = self._attempt(computed) if inputs is not None else None
         if follows:
             longer = drawn_again(operation, written[0], args, kwargs, state) if state is not None else None
             followed = made is not None and not random and name not in AS_RECORDED
             for t in written:
-                self.references.note_write(t, exact and made is not None, followed, longer)
+                self._attempt(lambda t=t: self.references.note_write(t, exact and made is not None, followed, longer))
+        new: set[int] = set()  # storages; some kernels return views of one
         for t, reference in _paired(out, made):
-            if sk.is_plain(t) and storage_identity(t.untyped_storage()) not in known:
+            storage = storage_identity(t.untyped_storage()) if sk.is_plain(t) else None
+            if storage is not None and storage not in known:
                 if follows:
                     is_note = made is not None and (not sk.rounds(t) or name in AS_RECORDED)
                     is_exact = exact and (reference is not None or is_note)
-                    self.references.keep(t, t if reference is None else reference, is_exact)
+                    content, again = t if reference is None else reference, storage in new
+                    self._attempt(lambda: self.references.keep(t, content, is_exact, again))  # noqa: B023
                 self.references.memory(t).maker = op
+                new.add(storage)
         for t in find_tensors(out):
-            if follows and not sk.is_plain(t):  # the references of sparse tensors are not followed
+            is_copy = name in COPIES and t.dtype == given[0].dtype and self._is_exact(given[0])
+            if follows and not sk.is_plain(t) and not is_copy:  # the references of sparse tensors are not followed
                 for memory in map(self.references.memory, sk.tensors(t)):
                     memory.exact, memory.maker = False, op
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
@@ -189,6 +197,14 @@ class Tracer(UncompiledDispatchMode):
         self.operations.append(op)
         self.tell()
         return out
+
+    def _attempt(self, function: Callable[[], Nested]) -> Nested:
+        """What a function of the references returns; None, and no references from here on, where memory is short."""
+        try:
+            return function()
+        except torch.OutOfMemoryError:
+            self.references.disable()
+            return None
 
     def _run(self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
         """The operation; where memory is short, without references from here on."""
@@ -237,16 +253,18 @@ class Tracer(UncompiledDispatchMode):
                 return name
             self.references.reread(tensor)  # NumPy, or another library, has written to it
             key = _key_of(tensor, memory.serial, memory.version)
-        reference = self.references.of(tensor) if self.measured else None
-        if reference is not None and reference.shape != tensor.shape:
-            reference = None
-        exact = memory.exact and not self.references.is_disabled
+        value = self._attempt(lambda: self._followed(tensor)) if self.measured and not self.references.is_disabled else None
         name = self.names[key] = str(len(self.values))
-        self.values[name] = Value.of(tensor, reference, exact)
+        self.values[name] = value or Value.as_recorded(tensor, stands_in=self.measured)
         made_by = maker or memory.maker
         if made_by is not None and made_by is not maker:
             made_by.changed.append(name)  # another view of what an operation wrote before
         return name
+
+    def _followed(self, tensor: Tensor) -> Value | None:
+        """The value of a tensor with its reference; None where that has another shape."""
+        reference = self.references.of(tensor)
+        return Value.of(tensor, reference, self.references.memory(tensor).exact) if reference.shape == tensor.shape else None
 
     def _is_exact(self, tensor: Tensor) -> bool:
         """Whether a tensor's reference was computed in float64 all the way; of another layout, whether it is data."""
@@ -425,7 +443,9 @@ class StepResults:
 
     def _keep_start(self, leaf: Tensor) -> None:
         """Keep what a leaf holds at first, to see which of its numbers an update leaves as they were."""
-        if self.restores and self.tracer.measured and sk.is_plain(leaf) and sk.rounds(leaf):
+        if self.tracer.references.is_disabled or not (self.restores and self.tracer.measured):
+            return
+        if sk.is_plain(leaf) and sk.rounds(leaf) and leaf.numel() <= MOST_UPDATED:
             recorded = leaf.detach().clone()
             is_data = self.tracer.references.memory(leaf).maker is None
             start = recorded if is_data else self.tracer.references.of(leaf.detach()).clone()
@@ -486,7 +506,7 @@ class StepResults:
             if self._is_alias(leaf, names):
                 continue
             name, values = names.get(leaf) or self._numbered(leaf), self._names_of(leaf)
-            start = next(iter(contents.values()))
+            start = contents.get((leaf.dtype, leaf.device)) or next(iter(contents.values()))
             entries.append(self._gradient(leaf, name, start))
             if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
                 entries.append(self._result("updated", name, start, values, self._lost(leaf)))
@@ -497,7 +517,8 @@ class StepResults:
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 name = names.get(parameter) or self._numbered(parameter)
-                start = next(iter(self.leaves.get(parameter, {}).values()), [])
+                contents = self.leaves.get(parameter, {})
+                start = contents.get((parameter.dtype, parameter.device)) or next(iter(contents.values()), [])
                 for key, value in state.items():
                     if isinstance(value, Tensor) and sk.rounds(value):
                         values = self._names_of(value)

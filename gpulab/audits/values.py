@@ -61,6 +61,19 @@ class Value:
             value.total = _totals(numbers, value.profiles)
         return value
 
+    @classmethod
+    def as_recorded(cls, tensor: Tensor, stands_in: bool) -> Value:
+        """The value of a tensor without a reference; the recorded numbers may stand in for it."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = cls(sk.name(tensor), list(tensor.shape), dtype, sk.sketch(tensor), exact=not stands_in)
+        if stands_in:
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            wide = torch.float64 if real.device.type in sk.WITH_FLOAT64 else None
+            value.reference = value.sketch
+            norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sk.rounds(real) else math.nan
+            value.total = [float(real.sum(dtype=wide)), norm**2] if sk.rounds(real) else _totals(real.double(), {})
+        return value
+
     @cached_property
     def count(self) -> int:
         """How many numbers it has."""

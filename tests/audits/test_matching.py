@@ -295,11 +295,10 @@ def zeros_or_roundings(zeros):
     return step
 
 
-ZEROS = "a float32 gradient that happens to be zero, where float64 has roundings, counts as another one"
 
 
 @pytest.mark.parametrize(
-    "setting", [pytest.param("cpu", marks=pytest.mark.xfail(strict=True, reason=ZEROS)), "cpu:precision=bfloat16"]
+    "setting", ["cpu", "cpu:precision=bfloat16"]
 )
 def test_zero_gradients_agree_with_those_of_roundings_alone(setting):
     traces = [recorded(zeros_or_roundings(zeros), setting) for zeros in (True, False)]

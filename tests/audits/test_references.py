@@ -439,7 +439,6 @@ def test_references_are_read_again_where_numpy_has_written():
     check(program, exact=False)
 
 
-@pytest.mark.xfail(strict=True, reason="only the part that is looked at first is read again")
 def test_references_of_other_views_are_read_again_where_numpy_has_written():
     """The view that is looked at first is but a part of what was written."""
 

@@ -105,7 +105,6 @@ def test_a_fault_at_or_behind_an_operation_without_float64_is_told(what):
     assert report.comparison.differing
 
 
-@pytest.mark.xfail(strict=True, reason="values with nearly the same sums count as matched where there is no float64")
 @pytest.mark.parametrize(("what", "operation"), [("argument", "waves"), ("result", "mul")])
 def test_a_fault_at_or_behind_an_operation_without_float64_is_told_where_it_is(what, operation):
     first = audited(with_waves_that_differ(what)).findings[0]
@@ -220,17 +219,14 @@ def test_sparse_tensors_are_no_fault(name):
     assert_no_fault(audited(with_a_function(SPARSE[name])))
 
 
-NO_REFERENCE = pytest.mark.xfail(strict=True, reason="numbers of sparse tensors have no reference, and count as exact")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[NO_REFERENCE] * (name in ("with a gradient", "summed"))) for name in SPARSE]
+    "name", SPARSE
 )
 def test_sparse_tensors_of_rounded_numbers_are_no_fault(name):
     assert_no_fault(audited(with_a_function(SPARSE[name]), b=TF32))
 
 
-@pytest.mark.parametrize("b", [B, TF32, pytest.param(BFLOAT16, marks=NO_REFERENCE)])
+@pytest.mark.parametrize("b", [B, TF32, BFLOAT16])
 def test_sparse_gradients_of_an_embedding_are_no_fault(b):
     def step(setting):
         words = nn.Embedding.from_pretrained(X.view(40, 4).to(setting.dtype), freeze=False, sparse=True)
@@ -247,7 +243,6 @@ def test_a_wrong_sparse_product_is_told():
     assert report.faulty
 
 
-@pytest.mark.xfail(strict=True, reason="a flag for convolutions of GPUs counts, under settings of CPUs too")
 def test_a_step_in_float32_on_a_cpu_does_not_count_as_computed_in_a_shorter_format():
     """Or values without reference are compared as if they had been rounded to bfloat16."""
     report = audited(with_a_function(torch.tanh), b="cpu:order=pairwise")
