@@ -237,11 +237,16 @@ class Comparison:
         def have_one_gradient(x: _Leaf, y: _Leaf) -> bool:
             return begin_alike(x, y) and self._all_same(self.values(x.gradient), self.values(y.gradient))
 
+        def end_alike(x: _Leaf, y: _Leaf) -> bool:
+            ends = [self.values(leaf.gradient) + self.values(leaf.updated) for leaf in (x, y)]
+            return bool(x.updated and y.updated) and self._all_same(*ends)
+
         rules: list[Callable[[_Leaf, _Leaf], bool]] = [
             lambda x, y: x.name == y.name and have_one_gradient(x, y),
             have_one_gradient,
             lambda x, y: x.name == y.name and begin_alike(x, y),
             begin_alike,
+            end_alike,
             lambda x, y: x.name == y.name,
         ]
         for rule in rules:

@@ -131,7 +131,8 @@ class Tracer(UncompiledDispatchMode):
         written = [t for t in written_tensors(operation, args, kwargs) if sk.is_plain(t) and t.numel()]
         bases = [base for t in written if (base := base_of(t)) is not None and base.numel() and sk.is_plain(base)]
         written_to = changes or name in WRITES_UNSAID
-        before = map_nested(_copy, (args, kwargs)) if written_to and self.measured else (args, kwargs)
+        copied = lambda: map_nested(_copy, (args, kwargs))  # noqa: E731
+        before = self._with_memory(copied) if written_to and self.measured else (args, kwargs)
         named = named_arguments(operation, args, kwargs)
         arguments = {key: as_json(value) for key, value in named.items()}
         random = _is_random(operation, arguments)
@@ -142,13 +143,15 @@ class Tracer(UncompiledDispatchMode):
         op.inputs = [self.value_of(t) for t in _numeric_tensors(read)]
         op.lanes = _lanes(name, named, op.inputs)
         op.inputs += [value for base in bases if (value := self.value_of(base)) not in op.inputs]
-        self.results.find_leaves(args[1:] if overwritten is not None else args)
+        self._with_memory(lambda: self.results.find_leaves(args[1:] if overwritten is not None else args))
         follows = self.measured and not operation.is_view
         exact = follows and all(map(self._is_exact, find_tensors(read)))
         inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs)) if follows else None
         state = torch.get_rng_state() if random and any(t.dtype in SHORT for t in written) else None
 
-        out = self._run(operation, args, kwargs)
+        out = self._with_memory(lambda: operation(*args, **kwargs))
+        if self.references.is_disabled:
+            inputs = None  # which would hold their memory
 
         for t in written:
             memory = self.references.memory(t)
@@ -193,7 +196,7 @@ class Tracer(UncompiledDispatchMode):
         rounded = [t for t in results if sk.rounds(t)]
         op.nans = self.measured and any(map(_has_nan, rounded))
         if self.measured and not random and not operation.is_view and (rounded or name in DEFINITIONS):
-            self._measure(operation, op, before, written_to, raw_results)
+            self._with_memory(lambda: self._measure(operation, op, before, written_to, raw_results))
         self.operations.append(op)
         self.tell()
         return out
@@ -206,15 +209,16 @@ class Tracer(UncompiledDispatchMode):
             self.references.disable()
             return None
 
-    def _run(self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
-        """The operation; where memory is short, without references from here on."""
+    def _with_memory(self, function: Callable[[], Nested]) -> Nested:
+        """What a function returns; where memory is short, it is called again without references."""
         try:
-            return operation(*args, **kwargs)
+            return function()
         except torch.OutOfMemoryError:
             if self.references.is_disabled:
                 raise
-            self.references.disable()
-        return operation(*args, **kwargs)
+        self.references.disable()
+        torch.cuda.empty_cache()
+        return function()
 
     def _measure(
         self,
@@ -255,7 +259,8 @@ class Tracer(UncompiledDispatchMode):
             key = _key_of(tensor, memory.serial, memory.version)
         value = self._attempt(lambda: self._followed(tensor)) if self.measured and not self.references.is_disabled else None
         name = self.names[key] = str(len(self.values))
-        self.values[name] = value or Value.as_recorded(tensor, stands_in=self.measured)
+        recorded = lambda: Value.as_recorded(tensor, stands_in=self.measured)  # noqa: E731
+        self.values[name] = value or self._with_memory(recorded)
         made_by = maker or memory.maker
         if made_by is not None and made_by is not maker:
             made_by.changed.append(name)  # another view of what an operation wrote before
