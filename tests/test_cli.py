@@ -189,7 +189,6 @@ def test_record_and_audit_of_traces(my_steps, answer, output):
     assert "overwritten" in page
     assert "data:image/png;base64," in page
     for wrong, status, words in (
-        ("audit step-cpu.trace other.trace", 2, "different steps"),
         ("audit step-cpu.trace no.trace", 2, "no.trace: not a trace"),
         ("audit my_steps.py:short cpu cpu:threads=1 cuda", 2, "two traces, or a step and two settings; got my_steps"),
         ("record my_steps.py:step x.trace --setting cuda:77", 1, "cuda:77"),

@@ -51,7 +51,7 @@ def pages(tmp_path_factory):
     traces = []
     for setting in ("cpu", "cpu:threads=1"):
         trace = gl.record(step, setting, progress=False)
-        for op in (*trace.operations, *trace.reference):
+        for op in trace.operations:
             more = {name: getattr(op, name) + HOSTILE for name in ("name", "module", "line", "dtype")}
             vars(op).update(more, arguments={HOSTILE: HOSTILE}, error=op.error and 1e9)
         told = [dict.fromkeys(("operation", "line", "why", "remedy"), HOSTILE)]

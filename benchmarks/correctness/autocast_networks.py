@@ -147,7 +147,9 @@ def audits(seeds: int, devices: list[str]) -> pd.DataFrame:
                 name, step = step_of(seed)
                 plain = f"{device}:tf32=off" if device == "cuda" else device
                 try:
-                    answer = gl.audit(step, plain, f"{plain}{',' if ':' in plain else ':'}autocast={autocast}", progress=False)
+                    answer = gl.audit(
+                        step, plain, f"{plain}{',' if ':' in plain else ':'}autocast={autocast}", progress=False
+                    )
                 except (gl.GpulabError, RuntimeError) as error:
                     rows.append({"network": name, "device": device, "autocast": autocast, "said": f"error: {error}"})
                     continue

@@ -127,7 +127,11 @@ class Attribution:
         # A value that is made again later may lead back to itself.
         is_end = not any(gaps) or self._visits[pair] > MAX_VISITS
         share = 1.0 if is_end else _share_explained(math.hypot(*own), self._apart(pair))
-        parts = _fractions(own) if any(own) else [float(node is not None) / sum(n is not None for n in nodes) for node in nodes]
+        parts = (
+            _fractions(own)
+            if any(own)
+            else [float(node is not None) / sum(n is not None for n in nodes) for node in nodes]
+        )
         for node, part in zip(nodes, parts, strict=True):
             if node is not None:
                 self.kept[node.op] += amount * share * part
@@ -145,7 +149,9 @@ class Attribution:
                 equal = self.comparison.matches.equal.get(value, [])
                 there = [other for other in equal if other_node and other in other_node.inputs]
                 graph = self.comparison.graphs[1 - side]
-                other = min(there or equal, key=lambda v: graph.maker[v].number if v in graph.maker else -1, default=None)
+                other = min(
+                    there or equal, key=lambda v: graph.maker[v].number if v in graph.maker else -1, default=None
+                )
                 pairs[(other, value) if side else (value, other)] = None
         return list(pairs)
 

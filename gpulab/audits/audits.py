@@ -27,7 +27,6 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
 
-
 MAX_ENTRIES = 8  # places, one after the other, at which values that enter from outside of torch differ by roundings
 
 
@@ -55,7 +54,9 @@ class Audit(AnswerPage):
         self.comparison, self.findings = comparison, findings
         self.a, self.b, self.pairs = comparison.a, comparison.b, comparison.pairs
         self.titles, self.passports = (self.a.title, self.b.title), (self.a.passport, self.b.passport)
-        self.step_name = self.a.step if self.a.step == self.b.step else " and ".join(filter(None, (self.a.step, self.b.step)))
+        self.step_name = (
+            self.a.step if self.a.step == self.b.step else " and ".join(filter(None, (self.a.step, self.b.step)))
+        )
 
     @property
     def headline(self) -> str:

@@ -119,7 +119,9 @@ class Comparison:
         self.traces, self.graphs = (a, b), (Graph(a), Graph(b))
         self.from_outside = dict(from_outside)
         self._short = [_is_short(trace) for trace in self.traces]
-        self.uncertain = [graph.following({v for v in graph.trace.values.values() if not v.exact}) for graph in self.graphs]
+        self.uncertain = [
+            graph.following({v for v in graph.trace.values.values() if not v.exact}) for graph in self.graphs
+        ]
         moved = min(1.0, tol.AMPLIFIED * max(self.from_outside.values(), default=0.0))
         self._tolerances = [
             tolerance_of(
@@ -188,7 +190,9 @@ class Comparison:
         self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
     ) -> list[tuple[Operation | None, Operation | None]]:
         """What both sides returned in one place; of two programs, what is left is paired by value."""
-        pairs: list[tuple[Operation | None, Operation | None]] = [(a, second[key]) for key, a in first.items() if key in second]
+        pairs: list[tuple[Operation | None, Operation | None]] = [
+            (a, second[key]) for key, a in first.items() if key in second
+        ]
         left_a = [a for key, a in first.items() if key not in second]
         left_b = [b for key, b in second.items() if key not in first]
         for a in left_a:
@@ -302,7 +306,9 @@ class Comparison:
         """How far the recorded numbers of a result are apart, relative to the first side; NaN for parts."""
         if not (result.a and result.b):
             return math.nan
-        return max((self.gap(x, y) for x, y in zip(self.values(result.a), self.values(result.b), strict=False)), default=0.0)
+        return max(
+            (self.gap(x, y) for x, y in zip(self.values(result.a), self.values(result.b), strict=False)), default=0.0
+        )
 
     def gap(self, x: Value, y: Value) -> float:
         """How far two recorded values are apart, relative to the first, or the second where the first is nothing."""
@@ -476,4 +482,3 @@ def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:
         if op.phase != RESULT and bad & set(op.outputs) and not bad & set(op.inputs):
             return op, True
     return next(op for op in trace.operations if bad & set(op.values)), False
-

@@ -306,7 +306,9 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
         if node.op.name in tol.DECIDES or node.op.name in comparison.traces[side].without_reference:
             return True
         for value in node.outputs:
-            others = [v for v in comparison.graphs[1 - side].values() if v.shape == value.shape and v.dtype == value.dtype]
+            others = [
+                v for v in comparison.graphs[1 - side].values() if v.shape == value.shape and v.dtype == value.dtype
+            ]
             nearest = min((comparison.gap(value, other) for other in others), default=0.0)
             if nearest <= tol.FAR * comparison.tolerance(value):
                 return True
@@ -323,7 +325,9 @@ def _another_function(comparison: Comparison, source: Source, node: Node, gap: f
         apart = "" if math.isnan(gap) else f", {gap:.1e} (relative) apart"
         detail = f"of the same values, {there} computes {described(other)}{apart}"
         if not source.share_inputs:
-            detail = f"what it makes occurs nowhere under {there}, where the first such value is that of {described(other)}"
+            detail = (
+                f"what it makes occurs nowhere under {there}, where the first such value is that of {described(other)}"
+            )
     advice = f"see what {_place_of(op)} does under {title}: {ANOTHER_FUNCTION}"
     return _finding_between(comparison, "mismatch", op, gap, detail + _effect(comparison), advice)
 
@@ -354,7 +358,9 @@ def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
         detail += ", in a forward pass that the backward pass computes again"
         advice = "have checkpointing keep the state of the random numbers: preserve_rng_state=True"
     elif len(devices) == 1:
-        advice = "draw from a torch.Generator that the step seeds, in the same order and of the same shapes on both sides"
+        advice = (
+            "draw from a torch.Generator that the step seeds, in the same order and of the same shapes on both sides"
+        )
     return _finding_between(comparison, "different random numbers", op, gap, detail, advice)
 
 

@@ -100,7 +100,13 @@ class Matches:
             before = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
             depth[value] = 0 if value in self.known else before + (node is None or not node.op.is_view)
             is_loose = self.tolerance(value) > tol.SHARP_ENOUGH
-            if is_loose or value in self.known or depth[value] > REACH or value.tells_little or value.count < FEWEST_OF_A_PART:
+            if (
+                is_loose
+                or value in self.known
+                or depth[value] > REACH
+                or value.tells_little
+                or value.count < FEWEST_OF_A_PART
+            ):
                 continue
             if is_part(value, others, self.tolerance) or is_covered(value, others, self.tolerance):
                 found.add(value)

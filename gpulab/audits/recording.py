@@ -132,7 +132,11 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer, guar
     # Torch runs a model as it is written where it is watched.
     compiled = any(map(is_compiled, watcher.results.used_modules()))
     unguarded = "torch.func forbids hooks for saved tensors: overwritten memory was not looked for"
-    about = {"guard": unguarded * (not guarded), "loss": getattr(run, "loss_taken", ""), "compiled": "not compiled" * compiled}
+    about = {
+        "guard": unguarded * (not guarded),
+        "loss": getattr(run, "loss_taken", ""),
+        "compiled": "not compiled" * compiled,
+    }
     notes = {name: words for name, words in about.items() if words}
     return Trace(
         str(setting),

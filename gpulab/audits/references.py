@@ -12,7 +12,7 @@ PLDI) do it for each floating-point instruction, done here for each operation on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -232,7 +232,7 @@ class References:
             return () if made is None else made  # operations on lists return nothing
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # no kernel for float64, or a check of torch's own
+        except Exception as error:  # no kernel for float64, or a check of torch's own
             self.failures.setdefault(name, next(iter(str(error).splitlines()), type(error).__name__))
             return None
 

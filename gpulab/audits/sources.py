@@ -94,7 +94,11 @@ class Side:
         for node in self.graph.nodes:
             if not node.op.random and (not node.inputs or node.op.name.endswith("_like")):
                 sure.update(value for value in node.outputs if value.is_whole)
-        final = {value for result in self.comparison.results for value in self.comparison.values((result.a, result.b)[self.side])}
+        final = {
+            value
+            for result in self.comparison.results
+            for value in self.comparison.values((result.a, result.b)[self.side])
+        }
         for node in reversed(self.graph.nodes):
             if node.op.random or node.op.name in READ_SHAPES or node.op.name in FORGET_SIZE:
                 continue
@@ -132,9 +136,7 @@ class Side:
         return [
             value
             for place, value in enumerate(node.inputs)
-            if place != position
-            and value not in self.foreign
-            and not (node.op.name in SELECT and made < value.count)
+            if place != position and value not in self.foreign and not (node.op.name in SELECT and made < value.count)
         ]
 
     def sources(self, differing: Sequence[Value]) -> tuple[list[Node], list[tuple[Value, Node | None]]]:
@@ -273,7 +275,9 @@ def from_outside(comparison: Comparison, sources: Sequence[Source]) -> dict[Valu
                 found |= {x: gap, y: gap}
         elif source.a and source.b and (_differ_by_rounded_numbers(source.a, source.b) or _differ_by_repeating(source)):
             pairs = list(zip(source.a.outputs, source.b.outputs, strict=False))
-            gap = max((finite_distance(w.reference, v.reference) for v, w in pairs if v.reference is not None), default=0.0)
+            gap = max(
+                (finite_distance(w.reference, v.reference) for v, w in pairs if v.reference is not None), default=0.0
+            )
             found |= dict.fromkeys((*source.a.outputs, *source.b.outputs), gap)
     return found
 
@@ -311,5 +315,3 @@ def _differ_by_rounded_numbers(a: Node, b: Node) -> bool:
     return bool(pairs) and all(
         isinstance(x, float) and isinstance(y, float) and abs(x - y) <= tol.FROM_OUTSIDE * abs(x) for x, y in pairs
     )
-
-

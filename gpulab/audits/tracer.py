@@ -257,7 +257,9 @@ class Tracer(UncompiledDispatchMode):
                 return name
             self.references.reread(tensor)  # NumPy, or another library, has written to it
             key = _key_of(tensor, memory.serial, memory.version)
-        value = self._attempt(lambda: self._followed(tensor)) if self.measured and not self.references.is_disabled else None
+        value = (
+            self._attempt(lambda: self._followed(tensor)) if self.measured and not self.references.is_disabled else None
+        )
         name = self.names[key] = str(len(self.values))
         recorded = lambda: Value.as_recorded(tensor, stands_in=self.measured)  # noqa: E731
         self.values[name] = value or self._with_memory(recorded)
@@ -269,7 +271,11 @@ class Tracer(UncompiledDispatchMode):
     def _followed(self, tensor: Tensor) -> Value | None:
         """The value of a tensor with its reference; None where that has another shape."""
         reference = self.references.of(tensor)
-        return Value.of(tensor, reference, self.references.memory(tensor).exact) if reference.shape == tensor.shape else None
+        return (
+            Value.of(tensor, reference, self.references.memory(tensor).exact)
+            if reference.shape == tensor.shape
+            else None
+        )
 
     def _is_exact(self, tensor: Tensor) -> bool:
         """Whether a tensor's reference was computed in float64 all the way; of another layout, whether it is data."""
@@ -481,7 +487,11 @@ class StepResults:
         pairs = [(values[x], values[y]) for x, y in zip(before, after, strict=True) if x != y]
         return any(
             x.content != y.content
-            or (x.reference is not None and y.reference is not None and not np.array_equal(x.reference, y.reference, True))
+            or (
+                x.reference is not None
+                and y.reference is not None
+                and not np.array_equal(x.reference, y.reference, True)
+            )
             for x, y in pairs
         )
 

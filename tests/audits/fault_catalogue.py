@@ -352,7 +352,8 @@ def data_faults() -> Iterator[Fault]:
         reversed_ = Case(network, batch=with_b(lambda x, y: (x, torch.from_numpy(y.numpy()[::-1].copy()))))
         yield Fault("data", f"reversed labels in {network}", reversed_, ("nll_loss",), ("mismatch", "other data"))
     other_words = with_b(lambda x, y: (torch.from_numpy(np.where(x.numpy() == 3, 4, x.numpy())), y))
-    yield Fault("data", "one word for another", Case("attention", batch=other_words), ("embedding",), ("mismatch", "other data"))
+    other = Case("attention", batch=other_words)
+    yield Fault("data", "one word for another", other, ("embedding",), ("mismatch", "other data"))
 
 
 def state_faults() -> Iterator[Fault]:

@@ -295,11 +295,7 @@ def zeros_or_roundings(zeros):
     return step
 
 
-
-
-@pytest.mark.parametrize(
-    "setting", ["cpu", "cpu:precision=bfloat16"]
-)
+@pytest.mark.parametrize("setting", ["cpu", "cpu:precision=bfloat16"])
 def test_zero_gradients_agree_with_those_of_roundings_alone(setting):
     traces = [recorded(zeros_or_roundings(zeros), setting) for zeros in (True, False)]
     (gradient,) = (result for result in Comparison(*traces).results if result.group == "gradient")

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from fault_catalogue import faults
-from fault_sweep import examined, right_steps, sweep
+from fault_sweep import right_steps, sweep
 from faulty_kernels import under_b
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

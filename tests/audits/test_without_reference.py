@@ -219,9 +219,7 @@ def test_sparse_tensors_are_no_fault(name):
     assert_no_fault(audited(with_a_function(SPARSE[name])))
 
 
-@pytest.mark.parametrize(
-    "name", SPARSE
-)
+@pytest.mark.parametrize("name", SPARSE)
 def test_sparse_tensors_of_rounded_numbers_are_no_fault(name):
     assert_no_fault(audited(with_a_function(SPARSE[name]), b=TF32))
 
