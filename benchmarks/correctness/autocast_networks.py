@@ -2,9 +2,9 @@
 
     python benchmarks/correctness/autocast_networks.py --write benchmarks/results/autocast.md
 
-Each network is drawn from a seed: its kind, its widths, its activations, whether an optimizer updates it. Each is audited
-in float32 against autocast in bfloat16 and in float16, on the CPU and, where there is one, on a GPU. An expert expects
-reduced precision of all of them.
+Each network is drawn from a seed: its kind, its widths, its activations, whether an optimizer updates it. Each is
+audited in float32 against autocast in bfloat16 and in float16, on the CPU and, where there is one, on a GPU. An expert
+expects reduced precision of all of them.
 """
 
 from __future__ import annotations

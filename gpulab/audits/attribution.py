@@ -165,7 +165,7 @@ class Attribution:
         return value.deviation
 
     def _own_error(self, node: Node) -> float:
-        """An operation's own error; where it was not measured, by how much its result is further off than its inputs."""
+        """An operation's own error; if it was not measured, how much further off its result is than its inputs."""
         error = _own_error(node.op)
         if error or node.op.error is not None or node.op.is_view:
             return error
@@ -245,12 +245,12 @@ def _rounded_data(comparison: Comparison, attribution: Attribution) -> list[Find
             continue
         op, trace = user.op, comparison.traces[side]
         detail = (
-            f"was given data or weights that are {value.deviation:.1e} (relative) from those in float32, as rounding them "
-            f"to {value.dtype} makes it"
+            f"was given data or weights that are {value.deviation:.1e} (relative) from those in float32, as rounding "
+            f"them to {value.dtype} makes it"
         )
         advice = (
-            f"keep what {op.module or op.line or 'the step'} is given in float32 if it was meant to be: it is a parameter "
-            "or buffer, or in the batch"
+            f"keep what {op.module or op.line or 'the step'} is given in float32 if it was meant to be: it is a "
+            "parameter or buffer, or in the batch"
         )
         share = amount / attribution.total
         before = found.get((trace.title, op.module))
@@ -270,9 +270,11 @@ def _with_conversions(comparison: Comparison, findings: Sequence[Finding]) -> li
     by_op = {finding.op: place for place, finding in enumerate(findings) if finding.kind == "reduced precision"}
     shares = [finding.share for finding in findings]
     for place, finding in enumerate(findings):
-        is_conversion = finding.op is not None and finding.op.name == "_to_copy" and finding.op.dtype in tol.SHORT
-        if finding.kind == "reduced precision" and is_conversion and finding.share > 0:
-            user = _user_of(comparison, finding.op)
+        op = finding.op
+        if op is None or op.name != "_to_copy" or op.dtype not in tol.SHORT:
+            continue
+        if finding.kind == "reduced precision" and finding.share > 0:
+            user = _user_of(comparison, op)
             other = by_op.get(user) if user is not None else None
             if other is not None and findings[other].setting == finding.setting:
                 shares[other] = np.nansum([shares[other], shares[place]])

@@ -15,7 +15,7 @@ import pandas as pd
 from gpulab import report
 from gpulab.audits import tolerances as tol
 from gpulab.audits.attribution import ranked
-from gpulab.audits.comparison import Comparison
+from gpulab.audits.comparison import Comparison, Result
 from gpulab.audits.compiled import CompiledAudit, audit_compiled
 from gpulab.audits.diagnosis import diagnose, skips_updates
 from gpulab.audits.findings import KINDS, Finding, described, named
@@ -118,7 +118,8 @@ def _sizes(comparison: Comparison) -> list[str]:
     """How far the loss and the furthest gradient are apart, and how far float32's roundings alone lead."""
     both = [result for result in comparison.results if result.a and result.b]
     apart = {result: comparison.apart(result) for result in both}
-    phrases, chosen = [], []
+    phrases: list[tuple[str, float]] = []
+    chosen: list[Result] = []
     for group in ("loss", "gradient", "updated"):
         of_group = [result for result in both if result.group == group and math.isfinite(apart[result])]
         # A gradient that is nothing but roundings has no size to compare with.
@@ -161,7 +162,8 @@ def _extent(answer: Audit) -> list[str]:
     of_results = f"all {len(results)} results" if agree == len(results) else f"{agree} of {len(results)} results"
     sentences = [
         f"{of_results.capitalize() if agree == len(results) else of_results} agree in float64; "
-        f"{len(operations) - alone} operations make the same values{unpaired}, and {checked} were checked against float64."
+        f"{len(operations) - alone} operations make the same values{unpaired}, and {checked} were checked against "
+        "float64."
     ]
     if comparison.unpaired:
         names = [described(result.one) for result in comparison.unpaired]
@@ -169,8 +171,8 @@ def _extent(answer: Audit) -> list[str]:
         sentences.append(f"{len(names)} results have no counterpart and were not compared: {listed}.")
     if comparison.from_outside:
         sentences.append(
-            "Values that enter from outside of torch, such as from NumPy, or from an operation that does not repeat itself, "
-            "differ by roundings: what follows from them was compared less sharply."
+            "Values from outside of torch, such as NumPy, or from an operation that does not repeat itself, differ "
+            "by roundings, so that what follows from them was compared with a wider tolerance."
         )
     missing = {name: why for trace in comparison.traces for name, why in trace.without_reference.items()}
     if missing:
@@ -322,7 +324,8 @@ def audit(
     second.check()
     if first.compile or second.compile:
         return audit_compiled(step, first, second, progress)
-    return compare(*_named_apart(*(record(step, one, progress=progress) for one in (a, b))))
+    trace_a, trace_b = (record(step, one, progress=progress) for one in (a, b))
+    return compare(*_named_apart(trace_a, trace_b))
 
 
 def _audit_two_steps(step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool) -> Audit:
@@ -331,7 +334,7 @@ def _audit_two_steps(step_a: object, step_b: object, rest: object, setting: str 
         raise UsageError('audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")')
     for step in (step_a, step_b):
         check_step(step)
-    traces = [record(step, setting, progress=progress) for step in (step_a, step_b)]
+    traces = [record(step, setting, progress=progress) for step in (step_a, step_b) if callable(step)]
     names = [trace.step for trace in traces]
     names = names if names[0] != names[1] else ["first", "second"]
     labelled = [replace(t, label=f"{t.title} ({name})", step=name) for t, name in zip(traces, names, strict=True)]
@@ -351,6 +354,6 @@ def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Tr
     if a.title != b.title:
         return [a, b]
     steps = a.step, b.step
-    names = steps if all(steps) and steps[0] != steps[1] else ("first", "second")
+    names: Sequence[str] = steps if all(steps) and steps[0] != steps[1] else ("first", "second")
     names = files if all(files) and files[0] != files[1] else names
     return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]

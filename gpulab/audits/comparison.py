@@ -177,7 +177,7 @@ class Comparison:
         results = [self._result(a, b) for a, b in self._paired_returns(*returned)]
         leaves = [_leaves(trace, ops) for trace, ops in zip(self.traces, of_both, strict=True)]
         pairs = self._paired_leaves(*([leaf for leaf in of_side if not leaf.state] for of_side in leaves))
-        for x, y in [*pairs, *_paired_states(*leaves, pairs)]:
+        for x, y in [*pairs, *_paired_states(leaves[0], leaves[1], pairs)]:
             gradients = (x.gradient if x else None, y.gradient if y else None)
             updates = (x.updated if x else None, y.updated if y else None)
             if any(gradients):

@@ -1,9 +1,9 @@
 """What two executions of a step say about each other: one function for each kind of finding.
 
 Where the results agree in float64, each execution is judged by itself: its own errors, number formats, updates that are
-lost, NaN and infinity. Where they differ, the findings are the sources: the first values that the executions do not have
-in common. Each function names a case of `benchmarks/correctness/public_cases.py` that it is for, a question that people
-asked in public, or a fault of `tests/audits/fault_catalogue.py`.
+lost, NaN and infinity. Where they differ, the findings are the sources: the first values that the executions do not
+have in common. Each function names a case of `benchmarks/correctness/public_cases.py` that it is for, a question that
+people asked in public, or a fault of `tests/audits/fault_catalogue.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpulab.audits.findings import ADVICE, Finding, described, named
 from gpulab.audits.graphs import Node
 from gpulab.audits.rounding import FLUSHED
 from gpulab.audits.sources import Source
-from gpulab.audits.traces import RESULT, Operation, Trace
+from gpulab.audits.traces import RESULT, Json, Operation, Trace
 from gpulab.audits.twins import DEFINITIONS
 from gpulab.settings import Setting
 
@@ -33,8 +33,8 @@ GIVEN_OTHER_VALUES = (
     "with the same weights and the same optimizer"
 )
 KEEP_UPDATES = (
-    "keep the weights in float32 and cast them for the forward pass, as autocast does, or round updates stochastically: "
-    "a number of {dtype} cannot hold a change of less than about {unit:.0e} of it"
+    "keep the weights in float32 and cast them for the forward pass, as autocast does, or round updates "
+    "stochastically: a number of {dtype} cannot hold a change of less than about {unit:.0e} of it"
 )
 COUNTED = "make it in torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
 UPDATE_LOST = "update lost"
@@ -250,31 +250,45 @@ def _of_data(comparison: Comparison, source: Source) -> Finding:
 
 def _of_operations(comparison: Comparison, source: Source) -> Finding:
     """Operations that make of the same values what the other side has not."""
-    node = source.nodes[0]
-    a, b = (source.a.op if source.a else None), (source.b.op if source.b else None)
-    alike = a is not None and b is not None and kernel(a) == kernel(b)
-    arguments = differing_arguments(a, b) if alike else {}
     gap = _gap_of(comparison, source)
-    if arguments:
-        here, there = (", ".join(f"{name}={both[side]!r}" for name, both in arguments.items()) for side in (1, 0))
-        line = f", at {a.line}" if a.line != b.line else ""
-        detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}{_effect(comparison)}"
-        if all(_is_of_format(x, a.dtype) and _is_of_format(y, b.dtype) for x, y in arguments.values()):
-            short = b if b.dtype in tol.SHORT else a
-            detail += "; both are properties of the number formats"
-            advice = f"take the number from torch.float32 if it counts, and not from {short.dtype}"
-            return _finding_between(comparison, "reduced precision", short, gap, detail, advice)
-        advice = f"see why {_place_of(b)} calls it with other arguments under {comparison.trace_of(b).title}: "
-        return _finding_between(comparison, "mismatch", b, gap, detail, advice + ANOTHER_FUNCTION)
-    drawn = next((n.op for n in source.nodes if n.op.random), None)
+    a, b = (node.op if node else None for node in (source.a, source.b))
+    are_alike = a is not None and b is not None and kernel(a) == kernel(b)
+    if a is not None and b is not None and are_alike and (arguments := differing_arguments(a, b)):
+        return _of_arguments(comparison, (a, b), arguments, gap)
+    drawn = next((node.op for node in source.nodes if node.op.random), None)
     if drawn is not None:
         return _other_draw(comparison, drawn, gap)
-    if alike and a.name in DEFINITIONS and all(op.ratio is None or op.ratio <= 1 for op in (a, b)):
+    if a is not None and b is not None and are_alike and a.name in DEFINITIONS and _are_right(a, b):
         detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
         return _finding_between(comparison, "another valid answer", b, gap, detail)
     if _is_uncertain(comparison, source):
         return _cannot_be_told(comparison, source, gap)
-    return _another_function(comparison, source, node, gap)
+    return _another_function(comparison, source, source.nodes[0], gap)
+
+
+def _are_right(*operations: Operation) -> bool:
+    """Whether no operation is further from float64 than rounding explains."""
+    return all(op.ratio is None or op.ratio <= 1 for op in operations)
+
+
+def _of_arguments(
+    comparison: Comparison,
+    operations: tuple[Operation, Operation],
+    arguments: dict[str, tuple[Json, Json]],
+    gap: float,
+) -> Finding:
+    """An operation that is called with other arguments (the faults "exact gelu", "momentum")."""
+    a, b = operations
+    here, there = (", ".join(f"{name}={both[side]!r}" for name, both in arguments.items()) for side in (1, 0))
+    line = f", at {a.line}" if a.line != b.line else ""
+    detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}{_effect(comparison)}"
+    if all(_is_of_format(x, a.dtype) and _is_of_format(y, b.dtype) for x, y in arguments.values()):
+        short = b if b.dtype in tol.SHORT else a
+        detail += "; both are properties of the number formats"
+        advice = f"take the number from torch.float32 if it counts, and not from {short.dtype}"
+        return _finding_between(comparison, "reduced precision", short, gap, detail, advice)
+    advice = f"see why {_place_of(b)} calls it with other arguments under {comparison.trace_of(b).title}: "
+    return _finding_between(comparison, "mismatch", b, gap, detail, advice + ANOTHER_FUNCTION)
 
 
 def _is_of_format(number: object, dtype: str) -> bool:
@@ -336,8 +350,9 @@ def _cannot_be_told(comparison: Comparison, source: Source, gap: float) -> Findi
     """An operation without a float64 reference makes something else."""
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
-    same_kernel = source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
-    if same_kernel and not any(is_infinite(value.sketch) for value in source.a.inputs):
+    one_kernel = source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
+    given = [value for node in source.nodes for value in node.inputs]
+    if one_kernel and not any(is_infinite(value.sketch) for value in given):
         bound = tol.ROOM * sum(n.op.loosest or n.op.bound or 0.0 for n in source.nodes)
         allowed = max(bound, tol.INEXACT[any(map(comparison.is_short, (0, 1)))])
         if gap > allowed and op.name not in tol.DECIDES:
@@ -372,12 +387,12 @@ def _cause_not_found(comparison: Comparison, differing: Sequence[Result]) -> Fin
     op = next((node.op for node in makers if node), result.one)
     if any(not value.exact for value in comparison.values(result.one)):
         why = next(iter(comparison.trace_of(result.one).without_reference.values()), "")
-        detail = f"{described(result.one)} has no exact float64 reference{f' ({why})' * bool(why)}, and the recorded numbers "
-        detail += f"are {comparison.apart(result):.1e} (relative) apart"
+        detail = f"{described(result.one)} has no exact float64 reference{f' ({why})' * bool(why)}, and the recorded "
+        detail += f"numbers are {comparison.apart(result):.1e} (relative) apart"
         return _finding_between(comparison, "cannot be told", op, result.gap, detail)
     detail = (
-        f"{described(result.one)} is {result.gap:.1e} (relative) apart in float64, and every value that leads to it occurs "
-        "on both sides: one of them is left out, or used for something else, under one setting"
+        f"{described(result.one)} is {result.gap:.1e} (relative) apart in float64, and every value that leads to it "
+        "occurs on both sides: one of them is left out, or used for something else, under one setting"
     )
     return _finding_between(comparison, "cause not found", op, result.gap, detail)
 
@@ -446,7 +461,8 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
     if op.dtype in tol.SHORT and setting.autocast == op.dtype:
-        return f"{setting} asks for it; torch.autocast({setting.kind!r}, enabled=False) around this line keeps it in float32"
+        keep = f"torch.autocast({setting.kind!r}, enabled=False)"
+        return f"{setting} asks for it; {keep} around this line keeps it in float32"
     if op.dtype in tol.SHORT and setting.precision == op.dtype:
         return f"{setting} asks for it; .float() before this line keeps it in float32 if it counts"
     if op.dtype in tol.SHORT:

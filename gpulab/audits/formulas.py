@@ -17,7 +17,7 @@ from torch import Tensor
 from gpulab._torch_internals import Nested
 
 Arguments = dict[str, Nested]
-Results = tuple[Tensor | list[Tensor] | None, ...]
+Results = tuple[Nested, ...]
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def _summed(gradient: Tensor, like: Tensor) -> Tensor:
 _LSTM = 2  # torch's number of the kind of recurrent network
 
 
-def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Tensor, ...]]:
+def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...]]:
     """For each time, in the order of computation: the time, the state before, the gates, the cell and the hidden state.
 
     One layer in one direction: the kernel is called for each direction by itself.
@@ -154,7 +154,7 @@ def _lstm_layer_backward(arguments: Arguments) -> Results:
 
 # --- cuDNN's recurrent layers -------------------------------------------------------------------------------------
 
-_LAYERS = {0: torch.rnn_relu, 1: torch.rnn_tanh, 2: torch.lstm, 3: torch.gru}
+_LAYERS: dict[int, Callable[..., Nested]] = {0: torch.rnn_relu, 1: torch.rnn_tanh, 2: torch.lstm, 3: torch.gru}
 
 
 def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -184,7 +184,7 @@ def _leaves_of(arguments: Arguments) -> list[Tensor]:
     return [t.detach().cpu().clone() for t in (arguments["input"], *states, *arguments["weight"])]
 
 
-def _outside_of_dispatch(function: Callable[[], Results]) -> Results:
+def _outside_of_dispatch(function: Callable[[], Nested]) -> Nested:
     """What a function returns in a thread of its own, where autograd works as usual.
 
     It computes on the CPU alone, because the thread that waits may be the one that serves autograd on a GPU.
@@ -205,7 +205,7 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Results:
     device, has_cell = arguments["input"].device, arguments["cx"] is not None
     wanted = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
 
-    def differentiate() -> Results:
+    def differentiate() -> Nested:
         leaves = [leaf.requires_grad_() for leaf in _leaves_of(arguments)]
         made = _recurrent(arguments, leaves)
         pairs = [(t, g.detach().cpu()) for t, g in zip(made, wanted, strict=False) if g is not None]

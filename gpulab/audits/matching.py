@@ -131,7 +131,9 @@ class _Table:
             bounds = np.stack([allowed, 2 * allowed * np.maximum(1.0, allowed)], 1) * scale + 1e-300
             close = np.abs(self.totals - np.array(value.total)) <= bounds
         are_finite, is_finite = np.isfinite(self.totals).all(1), np.isfinite(value.total).all()
-        return [self.values[place] for place in np.flatnonzero(close.all(1) & are_finite if is_finite else ~are_finite)]
+        return [
+            self.values[int(place)] for place in np.flatnonzero(close.all(1) & are_finite if is_finite else ~are_finite)
+        ]
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:

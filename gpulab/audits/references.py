@@ -2,8 +2,8 @@
 
 Every operation of the step is repeated on these copies, with the same random numbers and along the same branches of the
 program. So each value has a reference of its own, by construction: no second program has to be run in float64, and
-nothing has to be paired. An operation that has no kernel for float64, and no formula here, leaves its recorded result as
-the reference, which is then marked as not exact; so is all that follows from it.
+nothing has to be paired. An operation that has no kernel for float64, and no formula here, leaves its recorded result
+as the reference, which is then marked as not exact; so is all that follows from it.
 
 This is shadow-value analysis, as Fpdebug (Benz, Hildebrandt, Hack 2012, PLDI) and Herbgrind (Sanchez-Stern et al. 2018,
 PLDI) do it for each floating-point instruction, done here for each operation on tensors.
@@ -30,6 +30,7 @@ from gpulab._torch_internals import (
 )
 from gpulab.audits import count_sketch as sk
 from gpulab.audits.formulas import FORMULAS
+from gpulab.audits.traces import Operation
 
 SHORT = (torch.float16, torch.bfloat16)
 SWEEP = 64  # new storages after which those that are gone are forgotten
@@ -54,7 +55,8 @@ class Memory:
         self.weak_reference, self.serial = StorageWeakRef(storage), serial
         self.numbers: Tensor | None = None
         self.stand_in: Tensor | None = None
-        self.version, self.maker, self.exact = 0, None, True
+        self.version, self.exact = 0, True
+        self.maker: Operation | None = None
 
 
 class References:

@@ -19,8 +19,8 @@ from gpulab.audits.values import Value, finite_distance
 
 # Operations that read of an input nothing but its shape, or where its numbers lie. What they make says nothing of it.
 _READ_SHAPES = """
-    empty_like eq full_like ge gt isfinite isinf isnan le lt ne new_full new_ones new_zeros ones_like rand_like randn_like
-    zeros_like
+    empty_like eq full_like ge gt isfinite isinf isnan le lt ne new_full new_ones new_zeros ones_like rand_like
+    randn_like zeros_like
 """
 READ_SHAPES = frozenset(_READ_SHAPES.split())
 # Inputs, by position, of which an operation reads nothing but the shape.
@@ -161,7 +161,7 @@ class Side:
 
 
 def find_sources(comparison: Comparison) -> list[Source]:
-    """Where the executions begin to differ: data first, then random numbers, then operations in the order they ran in."""
+    """Where the executions begin to differ: data first, then random numbers, then operations in order."""
     comparison.matches.match_parts()
     sides = [Side(comparison, side) for side in (0, 1)]
     differing: list[list[Value]] = [[], []]
@@ -275,9 +275,12 @@ def from_outside(comparison: Comparison, sources: Sequence[Source]) -> dict[Valu
                 found |= {x: gap, y: gap}
         elif source.a and source.b and (_differ_by_rounded_numbers(source.a, source.b) or _differ_by_repeating(source)):
             pairs = list(zip(source.a.outputs, source.b.outputs, strict=False))
-            gap = max(
-                (finite_distance(w.reference, v.reference) for v, w in pairs if v.reference is not None), default=0.0
-            )
+            gaps = [
+                finite_distance(w.reference, v.reference)
+                for v, w in pairs
+                if v.reference is not None and w.reference is not None
+            ]
+            gap = max(gaps, default=0.0)
             found |= dict.fromkeys((*source.a.outputs, *source.b.outputs), gap)
     return found
 

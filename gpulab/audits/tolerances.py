@@ -26,8 +26,8 @@ CANCELLED = 1e-12  # what is left of a sum in float64 whose terms cancel, relati
 NOTHING_BUT_ROUNDING = 1e3  # a value that is so many times its reference consists of roundings
 INEXACT = 2.0**-12, 2.0**-6  # how far two values may be apart without a float64 reference: in float32, and in less
 FAR = 16.0  # how many times as far as that two values without a reference are apart to be called different
-# Data that two executions computed outside of torch, such as by NumPy, may be so far apart; and where values before them
-# were rounded to a short format, so many times as far as these are off, up to a limit.
+# Data that two executions computed outside of torch, such as by NumPy, may be so far apart; and where values before
+# them were rounded to a short format, so many times as far as these are off, up to a limit.
 FROM_OUTSIDE = 2.0**-17
 OUTSIDE_BY_ROUNDING, MOST_FROM_OUTSIDE = 4.0, 2.0**-5
 AMPLIFIED = 1024.0  # how many times as far as what entered from outside values that follow from it may be apart

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -163,7 +164,7 @@ class Tracer(UncompiledDispatchMode):
             longer = drawn_again(operation, written[0], args, kwargs, state) if state is not None else None
             followed = made is not None and not random and name not in AS_RECORDED
             for t in written:
-                self._attempt(lambda t=t: self.references.note_write(t, exact and made is not None, followed, longer))
+                self._attempt(partial(self.references.note_write, t, exact and made is not None, followed, longer))
         new: set[int] = set()  # storages; some kernels return views of one
         for t, reference in _paired(out, made):
             storage = storage_identity(t.untyped_storage()) if sk.is_plain(t) else None
@@ -172,19 +173,19 @@ class Tracer(UncompiledDispatchMode):
                     is_note = made is not None and (not sk.rounds(t) or name in AS_RECORDED)
                     is_exact = exact and (reference is not None or is_note)
                     content, again = t if reference is None else reference, storage in new
-                    self._attempt(lambda: self.references.keep(t, content, is_exact, again))  # noqa: B023
+                    self._attempt(partial(self.references.keep, t, content, is_exact, again))
                 self.references.memory(t).maker = op
                 new.add(storage)
         for t in find_tensors(out):
-            is_copy = name in COPIES and t.dtype == given[0].dtype and self._is_exact(given[0])
+            is_copy = bool(given) and name in COPIES and t.dtype == given[0].dtype and self._is_exact(given[0])
             if follows and not sk.is_plain(t) and not is_copy:  # the references of sparse tensors are not followed
                 for memory in map(self.references.memory, sk.tensors(t)):
                     memory.exact, memory.maker = False, op
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
             self.numbers_read[out] = op.inputs[0]
-            reference = self.values[op.inputs[0]].reference
-            if reference is not None and not _is_plain_number(out):
-                self.references.read_numbers[out] = float(reference[0])
+            number = self.values[op.inputs[0]].reference
+            if number is not None and not _is_plain_number(out):
+                self.references.read_numbers[out] = float(number[0])
         raw_results = returned_or_written(operation, args, out)
         results = _results(operation, raw_results)
         if not results:
@@ -469,7 +470,7 @@ class StepResults:
 
     @own_work
     def _lost(self, leaf: Tensor) -> dict[str, int]:
-        """How many numbers of a leaf the reference updated, and how many of these the recorded update left as before."""
+        """How many numbers of a leaf change in the reference, and how many of these kept their recorded bits."""
         if leaf not in self.starts or self.tracer.references.is_disabled:
             return {}
         recorded, start = self.starts[leaf]
@@ -561,7 +562,8 @@ class StepResults:
         Some optimizers write to gradients. Where it was removed, it is as the backward pass left it.
         """
         final = [] if leaf.grad is None else self._names_of(leaf.grad)
-        is_left = any(value.sketch.any() or not value.is_rounding_alone for value in map(self.tracer.values.get, final))
+        values = [self.tracer.values[name] for name in final]
+        is_left = any(value.sketch.any() or not value.is_rounding_alone for value in values)
         accumulated = self.gradients.get(leaf, [])
         return self._result("gradient", name, start, self.stepped.get(leaf) or (final if is_left else accumulated))
 

@@ -62,9 +62,9 @@ class Operation(Accuracy):
     returned a view of what it was given.
 
     In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`. The inputs
-    of the last two are the values that the parameter began with. A gradient is what an
-    optimizer was given last; without one, what is there in the end. `arguments` of an update say how many of its numbers
-    the float64 reference `moved`, and how many of these the update `lost`: they kept their bits; or which `state` of an optimizer it is.
+    of the last two are the values that the parameter began with. A gradient is what an optimizer was given last;
+    without one, what is there in the end. The `arguments` of an update say how many of its numbers the float64 reference
+    `moved`, and how many of these the update `lost`, which kept their bits; or which `state` of an optimizer it is.
     """
 
     name: str

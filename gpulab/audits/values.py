@@ -134,10 +134,10 @@ def _profiles(numbers: Tensor) -> dict[int, Array]:
         return {}
     dims = range(numbers.dim())
     wanted = [dim for dim in dims if 2 <= numbers.shape[dim] <= MAX_PROFILE]
-    # The first and the last dimensions are each summed out once, so that the data are read twice and not once a profile.
+    # The first and the last dimensions are each summed out once, so that the data are not read once for each profile.
     middle = (numbers.dim() + 1) // 2
     halves = [list(dims[:middle]), list(dims[middle:])]
-    profiles = {}
+    profiles: dict[int, list[Tensor]] = {}
     for power in (numbers, numbers * numbers):
         for half, others in (halves, halves[::-1]):
             mine = [dim for dim in half if dim in wanted]
