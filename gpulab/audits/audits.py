@@ -159,16 +159,17 @@ def _extent(answer: Audit) -> list[str]:
     unpaired = f" ({alone} more have no counterpart)" if alone else ""
     checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
     agree = sum(result.agrees for result in results)
-    of_results = f"all {len(results)} results" if agree == len(results) else f"{agree} of {len(results)} results"
+    count = len(operations) - alone
+    counted = "1 operation makes" if count == 1 else f"{count} operations make"
     sentences = [
-        f"{of_results.capitalize() if agree == len(results) else of_results} agree in float64; "
-        f"{len(operations) - alone} operations make the same values{unpaired}, and {checked} were checked against "
-        "float64."
+        f"{_agreement(agree, len(results))} in float64; {counted} the same "
+        f"values{unpaired}, and {checked} were checked against float64."
     ]
     if comparison.unpaired:
         names = [described(result.one) for result in comparison.unpaired]
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        sentences.append(f"{len(names)} results have no counterpart and were not compared: {listed}.")
+        have = "results have" if len(names) > 1 else "result has"
+        sentences.append(f"{len(names)} {have} no counterpart to be compared with: {listed}.")
     if comparison.from_outside:
         sentences.append(
             "Values from outside of torch, such as NumPy, or from an operation that does not repeat itself, differ "
@@ -186,6 +187,17 @@ def _extent(answer: Audit) -> list[str]:
     elif not any(result.group != "loss" for result in comparison.results):
         sentences.append("It left no gradient and updated nothing: only what it returned was compared.")
     return sentences
+
+
+def _agreement(agree: int, count: int) -> str:
+    """How many results agree, as the beginning of a sentence.
+
+    >>> [_agreement(*both) for both in ((1, 1), (0, 1), (3, 3), (2, 3))]
+    ['The only result agrees', 'The only result does not agree', 'All 3 results agree', '2 of 3 results agree']
+    """
+    if count == 1:
+        return "The only result agrees" if agree else "The only result does not agree"
+    return f"All {count} results agree" if agree == count else f"{agree} of {count} results agree"
 
 
 def compare(a: Trace, b: Trace) -> Audit:
