@@ -31,7 +31,7 @@ def own(seed):
 CALLS = {
     gl.load: {"name": "walk", "frames": 20, "size": (24, 32), "speed": 1.0},
     gl.audit: {"step": STEP, "a": "cpu", "b": "cpu:threads=1"},
-    gl.record: {"step": STEP, "setting": "cpu", "on": "cpu"},
+    gl.record: {"step": STEP, "setting": "cpu"},
     gl.guard: {"on": "raise"},
     gl.emulate: {"name": "tf32", "order": "pairwise"},
     gl.setting: {"text": "cpu"},

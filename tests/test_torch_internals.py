@@ -897,3 +897,34 @@ def test_cublas_workspaces_can_be_released():
     before = torch.cuda.memory_allocated()
     internals.clear_cublas_workspaces()
     assert torch.cuda.memory_allocated() < before
+
+
+def test_tensors_that_an_operation_writes_to_are_found():
+    x, y = torch.ones(2), torch.ones(2)
+    assert internals.written_tensors(aten.add_.Tensor, (x, y), {})[0] is x
+    assert internals.written_tensors(aten.add.Tensor, (x, y), {}) == []
+    found = internals.written_tensors(aten._foreach_add_.Scalar, ([x, y], 1), {})
+    assert [t is other for t, other in zip(found, (x, y), strict=True)] == [True, True]
+    norm = (torch.ones(3, 2), None, None, x, y, True, 0.1, 1e-5)
+    assert len(internals.written_tensors(aten.native_batch_norm.default, norm, {})) == 2
+    assert internals.written_tensors(aten.native_batch_norm.default, (*norm[:5], False, *norm[6:]), {}) == []
+
+
+def test_negative_views_share_their_memory():
+    x = torch.tensor([1.0, 2.0])
+    view = internals.negative_view(x)
+    x[0] = 5.0
+    assert view.tolist() == [-5.0, -2.0]
+
+
+def test_lengths_of_ctc_are_lists_where_they_are_on_another_device():
+    original = torch.ctc_loss
+    scores = torch.randn(6, 2, 5).log_softmax(-1)
+    targets, lengths = torch.ones(2, 3, dtype=torch.long), (torch.tensor([6, 6]), torch.tensor([3, 3]))
+    expected = torch.nn.functional.ctc_loss(scores, targets, *lengths)
+    with internals.ctc_lengths_as_lists():
+        assert torch.ctc_loss is not original
+        assert torch.equal(torch.nn.functional.ctc_loss(scores, targets, *lengths), expected)
+        meta = torch.nn.functional.ctc_loss(scores.to("meta"), targets.to("meta"), [6, 6], [3, 3])
+        assert meta.device.type == "meta"
+    assert torch.ctc_loss is original

@@ -2,9 +2,9 @@
 
     python benchmarks/correctness/compare_programs.py --write benchmarks/results/programs.md
 
-The programs are in `whole_programs.py` and `other_programs.py`. Both sets were written before the audit was run on them;
-the second by somebody who had not seen it. A fault is placed where the first finding names a line, of either side, that
-is at most two lines from one that is marked as the fault; and exactly, where it names that line.
+The programs are in `whole_programs.py` and `other_programs.py`. Both sets were written before the audit was run on
+them; the second by somebody who had not seen it. A fault is placed where the first finding names a line, of either
+side, that is at most two lines from one that is marked as the fault; and exactly, where it names that line.
 """
 
 from __future__ import annotations

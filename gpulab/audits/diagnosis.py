@@ -203,8 +203,13 @@ def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Fin
     """A finding for each place where the executions begin to differ; those of one line are told once."""
     findings: dict[tuple[str, ...], Finding] = {}
     given_anew = any(op.anew for trace in comparison.traces for op in trace.operations)
+    is_foreign = any(s.data_a or s.data_b or any(node.op.random for node in s.nodes) for s in sources)
     for source in sources:
         is_data = source.data_a is not None or source.data_b is not None
+        is_drawn = any(node.op.random for node in source.nodes)
+        one_kernel = source.a is not None and source.b is not None and kernel(source.a.op) == kernel(source.b.op)
+        if is_foreign and not (is_data or is_drawn or one_kernel):
+            continue  # beside other numbers nobody can tell another way to compute from another function
         if given_anew and is_data:
             continue  # nondeterminism says so
         finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpulab._torch_internals import Nested, tree_leaves
+from gpulab._torch_internals import Nested, WeakTensorKeyDictionary, tree_leaves
 from gpulab.guards.call_sites import PACKAGE, TORCH, Line, is_notebook_cell
 
 SHORT_FORMATS = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)

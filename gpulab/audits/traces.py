@@ -64,8 +64,8 @@ class Operation(Accuracy):
     In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`. The inputs
     of the last two are the values that the parameter began with. A gradient is what an optimizer was given last;
     without one, what is there in the end. The `arguments` of an update say how many of its numbers `moved` in the
-    float64 reference, and how many of these were `lost`: they kept their bits. Or they say which `state` of an optimizer
-    it is.
+    float64 reference, and how many of these were `lost`: they kept their bits. Or they say which `state` of an
+    optimizer it is.
     """
 
     name: str

@@ -19,7 +19,7 @@ TF32, BFLOAT16, AUTOCAST = "cpu:emulate=tf32", "cpu:precision=bfloat16", "cpu:au
 B = "cpu:threads=1"
 X = drawn(8, 20)
 ROUNDING = ("rounding", "reduced precision")
-OUTSIDE = "Values that enter from outside of torch, such as from NumPy"
+OUTSIDE = "Values from outside of torch, such as NumPy"
 UNFOLLOWED = "Without a float64 reference, and compared as recorded: "
 
 
@@ -235,6 +235,7 @@ def test_sparse_gradients_of_an_embedding_are_no_fault(b):
     assert_no_fault(audited(step, b=b))
 
 
+@pytest.mark.xfail(strict=True, reason="what is done to the numbers of a sparse tensor has no float64 reference")
 def test_a_wrong_sparse_product_is_told():
     wrong = Own(lambda y: torch.sparse.mm(ADJACENCY.to(y.dtype) * (1.5 if under_b() else 1.0), y))
     report = audited(gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), wrong)), drawn(8, 20)))
