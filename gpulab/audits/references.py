@@ -33,7 +33,7 @@ from gpulab.audits.formulas import FORMULAS
 from gpulab.audits.traces import Operation
 
 SHORT = (torch.float16, torch.bfloat16)
-SWEEP = 64  # new storages after which those that are gone are forgotten
+SWEEP = 4  # new storages after which those that are gone are forgotten
 # Operations that return or write numbers of the program's own state, which the reference shares.
 AS_RECORDED = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
 _OTHER_REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}

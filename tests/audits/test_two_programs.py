@@ -210,7 +210,7 @@ def test_a_result_that_one_program_alone_returns_is_named():
 
     report = of_two(lambda setting: with_more(setting, False), lambda setting: with_more(setting, True))
     assert not report.faulty
-    assert "1 results have no counterpart and were not compared: the result ['norm']." in report.headline
+    assert "1 result has no counterpart to be compared with: the result ['norm']." in report.headline
 
 
 def scaled_by(number):
