@@ -1,4 +1,4 @@
-"""Ordinary networks under autocast: how many audits say that there is a bug, where there is none.
+"""Ordinary networks under autocast: how often an audit reports a bug in a correct network.
 
     python benchmarks/correctness/autocast_networks.py --write benchmarks/results/autocast.md
 

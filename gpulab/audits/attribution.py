@@ -1,4 +1,4 @@
-"""Which operation makes how much of the difference in a step's results, and the order in which findings are told.
+"""How much of the difference in a step's results each operation causes, and the order of the findings.
 
 The difference in loss, gradients and updates is passed back along the graphs of both executions, as relevance is passed
 back in a network: of the difference that arrives at a value, the operation that made it keeps the share that its own
@@ -63,7 +63,7 @@ class Attribution:
                 self._pass_back(pair, amount)
 
     def share(self, finding: Finding, siblings: Sequence[Finding]) -> float:
-        """How much of the difference goes back to a finding; NaN where there is none, or it cannot be told.
+        """The share of the difference that a finding explains, or NaN if there is no difference or no way to tell.
 
         Args:
             finding: A finding about an operation.

@@ -192,10 +192,10 @@ def _missing(comparison: Comparison) -> Iterator[Finding]:
     for result in comparison.differing:
         if not (result.a and result.b):
             there = comparison.other_title(result.one)
-            advice = f"see why {there} computes none: {ANOTHER_FUNCTION}"
+            advice = f"see why {there} does not compute it: {ANOTHER_FUNCTION}"
             # One program of two may well keep a result to itself, so that other differences come first.
             bounded = not comparison.is_one_program
-            detail = f"under {there} there is none"
+            detail = f"{there} does not compute it"
             yield _finding_of(comparison, "mismatch", result.one, detail, advice, bounded=bounded)
 
 

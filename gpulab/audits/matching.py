@@ -1,4 +1,4 @@
-"""Which values of two executions are one in float64: the same, the same in another order, or parts of each other.
+"""Match the values of two executions in float64: equal, equal in another order, or parts of each other.
 
 Nothing is compared but float64 references, so that two values which are one coincide to some ten digits, whatever the
 precision of the executions. References without rounding are independent of the order and the names of the operations

@@ -7,15 +7,8 @@ SAME_BITS = 2.0**-44  # two devices make sketches of the same bits, which differ
 SAME_VALUE = 2.0**-20  # two right float32 kernels may be a few roundings apart
 UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
 SAME_INPUTS = UNEXPLAINED / 64  # what two operations were given counts as the same where it explains no such difference
-SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
 SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
-TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 lies between
 ROOM = 4.0  # how many times as far as their bounds say two right results may be apart
-# How much a few operations may make of the difference that they begin with, as a mean does by cancelling.
-INHERITED = 16.0
-# A difference of up to this many times the rounding of a conversion is put down to it. A conversion rounds each number
-# by itself, so the factor covers only the sampling error of two sketches.
-CONVERTED = 2.0
 # Two float64 references coincide within this, and within this share of what the setting's own roundings made of them:
 # how far these led measures the condition of the value. It is about 1,000 times the ratio of the two units.
 COINCIDES = 1e-10
