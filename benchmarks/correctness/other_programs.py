@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 from torch.nn import functional as F
@@ -1110,8 +1111,8 @@ def check() -> None:
         assert same < 1e-9, f"{each.name}: rewritten differs by {same:.1e}"
         assert other > 1e-4, f"{each.name}: faulty differs by {other:.1e} only"
         assert 1 <= len(each.fault_lines) <= 2, f"{each.name}: {len(each.fault_lines)} lines are marked"
+    print(f"{len(PROGRAMS)} programs: rewritten as plain, faulty not")
 
 
 if __name__ == "__main__":
-    check()
-    print(f"{len(PROGRAMS)} programs: rewritten as plain, faulty not")
+    typer.run(check)

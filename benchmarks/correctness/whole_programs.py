@@ -18,6 +18,7 @@ from functools import partial
 from typing import Literal, TypeAlias, TypeVar, get_args
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -819,8 +820,7 @@ def largest_difference(ones: list[Tensor], others: list[Tensor]) -> float:
 def check(setting: str = "cpu:precision=float64", agreeing: float = AGREEING) -> None:
     """Verify that each program's two ways agree, that its fault differs, and that one or two lines are marked.
 
-    Raises:
-        AssertionError: Naming the first program of which this is not so.
+    An `AssertionError` names the first program of which this is not so.
     """
     for each in PROGRAMS:
         with Setting.parse(setting).apply() as applied:
@@ -836,4 +836,4 @@ def check(setting: str = "cpu:precision=float64", agreeing: float = AGREEING) ->
 
 
 if __name__ == "__main__":
-    check()
+    typer.run(check)
