@@ -149,10 +149,14 @@ def named_arguments(
     >>> named_arguments(torch.ops.aten.add.Tensor, (1, 2), {})
     {'self': 1, 'other': 2, 'alpha': 1}
     """
-    arguments = operation._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments}
-    positional = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    defaults = _default_arguments(operation)
+    positional = dict(zip(defaults, args, strict=False))
     return defaults | positional | kwargs
+
+
+@functools.cache
+def _default_arguments(operation: OpOverload) -> dict[str, Nested]:
+    return {argument.name: argument.default_value for argument in operation._schema.arguments}
 
 
 def returned_or_written(operation: OpOverload, args: Sequence[Nested], returned: Nested) -> Nested:
@@ -910,9 +914,13 @@ def find_tensors(values: Nested) -> list[Tensor]:
 
     Uses public API only. The arguments of operations come in no other containers.
     """
-    found: list[Tensor] = []
-    map_nested(lambda value: found.append(value) if isinstance(value, Tensor) else None, values)
-    return found
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values if not isinstance(value, _SIMPLE) for tensor in find_tensors(value)]
 
 
 # --- modules and optimizers -----------------------------------------------------------------------

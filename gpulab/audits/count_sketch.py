@@ -41,13 +41,16 @@ def rounds(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def name(tensor: Tensor) -> str:
+def name(tensor: Tensor, digest: int | None = None) -> str:
     """A name for content, type and shape: the same on every device.
+
+    The digest of the content is computed where it is not given.
 
     >>> name(torch.arange(3.0))  # which traces that were recorded name it by
     '1cb49f68f94f8002eb0f1fdf'
     """
-    text = f"{tensor.dtype}{tuple(tensor.shape)}{content(tensor)}"
+    digest = content(tensor) if digest is None else digest
+    text = f"{tensor.dtype}{tuple(tensor.shape)}{digest}"
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
@@ -84,6 +87,8 @@ def sketch(tensor: Tensor) -> np.ndarray:
 
 def _sums(numbers: Tensor) -> np.ndarray:
     """The sketch of many numbers: the sum of those of all blocks, each with shifts and a sign of its own."""
+    if numbers.numel() <= BLOCK:
+        return _sums_of_block(numbers, 0)
     blocks = enumerate(numbers.split(BLOCK))
     return np.sum([_sums_of_block(block, number % SKETCH) * (-1) ** number for number, block in blocks], axis=0)
 
@@ -93,8 +98,9 @@ def _sums_of_block(numbers: Tensor, shift: int) -> np.ndarray:
     count = numbers.numel()
     if numbers.dtype not in (torch.float32, torch.float64):  # of which torch cannot multiply all
         numbers = numbers.double()
-    signed = numbers.new_zeros(SKETCH * SKETCH * math.ceil(count / SKETCH**2), dtype=torch.float64)
+    signed = numbers.new_empty(SKETCH * SKETCH * math.ceil(count / SKETCH**2), dtype=torch.float64)
     torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
+    signed[count:] = 0.0
     folded = signed.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
         return folded.ravel()[_shifts(shift)].sum(0)

@@ -33,7 +33,9 @@ from gpulab.audits.formulas import FORMULAS
 from gpulab.audits.traces import Operation
 
 SHORT = (torch.float16, torch.bfloat16)
-SWEEP = 4  # new storages after which those that are gone are forgotten
+MIN_GROWTH = 1 << 18  # bytes of new copies before copies of freed storages are looked for
+MAX_GROWTH = 1 / 32  # the same, relative to all copies
+MIN_NEW_STORAGES = 64  # before freed storages are looked for, however small they are
 # Operations that return or write numbers of the program's own state, which the reference shares.
 AS_RECORDED = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
 _OTHER_REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
@@ -44,7 +46,7 @@ class Memory:
 
     Attributes:
         serial: A number of its own; an address may be that of another storage later.
-        numbers: The copy, flat; None until it is asked for, and where there is none.
+        numbers: The copy, flat; None for data that no operation has written to, and where there is none.
         stand_in: What an operation made in float64 where that has another size, such as a kernel's notes.
         version: How often it has been written to.
         maker: Who wrote to it last; None for data.
@@ -68,6 +70,8 @@ class References:
         self.read_numbers: dict[float, float] = {}  # floats that the program read from tensors, and their references
         self.failures: dict[str, str] = {}  # operations without float64, and what torch said
         self.is_disabled = False
+        self.new_bytes, self.next_bytes = 0, MIN_GROWTH  # when freed storages are looked for next
+        self.next_count = MIN_NEW_STORAGES
 
     # --- storages -----------------------------------------------------------------------------------------
 
@@ -77,61 +81,87 @@ class References:
         key = storage_identity(storage)
         found = self.memories.get(key)
         if found is None or found.weak_reference.expired():
-            serial = next(self.serials)
-            found = self.memories[key] = Memory(storage, serial)
-            if serial % SWEEP == 0:
-                alive = self.memories.items()
-                self.memories = {key: memory for key, memory in alive if not memory.weak_reference.expired()}
+            if len(self.memories) >= self.next_count or self.new_bytes >= self.next_bytes:
+                self._forget_freed()
+            found = self.memories[key] = Memory(storage, next(self.serials))
         return found
+
+    def _forget_freed(self) -> None:
+        """Forget storages that are freed, and their copies. The larger the rest, the later this is done again."""
+        alive = self.memories.items()
+        self.memories = {key: memory for key, memory in alive if not memory.weak_reference.expired()}
+        copied = sum(memory.numbers.nbytes for memory in self.memories.values() if memory.numbers is not None)
+        self.next_count = MIN_NEW_STORAGES + 2 * len(self.memories)
+        self.new_bytes, self.next_bytes = 0, max(MIN_GROWTH, int(MAX_GROWTH * copied))
 
     def is_exact(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the references of all these were computed in float64 all the way."""
         return not self.is_disabled and all(self.memory(t).exact for t in tensors)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred to by a copy."""
+    def has_copy(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor's reference is a copy. If not, the recorded numbers are the reference."""
+        memory = self.memory(tensor)
+        return memory.numbers is not None or memory.stand_in is not None
+
+    def of(self, tensor: Tensor, for_writing: bool = False) -> Tensor:
+        """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred to by a copy.
+
+        Data have no copy until an operation writes to them. Their numbers are converted to float64 at each call.
+
+        Args:
+            tensor: A tensor whose numbers lie in memory by its strides.
+            for_writing: Whether what is written to the reference must stay. The storage then gets a copy.
+        """
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
         if memory.stand_in is not None:
             return memory.stand_in
         if self.is_disabled or tensor.device.type not in sk.WITH_FLOAT64:
             return _widened(tensor)
-        if memory.numbers is None or memory.numbers.numel() * real.itemsize != tensor.untyped_storage().nbytes():
-            flat = torch.empty(0, dtype=real, device=tensor.device).set_(tensor.untyped_storage())
-            memory.numbers = flat.double() if real.is_floating_point else flat.clone()
+        storage = tensor.untyped_storage()
+        is_outdated = memory.numbers is not None and memory.numbers.numel() * real.itemsize != storage.nbytes()
+        if is_outdated or (memory.numbers is None and for_writing):
+            memory.numbers = _converted(torch.empty(0, dtype=real, device=tensor.device).set_(storage))
+            self.new_bytes += memory.numbers.nbytes
+        if memory.numbers is None:
+            return _with_layout_of(tensor, _converted(_span(tensor)), 0)
         if memory.numbers.dtype != (torch.float64 if real.is_floating_point else real):
             memory.exact = False  # the bits are looked at as another type
             return _widened(tensor)
-        flat = torch.view_as_complex(memory.numbers.view(-1, 2)) if tensor.is_complex() else memory.numbers
-        view = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        view = view.conj() if tensor.is_conj() else view
-        return negative_view(view) if tensor.is_neg() else view
+        return _with_layout_of(tensor, memory.numbers, tensor.storage_offset())
 
-    def keep(self, tensor: Tensor, reference: Tensor, exact: bool, again: bool = False) -> None:
+    def keep(
+        self, tensor: Tensor, reference: Tensor, exact: bool, is_second: bool = False, may_own: bool = False
+    ) -> None:
         """Make a reference that of a new tensor.
 
         Args:
             tensor: What an operation returned.
             reference: What it returned in float64.
             exact: Whether that was computed in float64 all the way.
-            again: Whether another result of the same call lies in the same storage.
+            is_second: Whether another result of the same call lies in the same storage.
+            may_own: Whether nothing else uses the memory of the reference, so that it need not be copied.
         """
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
-        memory.exact = exact and (memory.exact or not again)
-        if again and memory.numbers is not None and reference.shape == tensor.shape:
+        memory.exact = exact and (memory.exact or not is_second)
+        if is_second and memory.numbers is not None and reference.shape == tensor.shape:
             self.of(tensor).copy_(reference)
             return
         if tensor.device.type not in sk.WITH_FLOAT64 or self.is_disabled or not tensor.numel():
             return
         if reference.shape != tensor.shape:
             memory.stand_in = reference
+            self.new_bytes += reference.nbytes
             return
         if 0 in tensor.stride():
             memory.numbers = None  # one number stands at several places; it is read from the tensor when asked for
             return
         dtype = torch.float64 if real.is_floating_point else real
-        memory.numbers = torch.zeros(
-            tensor.untyped_storage().nbytes() // real.itemsize, dtype=dtype, device=tensor.device
-        )
+        count = tensor.untyped_storage().nbytes() // real.itemsize
+        self.new_bytes += count * dtype.itemsize
+        if may_own and reference.dtype == dtype and _has_layout(reference, tensor, count):
+            memory.numbers = reference.as_strided((count,), (1,), 0)
+            return
+        memory.numbers = torch.zeros(count, dtype=dtype, device=tensor.device)
         self.of(tensor).copy_(reference)
 
     def note_write(self, tensor: Tensor, exact: bool, followed: bool, longer: Tensor | None) -> None:
@@ -150,7 +180,7 @@ class References:
         whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         memory.exact = exact if whole else exact and memory.exact
         if not followed:
-            self.of(tensor).copy_(tensor if longer is None else longer)
+            self.of(tensor, for_writing=True).copy_(tensor if longer is None else longer)
 
     def reread(self, tensor: Tensor) -> None:
         """Take the recorded numbers of a storage for its reference, because something other than torch wrote to it."""
@@ -162,7 +192,8 @@ class References:
         """Note that a new tensor is a copy of another one, in whatever format."""
         if sk.is_plain(out) and sk.is_plain(source) and out is not source:
             same_storage = storage_identity(out.untyped_storage()) == storage_identity(source.untyped_storage())
-            if not same_storage and out.shape == source.shape:
+            same_numbers = out.dtype == source.dtype and not self.has_copy(source)
+            if not same_storage and not same_numbers and out.shape == source.shape:
                 self.keep(out, self.of(source), self.memory(source).exact)
 
     def disable(self) -> None:
@@ -173,8 +204,16 @@ class References:
 
     # --- operations ---------------------------------------------------------------------------------------
 
-    def inputs_of(self, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
-        """The arguments of a call as its reference takes them."""
+    def inputs_of(self, args: Sequence[Nested], kwargs: dict[str, Nested], written: Sequence[Tensor] = ()) -> Nested:
+        """The arguments of a call as its reference takes them.
+
+        Args:
+            args: The positional arguments.
+            kwargs: The named arguments.
+            written: The plain tensors among them that the call writes to.
+        """
+        for tensor in written:
+            self.of(tensor, for_writing=True)
 
         def substituted(value: Nested) -> Nested:
             if isinstance(value, Tensor):
@@ -275,6 +314,35 @@ def drawn_again(operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nes
     torch.set_rng_state(after)
     apart = float((longer - tensor.float()).abs().max()) if tensor.numel() else 0.0
     return longer if same_state and apart <= 0.01 * float(longer.abs().max()) else None
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """The real numbers of a storage from the first of a tensor's to its last."""
+    real = _real_type(tensor.dtype)
+    parts = tensor.dtype.itemsize // real.itemsize
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = torch.empty(0, dtype=real, device=tensor.device).set_(tensor.untyped_storage())
+    return flat.narrow(0, tensor.storage_offset() * parts, length * parts if tensor.numel() else 0)
+
+
+def _converted(numbers: Tensor) -> Tensor:
+    """A copy, of floating-point numbers in float64."""
+    return numbers.to(torch.float64 if numbers.is_floating_point() else numbers.dtype, copy=True)
+
+
+def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
+    """A view of a flat tensor of real numbers, with the shape, strides and lazy signs of another tensor."""
+    flat = torch.view_as_complex(numbers.view(-1, 2)) if tensor.is_complex() else numbers
+    view = flat.as_strided(tensor.shape, tensor.stride(), offset)
+    view = view.conj() if tensor.is_conj() else view
+    return negative_view(view) if tensor.is_neg() else view
+
+
+def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
+    """Whether a real reference lies in memory as a tensor does, whose storage has so many numbers."""
+    same_places = reference.stride() == tensor.stride() and reference.storage_offset() == tensor.storage_offset()
+    same_size = reference.untyped_storage().nbytes() == count * reference.dtype.itemsize
+    return same_places and same_size and not (reference.is_neg() or tensor.is_neg())
 
 
 def _real_type(dtype: torch.dtype) -> torch.dtype:

@@ -43,8 +43,9 @@ from gpulab.audits.references import AS_RECORDED, SHORT, References, drawn_again
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, writes
-from gpulab.audits.values import Value
+from gpulab.audits.values import Slabs, Value
 from gpulab.guards.call_sites import Callers
+from gpulab.guards.fingerprints import content
 from gpulab.guards.reentrancy import at_work, own_work
 from gpulab.steps import State
 
@@ -78,11 +79,12 @@ class Tracer(UncompiledDispatchMode):
     def __init__(self, tell: Callable[[], object], measured: bool = False) -> None:
         super().__init__()
         self.tell, self.measured, self.is_preparing = tell, measured, False
-        self.references = References()
+        self.references, self.slabs = References(), Slabs()
         self.results = StepResults(self)
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.names: dict[tuple[Nested, ...], str] = {}
+        self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}  # by where they lie, whatever their shape
         self.numbers_read: dict[float, str] = {}
         self.callers = Callers()
 
@@ -145,9 +147,10 @@ class Tracer(UncompiledDispatchMode):
         op.lanes = _lanes(name, named, op.inputs)
         op.inputs += [value for base in bases if (value := self.value_of(base)) not in op.inputs]
         self._with_memory(lambda: self.results.find_leaves(args[1:] if overwritten is not None else args))
+        self._with_memory(lambda: self.results.keep_starts(written))
         follows = self.measured and not operation.is_view
         exact = follows and all(map(self._is_exact, find_tensors(read)))
-        inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs)) if follows else None
+        inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs, written)) if follows else None
         state = torch.get_rng_state() if random and any(t.dtype in SHORT for t in written) else None
 
         out = self._with_memory(lambda: operation(*args, **kwargs))
@@ -165,6 +168,8 @@ class Tracer(UncompiledDispatchMode):
             followed = made is not None and not random and name not in AS_RECORDED
             for t in written:
                 self._attempt(partial(self.references.note_write, t, exact and made is not None, followed, longer))
+        # Storages that the reference of a result may share with something else.
+        shared = {storage_identity(t.untyped_storage()) for t in find_tensors((inputs, given, out)) if sk.is_plain(t)}
         new: set[int] = set()  # storages; some kernels return views of one
         for t, reference in _paired(out, made):
             storage = storage_identity(t.untyped_storage()) if sk.is_plain(t) else None
@@ -172,8 +177,10 @@ class Tracer(UncompiledDispatchMode):
                 if follows:
                     is_note = made is not None and (not sk.rounds(t) or name in AS_RECORDED)
                     is_exact = exact and (reference is not None or is_note)
-                    content, again = t if reference is None else reference, storage in new
-                    self._attempt(partial(self.references.keep, t, content, is_exact, again))
+                    content, is_second = t if reference is None else reference, storage in new
+                    may_own = storage_identity(content.untyped_storage()) not in shared
+                    shared.add(storage_identity(content.untyped_storage()))
+                    self._attempt(partial(self.references.keep, t, content, is_exact, is_second, may_own))
                 self.references.memory(t).maker = op
                 new.add(storage)
         for t in find_tensors(out):
@@ -250,33 +257,37 @@ class Tracer(UncompiledDispatchMode):
             tensor: A tensor whose numbers lie in memory by its strides.
             maker: The operation that made it, where that is the one that is being noted.
         """
-        memory = self.references.memory(tensor)
+        memory, digest = self.references.memory(tensor), content(tensor)
         key = _key_of(tensor, memory.serial, memory.version)
         name = self.names.get(key)
-        if name is not None:
-            if sk.name(tensor) == self.values[name].content:
-                return name
+        if name is not None and sk.name(tensor, digest) == self.values[name].content:
+            return name
+        flat = _key_of(tensor.view(-1), memory.serial, memory.version) if tensor.is_contiguous() else ()
+        known_digest, same = self.flat_values.get(flat, (digest, None))
+        if name is not None or known_digest != digest:
             self.references.reread(tensor)  # NumPy, or another library, has written to it
-            key = _key_of(tensor, memory.serial, memory.version)
-        value = (
-            self._attempt(lambda: self._followed(tensor)) if self.measured and not self.references.is_disabled else None
-        )
+            return self.value_of(tensor, maker)
         name = self.names[key] = str(len(self.values))
-        recorded = lambda: Value.as_recorded(tensor, stands_in=self.measured)  # noqa: E731
-        self.values[name] = value or self._with_memory(recorded)
+        value = self.values[name] = self._new_value(tensor, digest, same)
+        if flat:
+            self.flat_values.setdefault(flat, (digest, value))
         made_by = maker or memory.maker
         if made_by is not None and made_by is not maker:
             made_by.changed.append(name)  # another view of what an operation wrote before
         return name
 
-    def _followed(self, tensor: Tensor) -> Value | None:
-        """The value of a tensor with its reference; None where that has another shape."""
-        reference = self.references.of(tensor)
-        return (
-            Value.of(tensor, reference, self.references.memory(tensor).exact)
-            if reference.shape == tensor.shape
-            else None
-        )
+    def _new_value(self, tensor: Tensor, digest: int, same: Value | None) -> Value:
+        """The value of a tensor, with its reference where there is one."""
+        references, slabs = self.references, self.slabs
+
+        def followed() -> Value | None:
+            reference = references.of(tensor) if references.has_copy(tensor) else tensor
+            if reference.shape != tensor.shape:
+                return None
+            return Value.of(tensor, reference, references.memory(tensor).exact, slabs, digest, same)
+
+        value = self._attempt(followed) if self.measured and not references.is_disabled else None
+        return value or self._with_memory(lambda: Value.as_recorded(tensor, self.measured, slabs, digest, same))
 
     def _is_exact(self, tensor: Tensor) -> bool:
         """Whether a tensor's reference was computed in float64 all the way; of another layout, whether it is data."""
@@ -447,21 +458,24 @@ class StepResults:
                 self._keep(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
-                self._keep_start(t)  # anew where `Module.to` gave the leaf another type
+                self.starts.pop(t, None)  # `Module.to` gave the leaf another type
                 contents[t.dtype, t.device] = self._names_of(t)
 
     def _keep_gradient(self, leaf: Tensor) -> None:
         self.gradients[leaf] = [] if leaf.grad is None else self._names_of(leaf.grad)
 
-    def _keep_start(self, leaf: Tensor) -> None:
-        """Keep what a leaf holds at first, to see which of its numbers an update leaves as they were."""
-        if self.tracer.references.is_disabled or not (self.restores and self.tracer.measured):
+    def keep_starts(self, written: Sequence[Tensor]) -> None:
+        """Keep what leaves hold before they are first written to, to see which of their numbers stay as they were."""
+        references = self.tracer.references
+        if references.is_disabled or not (self.restores and self.tracer.measured):
             return
-        if sk.is_plain(leaf) and sk.rounds(leaf) and leaf.numel() <= MOST_UPDATED:
-            recorded = leaf.detach().clone()
-            is_data = self.tracer.references.memory(leaf).maker is None
-            start = recorded if is_data else self.tracer.references.of(leaf.detach()).clone()
-            self.starts[leaf] = recorded, start
+        storages = {storage_identity(t.untyped_storage()) for t in written}
+        for leaf in self.leaves if storages else ():
+            is_known = leaf in self.starts or not (sk.is_plain(leaf) and sk.rounds(leaf)) or leaf.numel() > MOST_UPDATED
+            if not is_known and storage_identity(leaf.untyped_storage()) in storages:
+                recorded = leaf.detach().clone()
+                has_copy = references.has_copy(leaf)
+                self.starts[leaf] = recorded, references.of(leaf.detach()).clone() if has_copy else recorded
 
     @own_work
     def _names_of(self, tensor: Tensor) -> list[str]:

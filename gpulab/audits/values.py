@@ -18,9 +18,35 @@ from torch import Tensor
 from gpulab.audits import count_sketch as sk
 from gpulab.audits import tolerances as tol
 
+SLAB = 1 << 17  # numbers
 MAX_PROFILE = 512  # numbers; longer dimensions have no profile
 FEW_FLAGS = 8  # so few truth values may be equal by chance
 Array = np.ndarray
+
+
+class Slabs:
+    """Memory for small arrays that stay, taken in large pieces.
+
+    Allocated one by one between large temporary arrays, they would keep the memory of these from being used again: the
+    heap of a process that recorded a transformer grew five times as much.
+    """
+
+    def __init__(self) -> None:
+        self.slab = np.empty(0)
+        self.used = 0
+
+    def keep(self, array: Array) -> Array:
+        """A copy of an array of float64 numbers.
+
+        >>> Slabs().keep(np.array([[1.0, 2.0]]))
+        array([[1., 2.]])
+        """
+        if self.used + array.size > self.slab.size:
+            self.slab, self.used = np.empty(max(SLAB, array.size)), 0
+        kept = self.slab[self.used : self.used + array.size].reshape(array.shape)
+        kept[...] = array
+        self.used += array.size
+        return kept
 
 
 @dataclass(eq=False)
@@ -49,23 +75,45 @@ class Value:
     exact: bool = True
 
     @classmethod
-    def of(cls, tensor: Tensor, reference: Tensor | None, exact: bool) -> Value:
-        """The value of a tensor and of its reference, which has the tensor's shape."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        value = cls(sk.name(tensor), list(tensor.shape), dtype, sk.sketch(tensor), exact=exact)
-        if reference is not None:
-            real = torch.view_as_real(reference.resolve_conj()) if reference.is_complex() else reference
-            value.reference = sk.sketch(real)
-            numbers = sk.where_float64_is(real.detach()).double()
-            value.profiles = _profiles(numbers)
-            value.total = _totals(numbers, value.profiles)
+    def of(
+        cls,
+        tensor: Tensor,
+        reference: Tensor,
+        exact: bool,
+        slabs: Slabs | None = None,
+        digest: int | None = None,
+        same: Value | None = None,
+    ) -> Value:
+        """The value of a tensor and of its reference.
+
+        Args:
+            tensor: A tensor whose numbers lie in memory by its strides.
+            reference: A tensor of the same shape; or the tensor, if that is its own reference.
+            exact: Whether the reference was computed in float64 all the way.
+            slabs: Memory for sketches and profiles.
+            digest: Of the tensor's content, if that is known.
+            same: A value that has the same numbers and the same reference, in the same order, in another shape.
+        """
+        slabs = slabs or Slabs()
+        value = cls._recorded(tensor, exact, slabs, digest, same)
+        real = torch.view_as_real(reference.resolve_conj()) if reference.is_complex() else reference
+        if same is not None:
+            value.reference = same.reference
+        elif reference is tensor:
+            value.reference = value.sketch
+        else:
+            value.reference = slabs.keep(sk.sketch(real))
+        numbers = sk.where_float64_is(real.detach()).double()
+        value.profiles = {dim: slabs.keep(profile) for dim, profile in _profiles(numbers).items()}
+        value.total = _totals(numbers, value.profiles) if same is None else same.total
         return value
 
     @classmethod
-    def as_recorded(cls, tensor: Tensor, stands_in: bool) -> Value:
+    def as_recorded(
+        cls, tensor: Tensor, stands_in: bool, slabs: Slabs, digest: int | None = None, same: Value | None = None
+    ) -> Value:
         """The value of a tensor without a reference; the recorded numbers may stand in for it."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        value = cls(sk.name(tensor), list(tensor.shape), dtype, sk.sketch(tensor), exact=not stands_in)
+        value = cls._recorded(tensor, not stands_in, slabs, digest, same)
         if stands_in:
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             wide = torch.float64 if real.device.type in sk.WITH_FLOAT64 else None
@@ -73,6 +121,12 @@ class Value:
             norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sk.rounds(real) else math.nan
             value.total = [float(real.sum(dtype=wide)), norm**2] if sk.rounds(real) else _totals(real.double(), {})
         return value
+
+    @classmethod
+    def _recorded(cls, tensor: Tensor, exact: bool, slabs: Slabs, digest: int | None, same: Value | None) -> Value:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        sketch = slabs.keep(sk.sketch(tensor)) if same is None else same.sketch
+        return cls(sk.name(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact)
 
     @cached_property
     def count(self) -> int:

@@ -17,7 +17,7 @@ from gpulab.audits.comparison import Comparison
 from gpulab.audits.graphs import Graph
 from gpulab.audits.matching import Matches, is_covered, is_part, is_transposed, same, tolerance_of
 from gpulab.audits.traces import Operation, Trace
-from gpulab.audits.values import Value
+from gpulab.audits.values import Slabs, Value
 
 
 def value_of(tensor):
@@ -56,7 +56,7 @@ def test_values_of_other_sizes_are_not_the_same():
 
 
 def test_a_value_without_reference_is_the_same_as_none():
-    value = Value.of(torch.ones(3), None, exact=True)
+    value = Value.as_recorded(torch.ones(3), stands_in=False, slabs=Slabs())
     assert not same(value, value, exactly)
 
 
