@@ -19,7 +19,7 @@ import numpy as np
 from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import LARGEST, SKETCH
 from gpulab.audits.graphs import Graph
-from gpulab.audits.matching import Matches, is_covered, is_part, same, tolerance_of
+from gpulab.audits.matching import Matches, PartSearch, same, tolerance_of
 from gpulab.audits.traces import RESULT, TENSOR, TWINS, Json, Operation, Trace
 from gpulab.audits.values import Value, finite_distance
 from gpulab.settings import Setting
@@ -278,10 +278,10 @@ class Comparison:
         if not all(alone):
             return results
         values = [[value for r in of_side for value in self.values(r.one)] for of_side in alone]
-        parts = [
-            {v for v in mine if is_part(v, others, self.tolerance) or is_covered(v, others, self.tolerance)}
-            for mine, others in (values, values[::-1])
-        ]
+        parts = []
+        for mine, others in (values, values[::-1]):
+            search = PartSearch([value for value in others if value.total], self.tolerance)
+            parts.append({value for value in mine if search.has_whole_of(value) or search.cover(value)})
         agreed = {r for side in (0, 1) for r in alone[side] if parts[side].issuperset(self.values(r.one))}
         return [Result(r.a, r.b, agrees=True) if r in agreed else r for r in results]
 
@@ -350,15 +350,17 @@ class Comparison:
         """All operations of both sides, in the order of the first, and then all results."""
         pairs: list[Pair] = []
         first, second = ([op for op in trace.operations if op.phase != RESULT] for trace in self.traces)
-        waiting = list(reversed(second))
+        position, placed = 0, set[Operation]()
         for a in first:
             b = self.partners.get(a)
-            if b is not None and b in waiting:
-                while waiting[-1] is not b and waiting[-1] not in self.partners:
-                    pairs.append(Pair(None, waiting.pop()))
-                waiting.remove(b)
+            if b is not None and b not in placed:
+                while second[position] in placed or second[position] not in self.partners:
+                    if second[position] not in placed:
+                        pairs.append(Pair(None, second[position]))
+                    position += 1
+                placed.add(b)
             pairs.append(Pair(a, b))
-        pairs += [Pair(None, b) for b in reversed(waiting)]
+        pairs += [Pair(None, b) for b in second[position:] if b not in placed]
         return [*pairs, *(Pair(result.a, result.b) for result in self.results)]
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from gpulab.audits.values import Value
 Tolerance = Callable[[Value], float]
 FEWEST_OF_A_PART = 4  # numbers; fewer may be found anywhere by chance
 LARGEST_TOLERANCE = 1e6
+MOST_STRETCHES = 1 << 18  # sums that are compared at a time
+NEGLIGIBLE = 1e-24  # of the sum of squares: what a slice has that consists of roundings
 REACH = 12  # operations beyond what has a counterpart, among whose values parts are looked for
 
 
@@ -27,17 +29,18 @@ def same(x: Value, y: Value, tolerance: Tolerance) -> bool:
     """Whether two values are one in float64, number by number in the order of memory."""
     if x.reference is None or y.reference is None or x.reference.shape != y.reference.shape or x.count != y.count:
         return False
+    return bool(_are_same(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[0])
+
+
+def _are_same(reference: np.ndarray, others: np.ndarray, tolerance: float, tolerances: np.ndarray) -> np.ndarray:
+    """Whether each of several sketches is that of one value. A sketch is a row of the others."""
     with np.errstate(over="ignore", invalid="ignore"):
-        apart = x.reference - y.reference
-        unequal = ~((x.reference == y.reference) | (np.isnan(x.reference) & np.isnan(y.reference)))
-        size_x, size_y = np.linalg.norm(x.reference[unequal]), np.linalg.norm(y.reference[unequal])
-        distance = np.linalg.norm(apart[unequal])
-    if not unequal.any():
-        return True
-    if not np.isfinite(distance):
-        return False
-    allowed = max(size_x * tolerance(x), size_y * tolerance(y))
-    return bool(distance <= allowed)
+        unequal = ~((others == reference) | (np.isnan(others) & np.isnan(reference)))
+        size = np.linalg.norm(np.where(unequal, reference, 0.0), axis=1)
+        sizes = np.linalg.norm(np.where(unequal, others, 0.0), axis=1)
+        distances = np.linalg.norm(np.where(unequal, reference - others, 0.0), axis=1)
+        allowed = np.maximum(size * tolerance, sizes * tolerances)
+        return ~unequal.any(axis=1) | (np.isfinite(distances) & (distances <= allowed))
 
 
 class Matches:
@@ -64,16 +67,18 @@ class Matches:
         self.rearranged -= self.known
 
     def _match_wholes(self, first: Sequence[Value], second: Sequence[Value]) -> None:
-        groups: dict[int, list[Value]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for value in second:
-            if value.total:
-                groups[value.count].append(value)
-        tables = {count: _Table(group, self.tolerance) for count, group in groups.items()}
+            if value.total and value.reference is not None:
+                groups[value.count, value.reference.size].append(value)
+        tables = {sizes: _Table(group, self.tolerance) for sizes, group in groups.items()}
         for value in first:
-            if not value.total or value.count not in tables:
+            if not value.total or value.reference is None:
                 continue
-            near = tables[value.count].near(value, self.tolerance(value))
-            equal = [other for other in near if same(value, other, self.tolerance)]
+            table = tables.get((value.count, value.reference.size))
+            if table is None:
+                continue
+            near, equal = table.near(value, value.reference, self.tolerance(value))
             for other in equal:
                 self.equal[value].append(other)
                 self.equal[other].append(value)
@@ -88,13 +93,12 @@ class Matches:
         """Find values that are a slice of a value of the other execution, or are covered by slices of several."""
         everything = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
-            others = everything[1 - side]
-            self.known |= self._parts(graph, [v for v in others if v.profiles and not v.is_rounding_alone])
+            others = [v for v in everything[1 - side] if v.profiles and not v.is_rounding_alone]
+            self.known |= self._parts(graph, PartSearch(others, self.tolerance))
 
-    def _parts(self, graph: Graph, others: Sequence[Value]) -> set[Value]:
+    def _parts(self, graph: Graph, others: PartSearch) -> set[Value]:
         depth: dict[Value, int] = {}
         found: set[Value] = set()
-        others = sorted(others, key=lambda value: value.count)
         for value in graph.values():
             node = graph.maker.get(value)
             before = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
@@ -108,32 +112,35 @@ class Matches:
                 or value.count < FEWEST_OF_A_PART
             ):
                 continue
-            if is_part(value, others, self.tolerance) or is_covered(value, others, self.tolerance):
+            if others.has_whole_of(value) or others.cover(value):
                 found.add(value)
                 depth[value] = 0
         return found
 
 
 class _Table:
-    """The sums of several values of one size, as arrays."""
+    """The sums and the sketches of several values of one size, as arrays."""
 
     def __init__(self, values: Sequence[Value], tolerance: Tolerance) -> None:
         self.values = values
         self.totals = np.array([value.total for value in values])
+        self.are_finite = np.isfinite(self.totals).all(1)
+        self.references = np.stack([value.reference for value in values if value.reference is not None])
         self.tolerances = np.array([tolerance(value) for value in values])
 
-    def near(self, value: Value, tolerance: float) -> list[Value]:
-        """Those whose sums are the value's, as far as the tolerances go."""
+    def near(self, value: Value, reference: np.ndarray, tolerance: float) -> tuple[list[Value], list[Value]]:
+        """Those whose sums are the value's, as far as the tolerances go; and those of them that are the same."""
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
         with np.errstate(invalid="ignore", over="ignore"):
             scale = np.stack([np.sqrt(value.count * squares), squares], 1)
             bounds = np.stack([allowed, 2 * allowed * np.maximum(1.0, allowed)], 1) * scale + 1e-300
             close = np.abs(self.totals - np.array(value.total)) <= bounds
-        are_finite, is_finite = np.isfinite(self.totals).all(1), np.isfinite(value.total).all()
-        return [
-            self.values[int(place)] for place in np.flatnonzero(close.all(1) & are_finite if is_finite else ~are_finite)
-        ]
+        is_finite = np.isfinite(value.total).all()
+        places = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
+        are_same = _are_same(reference, self.references[places], tolerance, self.tolerances[places])
+        near = [self.values[int(place)] for place in places]
+        return near, [other for other, is_same in zip(near, are_same, strict=True) if is_same]
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
@@ -161,45 +168,97 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
     return all(any(alike(p, q) for q in y.profiles.values()) for p in compared)
 
 
-def _slices(part: Value, whole: Value, tolerance: Tolerance) -> Iterator[tuple[int, int, int]]:
-    """Where a value may be a slice of another one: dimension, first index and length, by sums and sums of squares."""
-    if not np.isfinite(part.total).all():
-        return
-    allowed = 4 * max(tolerance(part), tolerance(whole), 1e-9)
-    for dim, profile in whole.profiles.items():
-        size = profile.shape[1]
-        for_each = whole.count // size
-        if not for_each or part.count % for_each or part.count >= whole.count or not np.isfinite(profile).all():
-            continue
-        length = part.count // for_each
-        running = np.concatenate([np.zeros((2, 1)), np.cumsum(profile, 1)], 1)
-        sums = running[:, length:] - running[:, :-length]
-        scale = math.sqrt(part.count * part.total[1]), part.total[1]
-        whole_scale = math.sqrt(whole.count * whole.total[1]), whole.total[1]
-        with np.errstate(invalid="ignore"):
-            hit = np.abs(sums[0] - part.total[0]) <= allowed * scale[0] + 1e-12 * whole_scale[0]
-            hit &= np.abs(sums[1] - part.total[1]) <= allowed * scale[1] + 1e-13 * whole_scale[1]
-        for start in np.flatnonzero(hit):
-            yield dim, int(start), length
+class PartSearch:
+    """Several values, among which those are found that another value is a slice of, or is made up of.
 
+    A slice is recognised by its sum and its sum of squares, which are those of a stretch of the whole's profile.
 
-def is_part(value: Value, others: Sequence[Value], tolerance: Tolerance) -> bool:
-    """Whether a value is a slice of one of the others."""
-    return any(next(_slices(value, whole, tolerance), None) for whole in others if whole.count > value.count)
+    Args:
+        values: Those with profiles.
+        tolerance: How far two references of one value may be apart, relative to it.
+    """
 
+    def __init__(self, values: Sequence[Value], tolerance: Tolerance) -> None:
+        self.tolerance = tolerance
+        wholes: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
+        parts: dict[int, list[Value]] = defaultdict(list)
+        for value in values:
+            for dim, profile in value.profiles.items():
+                if np.isfinite(profile).all():
+                    wholes[value.count, dim, profile.shape[1]].append(value)
+            if value.count >= FEWEST_OF_A_PART and not value.is_constant and np.isfinite(value.total).all():
+                parts[value.count].append(value)
+        self.wholes = {
+            (count, size, start, dim): _Stretches(some[start : start + max(1, MOST_STRETCHES // size)], dim, tolerance)
+            for (count, dim, size), some in wholes.items()
+            for start in range(0, len(some), max(1, MOST_STRETCHES // size))
+        }
+        self.parts = {
+            count: (np.array([part.total for part in some]), np.array([tolerance(part) for part in some]))
+            for count, some in sorted(parts.items())
+        }
 
-def is_covered(value: Value, others: Sequence[Value], tolerance: Tolerance) -> bool:
-    """Whether slices of a value that are among the others make up all of it, but for rounding."""
-    if not value.profiles or not np.isfinite(value.total).all():
-        return False
-    covered = {dim: profile[1] <= 1e-24 * value.total[1] for dim, profile in value.profiles.items()}
-    for part in others:
-        if FEWEST_OF_A_PART <= part.count < value.count and not part.is_constant:
-            for dim, start, length in _slices(part, value, tolerance):
-                covered[dim][start : start + length] = True
-            if any(of_dim.all() for of_dim in covered.values()):
+    def has_whole_of(self, part: Value) -> bool:
+        """Whether a value is a slice of one of these."""
+        if not part.total or not np.isfinite(part.total).all():
+            return False
+        tolerance = np.array([self.tolerance(part)])
+        for (count, size, *_), stretches in self.wholes.items():
+            length, rest = divmod(part.count, count // size)
+            if part.count < count and not rest and stretches.find(length, np.array([part.total]), tolerance).any():
                 return True
-    return False
+        return False
+
+    def cover(self, whole: Value) -> bool:
+        """Whether slices of a value that are among these make up all of it, but for rounding."""
+        if not whole.profiles or not np.isfinite(whole.total).all():
+            return False
+        for dim, profile in whole.profiles.items():
+            if not np.isfinite(profile).all():
+                continue
+            covered = profile[1] <= NEGLIGIBLE * whole.total[1]
+            stretches = _Stretches([whole], dim, self.tolerance)
+            for_each = whole.count // profile.shape[1]
+            for count, (totals, tolerances) in self.parts.items():
+                length, rest = divmod(count, for_each)
+                if count < whole.count and not rest:
+                    for start in np.flatnonzero(stretches.find(length, totals, tolerances).any(axis=0)):
+                        covered[start : start + length] = True
+            if covered.all():
+                return True
+        return False
+
+
+class _Stretches:
+    """The sums over stretches of the profiles along one dimension, of values of one shape there."""
+
+    def __init__(self, wholes: Sequence[Value], dim: int, tolerance: Tolerance) -> None:
+        profiles = np.stack([whole.profiles[dim] for whole in wholes])
+        self.running = np.concatenate([np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2)
+        self.tolerances = np.array([tolerance(whole) for whole in wholes])[:, None]
+        squares = np.array([whole.total[1] for whole in wholes])[:, None]
+        self.scales = np.sqrt(wholes[0].count * squares), squares
+        self.for_each = wholes[0].count // profiles.shape[2]
+
+    def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
+        """Where a stretch has the sums of a part.
+
+        Args:
+            length: Of the stretches. All parts have this length.
+            totals: The sums of the parts, and those of their squares, in two columns. Either there is one part, or
+                one whole.
+            tolerances: Of the parts.
+
+        Returns:
+            A truth value for each part or whole, in rows, and each first index of a stretch, in columns.
+        """
+        sums, squares = np.moveaxis(self.running[:, :, length:] - self.running[:, :, :-length], 1, 0)
+        allowed = 4 * np.maximum(np.maximum(tolerances[:, None], self.tolerances), 1e-9)
+        total, total_squares = totals[:, :1], totals[:, 1:]
+        size = np.sqrt(length * self.for_each * total_squares)
+        hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.scales[0]
+        hits &= np.abs(squares - total_squares) <= allowed * total_squares + 1e-13 * self.scales[1]
+        return hits
 
 
 def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:

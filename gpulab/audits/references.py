@@ -127,7 +127,7 @@ class References:
         if memory.numbers.dtype != (torch.float64 if real.is_floating_point else real):
             memory.exact = False  # the bits are looked at as another type
             return _widened(tensor)
-        return _with_layout_of(tensor, memory.numbers, tensor.storage_offset())
+        return _with_layout_of(tensor, memory.numbers, int(tensor.storage_offset()))
 
     def keep(
         self, tensor: Tensor, reference: Tensor, exact: bool, is_second: bool = False, may_own: bool = False
@@ -340,7 +340,8 @@ def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
 
 def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
     """Whether a real reference lies in memory as a tensor does, whose storage has so many numbers."""
-    same_places = reference.stride() == tensor.stride() and reference.storage_offset() == tensor.storage_offset()
+    same_offset = int(reference.storage_offset()) == int(tensor.storage_offset())
+    same_places = same_offset and reference.stride() == tensor.stride()
     same_size = reference.untyped_storage().nbytes() == count * reference.dtype.itemsize
     return same_places and same_size and not (reference.is_neg() or tensor.is_neg())
 

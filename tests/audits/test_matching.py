@@ -15,7 +15,7 @@ from torch import nn
 import gpulab as gl
 from gpulab.audits.comparison import Comparison
 from gpulab.audits.graphs import Graph
-from gpulab.audits.matching import Matches, is_covered, is_part, is_transposed, same, tolerance_of
+from gpulab.audits.matching import Matches, PartSearch, is_transposed, same, tolerance_of
 from gpulab.audits.traces import Operation, Trace
 from gpulab.audits.values import Slabs, Value
 
@@ -114,32 +114,32 @@ def test_of_values_without_a_common_dimension_it_cannot_be_told():
 def test_a_slice_is_part_of_the_whole_and_other_numbers_are_not(dim):
     x = numbers(5, 6, 7)
     part = x.narrow(dim, 1, 3)
-    assert is_part(value_of(part), [value_of(x)], exactly)
-    assert is_part(value_of(x.select(dim, 4)), [value_of(x)], exactly)
-    assert not is_part(value_of(1.001 * part), [value_of(x)], exactly)
-    assert not is_part(value_of(x), [value_of(x)], exactly), "the whole is no part"
-    assert not is_part(value_of(numbers(*part.shape, seed=1)), [value_of(x)], exactly)
+    assert PartSearch([value_of(x)], exactly).has_whole_of(value_of(part))
+    assert PartSearch([value_of(x)], exactly).has_whole_of(value_of(x.select(dim, 4)))
+    assert not PartSearch([value_of(x)], exactly).has_whole_of(value_of(1.001 * part))
+    assert not PartSearch([value_of(x)], exactly).has_whole_of(value_of(x)), "the whole is no part"
+    assert not PartSearch([value_of(x)], exactly).has_whole_of(value_of(numbers(*part.shape, seed=1)))
 
 
 def test_a_value_is_covered_by_its_slices_if_none_is_missing():
     x = numbers(6, 8)
     parts = [value_of(part) for part in (x[:2], x[2:3], x[3:])]
-    assert is_covered(value_of(x), parts, exactly)
-    assert is_covered(value_of(x), [value_of(part) for part in x.split(3, 1)], exactly)
-    assert not is_covered(value_of(x), parts[1:], exactly)
-    assert not is_covered(value_of(x), [*parts[1:], value_of(1.001 * x[:2])], exactly)
+    assert PartSearch(parts, exactly).cover(value_of(x))
+    assert PartSearch([value_of(part) for part in x.split(3, 1)], exactly).cover(value_of(x))
+    assert not PartSearch(parts[1:], exactly).cover(value_of(x))
+    assert not PartSearch([*parts[1:], value_of(1.001 * x[:2])], exactly).cover(value_of(x))
 
 
 def test_zeros_of_a_value_need_no_cover():
     x = numbers(6, 8)
     x[4:] = 0
-    assert is_covered(value_of(x), [value_of(x[:4])], exactly)
+    assert PartSearch([value_of(x[:4])], exactly).cover(value_of(x))
 
 
 def test_constants_cover_nothing():
     """Many slices have the sum of a few equal numbers."""
     x = torch.ones(6, 8).double()
-    assert not is_covered(value_of(x), [value_of(x[:3])], exactly)
+    assert not PartSearch([value_of(x[:3])], exactly).cover(value_of(x))
 
 
 # --- what a value says ----------------------------------------------------------------------------------------
