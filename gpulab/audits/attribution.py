@@ -24,8 +24,8 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import INFINITY, Comparison
-from gpulab.audits.diagnosis import SCALER, UPDATE_LOST, skips_updates
-from gpulab.audits.findings import KINDS, Finding
+from gpulab.audits.diagnosis import SCALER, UPDATE_LOST, rounded_before, skips_updates
+from gpulab.audits.findings import KINDS, Finding, placed
 from gpulab.audits.graphs import Node
 from gpulab.audits.traces import Operation
 from gpulab.audits.values import Value
@@ -327,24 +327,19 @@ def _tier(comparison: Comparison, finding: Finding) -> int:
 
 
 def _lost_before_nan(comparison: Comparison) -> tuple[Operation | None, str]:
-    """The nearest operation before a NaN of one setting alone that lost precision, and what is said of that."""
-    if len(comparison.not_finite) != 1:
+    """The operation that lost the digits before a NaN or infinity of one side alone, and what is said of that."""
+    op = rounded_before(comparison)
+    if op is None or not skips_updates(comparison):
         return None, ""
     ((side, origin),) = comparison.not_finite.items()
-    graph = comparison.graphs[side]
-    first = origin.infinity or origin.op
-    front = [first]
-    for op in front:  # which grows
-        if op.format or op.dtype in tol.SHORT:
-            if op is first:
-                what = INFINITY if origin.infinity else origin.what
-                return op, f"; it makes {what} of numbers beyond what {op.dtype} holds{_skipped(comparison, side)}"
-            what = f"{origin.op.name} ({origin.op.phase}), at {origin.op.line}"
-            return op, f"; what follows from it becomes {origin.what} in {what}{_skipped(comparison, side)}"
-        node = graph.node_of.get(op)
-        makers = [graph.maker.get(value) for value in node.inputs] if node else []
-        front += [maker.op for maker in dict.fromkeys(makers) if maker and maker.op not in front]
-    return None, ""
+    first, skipped = origin.first, _skipped(comparison, side)
+    what = INFINITY if origin.infinity else origin.what
+    if origin.cancelled is not None:
+        becomes = f"{placed(first)} turns the result into {what}"
+        return origin.cancelled, f"; its terms cancel, so that nearly all digits are lost, and {becomes}{skipped}"
+    if op is first:
+        return op, f"; it turns numbers beyond the range of {op.dtype} into {what}{skipped}"
+    return op, f"; {placed(first)} turns the result into {what}{skipped}"
 
 
 def _skipped(comparison: Comparison, side: int) -> str:
@@ -352,4 +347,4 @@ def _skipped(comparison: Comparison, side: int) -> str:
     if not any(op.name == SCALER for op in comparison.traces[side].operations):
         return ""
     skipped = [result for result in comparison.differing if result.group == "updated"]
-    return f"; the gradient scaler skipped the step, so {len(skipped)} parameters stay as they were" if skipped else ""
+    return f"; the gradient scaler skipped the step, so {len(skipped)} parameters keep their values" if skipped else ""

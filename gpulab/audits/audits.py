@@ -63,12 +63,8 @@ class Audit(AnswerPage):
         """The two settings, what was found between them, how far the results are apart, and what was looked at."""
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
-        sentences = [f"{titles}: {_kinds_in_words(self)}.", *_sizes(comparison), *_extent(self)]
-        if len(comparison.not_finite) == 1:
-            ((side, origin),) = comparison.not_finite.items()
-            where = f"{described(origin.results[0])}, first in {named(origin.op)}"
-            sentences.append(f"Under {self.titles[side]} alone {origin.what} reaches {where}.")
-        return " ".join(sentences)
+        first = f"{titles}: {_not_finite_in_words(self)}{_kinds_in_words(self)}."
+        return " ".join([first, *_sizes(comparison), *_extent(self)])
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -99,6 +95,17 @@ class Audit(AnswerPage):
     picture = report.Report.plot  # each operation's error, under the one setting and the other
 
 
+def _not_finite_in_words(answer: Audit) -> str:
+    """That NaN or infinity reaches a result of one side alone, as the beginning of a sentence; else nothing."""
+    if len(answer.comparison.not_finite) != 1:
+        return ""
+    ((side, origin),) = answer.comparison.not_finite.items()
+    reached = described(origin.results[0])
+    count = len(origin.results) - 1
+    more = f" and {count} more result{'s' * (count > 1)}" if count else ""
+    return f"{origin.what} reaches {reached}{more} under {answer.titles[side]} alone, from {named(origin.first)}; "
+
+
 def _kinds_in_words(answer: Audit) -> str:
     """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings share comes last."""
     findings = answer.findings
@@ -122,8 +129,10 @@ def _sizes(comparison: Comparison) -> list[str]:
     chosen: list[Result] = []
     for group in ("loss", "gradient", "updated"):
         of_group = [result for result in both if result.group == group and math.isfinite(apart[result])]
-        # A gradient that is nothing but roundings has no size to compare with.
-        sound = [r for r in of_group if not any(value.is_rounding_alone for value in comparison.values(r.a))]
+        # A gradient that is nothing but roundings, or not finite, has no size to compare with.
+        sound = [r for r in of_group if not any(v.is_rounding_alone for v in comparison.values(r.a))]
+        bad = {op for origin in comparison.not_finite.values() for op in origin.results}
+        sound = [result for result in sound if bad.isdisjoint((result.a, result.b))]
         is_told = group != "updated" or not chosen or any(not result.agrees for result in sound)
         if sound and is_told:
             furthest = max(sound, key=lambda result: apart[result])
@@ -133,11 +142,11 @@ def _sizes(comparison: Comparison) -> list[str]:
         return []
     (first, size), *others = phrases
     sentence = f"{first[0].upper()}{first[1:]} {_differs_by(size)}"
-    sentence += "".join(f"; the {name}, which is furthest apart, {_differs_by(size)}" for name, size in others)
+    sentence += "".join(f"; {name}, which is furthest apart, {_differs_by(size)}" for name, size in others)
     plain = [side for side in (0, 1) if not comparison.is_short(side)]
     if plain:
-        values = [v for result in chosen for v in comparison.values((result.a, result.b)[plain[0]])]
-        sentence += f"; rounding alone leads to {max(value.deviation for value in values):.1e}"
+        values = [v for result in chosen for side in plain for v in comparison.values((result.a, result.b)[side])]
+        sentence += f"; rounding alone explains {max(value.deviation for value in values):.1e}"
     return [f"{sentence}."]
 
 
@@ -172,8 +181,8 @@ def _extent(answer: Audit) -> list[str]:
         sentences.append(f"{len(names)} {have} no counterpart to be compared with: {listed}.")
     if comparison.from_outside:
         sentences.append(
-            "Values from outside of torch, such as NumPy, or from an operation that does not repeat itself, differ "
-            "by roundings, so that what follows from them was compared with a wider tolerance."
+            "Values from outside torch (such as NumPy), or from an operation that does not repeat itself, differ by "
+            "roundings; what is computed from them was compared with a wider tolerance."
         )
     missing = {name: why for trace in comparison.traces for name, why in trace.without_reference.items()}
     if missing:
@@ -183,9 +192,9 @@ def _extent(answer: Audit) -> list[str]:
     if "loss" in comparison.a.notes:
         sentences.append(f"The loss was {comparison.a.notes['loss']}.")
     if not results:
-        sentences.append("The step returned nothing and left no gradient: what it is for could not be compared.")
+        sentences.append("The step returned nothing and left no gradient, so no result could be compared.")
     elif not any(result.group != "loss" for result in comparison.results):
-        sentences.append("It left no gradient and updated nothing: only what it returned was compared.")
+        sentences.append("It left no gradient and updated nothing, so only what it returned was compared.")
     return sentences
 
 
@@ -246,17 +255,18 @@ def audit(
 
     These kinds of findings are faults (`Audit.faulty`):
 
-    - `not finite`: the loss or a gradient is NaN or infinite under both settings.
-    - `mismatch`: an operation makes something else of the same values, is called with other arguments, or is further
-      from float64 than rounding explains.
+    - `not finite`: the loss or a gradient is NaN or infinite, and no short number format explains it. What a short
+      format alone makes infinite is `reduced precision`; the first line says that, too.
+    - `mismatch`: an operation computes something else from the same values, is called with different arguments, or is
+      further from float64 than rounding explains.
     - `overwritten`: memory that the backward pass needed had changed.
-    - `other data`: the two sides were given other batches or weights.
-    - `cause not found`: results differ in float64, though every value that leads to them occurs on both sides.
+    - `other data`: the two sides received different batches or weights.
+    - `cause not found`: results differ in float64, although both sides have every value that leads to them.
 
     These are not:
 
     - `nondeterminism`: the step does not repeat itself.
-    - `different random numbers`: the two sides drew other numbers from the same seed.
+    - `different random numbers`: the two sides drew different random numbers from the same seed.
     - `another valid answer`: several answers are right, such as either sign of a singular vector.
     - `cannot be told`: values differ, and have no float64 reference.
     - `reduced precision`: something was computed in TF32, bfloat16 or float16, or an update was lost in it.

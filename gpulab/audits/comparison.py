@@ -18,7 +18,7 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import LARGEST, SKETCH
-from gpulab.audits.graphs import Graph
+from gpulab.audits.graphs import Graph, Node
 from gpulab.audits.matching import Matches, PartSearch, same, tolerance_of
 from gpulab.audits.traces import RESULT, TENSOR, TWINS, Json, Operation, Trace
 from gpulab.audits.values import Value, finite_distance
@@ -92,6 +92,7 @@ class NotFinite:
         op: The operation that made it of numbers; if none did, the first that was given it.
         made: Whether the operation made it.
         infinity: The operation that made the infinity of which it made NaN; None where that was put in or is none.
+        cancelled: The operation before it whose result lost most of its digits, if there is one.
         results: The results that are not finite: the loss first, then gradients and what was updated.
         in_reference: Whether the float64 reference of what the operation made is not finite, either.
     """
@@ -100,8 +101,14 @@ class NotFinite:
     op: Operation
     made: bool
     infinity: Operation | None
+    cancelled: Operation | None
     results: list[Operation]
     in_reference: bool
+
+    @property
+    def first(self) -> Operation:
+        """The operation that made the first infinity or NaN."""
+        return self.infinity or self.op
 
 
 class Comparison:
@@ -463,12 +470,50 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
     values = {value for op in losses or results for value in op.outputs}
     what, bad = (NAN, nans) if nans & values else (INFINITY, infinities)
     origin, made = _origin(trace, bad)
-    infinite = infinities & set(origin.inputs) if made and what == NAN else set()
-    makers = [op for op in trace.operations if op.phase != RESULT and infinite & set(op.outputs)]
-    infinity = next((op for op in makers if not infinities & set(op.inputs)), None)
+    infinity = _maker_of_infinity(graph, origin, infinities) if made and what == NAN else None
     bad_results = (trace.values[name] for op in results for name in op.outputs)
     in_reference = any(value.reference is None or not np.isfinite(value.total).all() for value in bad_results)
-    return NotFinite(what, origin, made, infinity, results, in_reference)
+    cancelled = _find_cancellation(graph, infinity or origin) if made else None
+    return NotFinite(what, origin, made, infinity, cancelled, results, in_reference)
+
+
+def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
+    """The nearest operation before another one that lost most of its digits, as by subtracting two large numbers."""
+    queue = [op]
+    for earlier in queue:  # which grows
+        node = graph.node_of.get(earlier)
+        if node is None:
+            continue
+        if earlier is not op and _loses_digits(node):
+            return earlier
+        makers = [graph.maker.get(value) for value in node.inputs]
+        queue += [maker.op for maker in dict.fromkeys(makers) if maker and maker.op not in queue]
+    return None
+
+
+def _loses_digits(node: Node) -> bool:
+    """Whether the relative error of a result is far larger than that of what it was computed from."""
+    outputs, inputs = (
+        max((value.deviation for value in values if value.is_real and not is_infinite(value.sketch)), default=0.0)
+        for values in (node.outputs, node.inputs)
+    )
+    return outputs > max(tol.DIGITS_LOST, tol.CANCELLATION * inputs)
+
+
+def _maker_of_infinity(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
+    """The operation that made the infinity that another one was given, perhaps through further operations."""
+    infinite = {graph.trace.values[name] for name in infinities}
+    node = graph.node_of.get(op)
+    given = [value for value in node.inputs if value in infinite] if node else []
+    for value in given:  # which grows
+        node = graph.maker.get(value)
+        if node is None:
+            continue
+        passed_on = [other for other in node.inputs if other in infinite and other not in given]
+        if not any(other in infinite for other in node.inputs):
+            return node.op
+        given += passed_on
+    return None
 
 
 def is_infinite(sketch: np.ndarray) -> bool:

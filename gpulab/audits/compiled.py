@@ -348,7 +348,7 @@ def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting
 
 
 def _other_random_numbers(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
-    """The finding that Inductor draws other numbers: it leaves torch's generators in other states, or other results.
+    """The finding that Inductor draws different random numbers: other states of generators, or other results.
 
     The states show it however small its effect is. On a GPU they are counts, which may be equal by chance. There the
     results are further apart than roundings lead, and than they are where Inductor draws as uncompiled code does.
@@ -364,8 +364,8 @@ def _other_random_numbers(step: Step, whole: Compared, plain: Setting, compiled:
     )
     if found.random_state != written.random_state or are_apart:
         detail = (
-            "draws other numbers than uncompiled code from one seed: the loss is "
-            f"{differences['loss']:.1e} (relative) apart"
+            "draws different random numbers from uncompiled code with the same seed: the loss differs by "
+            f"{differences['loss']:.1e} (relative)"
         )
         advice = "nothing; torch._inductor.config.fallback_random draws the same, and all else was compared with it"
         yield _finding("different random numbers", str(compiled), step.model, detail, advice)

@@ -18,7 +18,7 @@ import torch
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
-from gpulab.audits.findings import ADVICE, Finding, described, named
+from gpulab.audits.findings import ADVICE, Finding, described, named, placed
 from gpulab.audits.graphs import Node
 from gpulab.audits.rounding import FLUSHED
 from gpulab.audits.sources import Source
@@ -26,17 +26,17 @@ from gpulab.audits.traces import RESULT, Json, Operation, Trace
 from gpulab.audits.twins import DEFINITIONS
 from gpulab.settings import Setting
 
-ANOTHER_FUNCTION = "it computes another function there"
+ANOTHER_FUNCTION = "it computes a different function there"
 GIVEN_OTHER_VALUES = (
-    "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
-    "random.Random()), the clock or a loader that goes on gives other values each time; and have the step begin "
-    "with the same weights and the same optimizer"
+    "seed it inside the step, or draw once and reuse the result: an unseeded generator (numpy.random.default_rng(), "
+    "random.Random()), the clock, or a loader that continues gives different values each time; and let the step start "
+    "from the same weights and optimizer state"
 )
 KEEP_UPDATES = (
-    "keep the weights in float32 and cast them for the forward pass, as autocast does, or round updates "
-    "stochastically: a number of {dtype} cannot hold a change of less than about {unit:.0e} of it"
+    "keep the weights in float32 and cast them for the forward pass, as autocast does, or use stochastic rounding: "
+    "a {dtype} number cannot represent a relative change of less than about {unit:.0e}"
 )
-COUNTED = "make it in torch.float32 if it counts: bfloat16 holds whole numbers up to 256, and float16 up to 2,048"
+COUNTED = "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to 2,048"
 UPDATE_LOST = "update lost"
 SCALER = "_amp_foreach_non_finite_check_and_unscale"
 
@@ -46,6 +46,8 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
     findings = _united([*_overwritten(comparison.a)], [*_overwritten(comparison.b)])
     if len(comparison.not_finite) == 2:
         findings += _united(*([_not_finite(comparison, origin)] for origin in comparison.not_finite.values()))
+    elif skips_updates(comparison) and rounded_before(comparison) is None:
+        findings += [_not_finite(comparison, origin) for origin in comparison.not_finite.values()]
     findings += _missing(comparison)
     findings += _from_sources(comparison, sources)
     by_itself: list[list[Finding]] = [[], []]
@@ -63,31 +65,49 @@ def skips_updates(comparison: Comparison) -> bool:
     return len(comparison.not_finite) == 1 and not next(iter(comparison.not_finite.values())).in_reference
 
 
+def rounded_before(comparison: Comparison) -> Operation | None:
+    """The nearest operation before a NaN or infinity of one side alone that computed in a short format, or made it."""
+    if len(comparison.not_finite) != 1:
+        return None
+    ((side, origin),) = comparison.not_finite.items()
+    graph = comparison.graphs[side]
+    queue = [origin.first]
+    for op in queue:  # which grows
+        if op.format or op.dtype in tol.SHORT:
+            return op
+        node = graph.node_of.get(op)
+        makers = [graph.maker.get(value) for value in node.inputs] if node else []
+        queue += [maker.op for maker in dict.fromkeys(makers) if maker and maker.op not in queue]
+    return None
+
+
 # --- under either setting -----------------------------------------------------------------------------------
 
 
 def _overwritten(trace: Trace) -> Iterator[Finding]:
     """What the guard found: memory that the backward pass needed had changed (`one_buffer_for_every_frame`)."""
     for entry in trace.overwritten:
-        detail = f"what it needed had been overwritten since it was saved: {entry['why']}"
+        detail = f"the backward pass needed memory that had been overwritten since it was saved: {entry['why']}"
         location = (entry["operation"], "backward", "", entry["line"])
         yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], bounded=False)
 
 
 def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
-    """A result is NaN or infinite under both settings (the faults "addmm in layers: NaN")."""
+    """A result is NaN or infinite (the faults "addmm in layers: NaN")."""
     first, *others = origin.results
-    more = f" and {len(others)} more results" if others else ""
-    detail = f"makes {origin.what} of numbers"
-    if not origin.made:
-        detail = f"is given {origin.what}, which no operation of the step made: it is in the data or the weights"
-    detail += f"; it reaches {described(first)}{more}"
+    more = f" and {len(others)} more result{'s' * (len(others) > 1)}" if others else ""
+    detail = f"turns finite numbers into {origin.what}"
     if origin.infinity is not None:
-        detail += f"; it was given the infinity that {named(origin.infinity)} makes"
+        detail = f"produces {origin.what} from the infinity that {named(origin.infinity)} produced"
+    if not origin.made:
+        detail = f"receives {origin.what}, which no operation of the step produced: it is in the data or the weights"
+    detail += f"; it reaches {described(first)}{more}"
+    if origin.cancelled is not None:
+        detail += f"; nearly all digits were lost before, in {placed(origin.cancelled)}, whose terms cancel"
     if any(op.name == SCALER for op in comparison.trace_of(origin.op).operations):
         detail += "; the gradient scaler skipped the step"
     if origin.in_reference:
-        detail += "; so it is in float64"
+        detail += "; the same happens in float64"
     elif first.name not in ("gradient", "updated"):
         detail += "; in float64, the loss is finite"
     return _finding_of(comparison, "not finite", origin.op, detail)
@@ -99,25 +119,25 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
     `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
     """
     if op.anew:
-        detail = "was given other values when the step was done again, which no operation of the step had made"
+        detail = "received different values in the second execution, which no operation of the step produced"
         yield _finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
     elif op.repeats is False:
-        apart = "" if op.spread is None else f", {op.spread:.1e} (relative) apart"
-        detail = f"gave other bits when the step was done again{apart}"
+        apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
+        detail = f"gave different bits in the second execution{apart}"
         yield _finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
     if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
         detail = f"computed in {op.dtype}"
         if op.format == FLUSHED:
-            detail = f"took numbers below 1.2e-38 for zero; error {error:.1e}"
+            detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
         elif op.format and (op.rounded_before or op.error is None):
-            detail = f"its factors were rounded to {op.format} before"
+            detail = f"its factors had been rounded to {op.format} before"
         elif op.format:
-            detail = f"its factors are rounded to {op.format} by the kernel; error {error:.1e}"
+            detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
         yield _finding_of(comparison, "reduced precision", op, detail, _advice_on_precision(comparison, op), size=size)
     elif op.ratio is not None and not op.ratio <= 1:
-        times = "rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
+        times = "and rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
         detail = f"its error against float64 is {error:.1e}, {times}"
         yield _finding_of(comparison, "mismatch", op, detail, size=size)
     elif op.dtype in tol.SHORT and not op.inputs and op.outputs and _deviation(comparison, op) > tol.COINCIDES:
@@ -144,7 +164,7 @@ def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
     dtype = comparison.values(lost[0])[0].dtype
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
-        f"{UPDATE_LOST}: {numbers:,} of the {moved:,} numbers in {names} that change in float64 kept their old value "
+        f"{UPDATE_LOST}: {numbers:,} of the {moved:,} numbers in {names} that change in float64 keep their old value "
         f"(in {len(lost)} of {len(updates)} updated tensors)"
     )
     advice = KEEP_UPDATES.format(dtype=dtype, unit=unit)
@@ -158,8 +178,8 @@ def _rounding(comparison: Comparison) -> Finding:
     if not fine:
         return Finding("rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", "")
     op = max(fine, key=attrgetter("ratio"))
-    nearest = f"this one comes nearest, {op.ratio:.2f} of it"
-    return _finding_of(comparison, "rounding", op, f"{len(fine)} operations within what rounding explains; {nearest}")
+    nearest = f"the largest error, that of this one, is {op.ratio:.2f} of the bound"
+    return _finding_of(comparison, "rounding", op, f"{len(fine)} errors that rounding explains; {nearest}")
 
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
@@ -192,7 +212,7 @@ def _missing(comparison: Comparison) -> Iterator[Finding]:
     for result in comparison.differing:
         if not (result.a and result.b):
             there = comparison.other_title(result.one)
-            advice = f"see why {there} does not compute it: {ANOTHER_FUNCTION}"
+            advice = f"check why {there} does not compute it: {ANOTHER_FUNCTION}"
             # One program of two may well keep a result to itself, so that other differences come first.
             bounded = not comparison.is_one_program
             detail = f"{there} does not compute it"
@@ -232,7 +252,7 @@ def _effect(comparison: Comparison) -> str:
     if not paired:
         return ""
     furthest = max(paired, key=lambda result: result.gap)
-    return f"; in float64, {described(furthest.one)} is {furthest.gap:.1e} (relative) apart"
+    return f"; in float64, {described(furthest.one)} differs by {furthest.gap:.1e} (relative)"
 
 
 def _of_data(comparison: Comparison, source: Source) -> Finding:
@@ -245,11 +265,11 @@ def _of_data(comparison: Comparison, source: Source) -> Finding:
     shape = "×".join(map(str, value.shape)) or "one number"
     if x is not None and y is not None:
         gap = comparison.gap(x, y)
-        detail = f"is given data or weights ({shape}) that are {gap:.1e} (relative) from those of the other side"
+        detail = f"receives data or weights ({shape}) that differ by {gap:.1e} (relative) from those of the other side"
     else:
         gap, title = math.nan, comparison.traces[y is not None].title
-        detail = f"is given data or weights ({shape}) under {title} that the other side has not"
-    advice = "use the same batch, the same weights and the same seeds on both sides; all that follows from them differs"
+        detail = f"receives data or weights ({shape}) under {title} that the other side does not have"
+    advice = "use the same batch, weights and seeds on both sides; everything computed from them differs"
     return _finding_between(comparison, "other data", op, gap, detail + _effect(comparison), advice)
 
 
@@ -264,7 +284,7 @@ def _of_operations(comparison: Comparison, source: Source) -> Finding:
     if drawn is not None:
         return _other_draw(comparison, drawn, gap)
     if a is not None and b is not None and are_alike and a.name in DEFINITIONS and _are_right(a, b):
-        detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
+        detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
         return _finding_between(comparison, "another valid answer", b, gap, detail)
     if _is_uncertain(comparison, source):
         return _cannot_be_told(comparison, source, gap)
@@ -290,9 +310,9 @@ def _of_arguments(
     if all(_is_of_format(x, a.dtype) and _is_of_format(y, b.dtype) for x, y in arguments.values()):
         short = b if b.dtype in tol.SHORT else a
         detail += "; both are properties of the number formats"
-        advice = f"take the number from torch.float32 if it counts, and not from {short.dtype}"
+        advice = f"take the number from torch.float32 and not from {short.dtype} if it matters"
         return _finding_between(comparison, "reduced precision", short, gap, detail, advice)
-    advice = f"see why {_place_of(b)} calls it with other arguments under {comparison.trace_of(b).title}: "
+    advice = f"check why {_place_of(b)} calls it with different arguments under {comparison.trace_of(b).title}: "
     return _finding_between(comparison, "mismatch", b, gap, detail, advice + ANOTHER_FUNCTION)
 
 
@@ -338,16 +358,17 @@ def _another_function(comparison: Comparison, source: Source, node: Node, gap: f
     """The faults in forward and backward code, such as "a transposed weight"; `reset_gate_before_or_after`."""
     op, title = node.op, comparison.trace_of(node.op).title
     there = comparison.other_title(op)
-    detail = f"what it makes occurs nowhere under {there}, though each value that it was given does"
+    detail = f"{there} has no value equal to its result, although it has all of its inputs"
     if source.a is not None and source.b is not None:
         other = source.a.op
-        apart = "" if math.isnan(gap) else f", {gap:.1e} (relative) apart"
-        detail = f"of the same values, {there} computes {described(other)}{apart}"
+        apart = "" if math.isnan(gap) else f"; the results differ by {gap:.1e} (relative)"
+        detail = f"from the same values, {there} computes {described(other)}{apart}"
         if not source.share_inputs:
             detail = (
-                f"what it makes occurs nowhere under {there}, where the first such value is that of {described(other)}"
+                f"{there} has no value equal to its result; the first value there without a counterpart is that of "
+                f"{described(other)}"
             )
-    advice = f"see what {_place_of(op)} does under {title}: {ANOTHER_FUNCTION}"
+    advice = f"check what {_place_of(op)} does under {title}: {ANOTHER_FUNCTION}"
     return _finding_between(comparison, "mismatch", op, gap, detail + _effect(comparison), advice)
 
 
@@ -361,25 +382,27 @@ def _cannot_be_told(comparison: Comparison, source: Source, gap: float) -> Findi
         bound = tol.ROOM * sum(n.op.loosest or n.op.bound or 0.0 for n in source.nodes)
         allowed = max(bound, tol.INEXACT[any(map(comparison.is_short, (0, 1)))])
         if gap > allowed and op.name not in tol.DECIDES:
-            from_there = f"{gap:.1e} (relative) from its result under {comparison.other_title(op)}"
-            detail = f"of the same inputs it makes what is {from_there}; roundings lead to {allowed:.1e}"
+            detail = (
+                f"from the same inputs, its result differs by {gap:.1e} (relative) from that under "
+                f"{comparison.other_title(op)}; rounding explains {allowed:.1e}"
+            )
             advice = f"compare the kernels registered for both settings: {ANOTHER_FUNCTION}"
             return _finding_between(comparison, "mismatch", op, gap, detail, advice)
     why = trace.without_reference.get(op.name) or next(iter(trace.without_reference.values()), "it asks for float32")
-    detail = f"it, or what it was given, has no float64 reference ({why}), and the recorded numbers differ"
+    detail = f"it, or one of its inputs, has no float64 reference ({why}), and the recorded numbers differ"
     return _finding_between(comparison, "cannot be told", op, gap, detail + _effect(comparison))
 
 
 def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
-    detail = f"drew other numbers than under {comparison.other_title(op)}"
+    detail = f"drew different random numbers from those under {comparison.other_title(op)}"
     devices = {Setting.parse(trace.setting).kind for trace in comparison.traces}
     advice = ""
     if op.phase == "backward":
-        detail += ", in a forward pass that the backward pass computes again"
-        advice = "have checkpointing keep the state of the random numbers: preserve_rng_state=True"
+        detail += ", in a forward pass that the backward pass recomputes"
+        advice = "let checkpointing restore the state of the random number generators: preserve_rng_state=True"
     elif len(devices) == 1:
         advice = (
-            "draw from a torch.Generator that the step seeds, in the same order and of the same shapes on both sides"
+            "draw from a torch.Generator that the step seeds, in the same order and with the same shapes on both sides"
         )
     return _finding_between(comparison, "different random numbers", op, gap, detail, advice)
 
@@ -393,11 +416,11 @@ def _cause_not_found(comparison: Comparison, differing: Sequence[Result]) -> Fin
     if any(not value.exact for value in comparison.values(result.one)):
         why = next(iter(comparison.trace_of(result.one).without_reference.values()), "")
         detail = f"{described(result.one)} has no exact float64 reference{f' ({why})' * bool(why)}, and the recorded "
-        detail += f"numbers are {comparison.apart(result):.1e} (relative) apart"
+        detail += f"numbers differ by {comparison.apart(result):.1e} (relative)"
         return _finding_between(comparison, "cannot be told", op, result.gap, detail)
     detail = (
-        f"{described(result.one)} is {result.gap:.1e} (relative) apart in float64, and every value that leads to it "
-        "occurs on both sides: one of them is left out, or used for something else, under one setting"
+        f"{described(result.one)} differs by {result.gap:.1e} (relative) in float64, although both sides have every "
+        "value that leads to it: one side leaves out one of them, or uses it for something else"
     )
     return _finding_between(comparison, "cause not found", op, result.gap, detail)
 
@@ -413,7 +436,7 @@ def _other_answers(comparison: Comparison) -> Iterator[Finding]:
         of_inputs = max(map(comparison.gap, *given), default=0.0)
         gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
         if gap > tol.UNEXPLAINED and of_inputs <= tol.SAME_INPUTS:
-            detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
+            detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
             yield _finding_between(comparison, "another valid answer", b, gap, detail)
 
 
@@ -469,7 +492,7 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
         keep = f"torch.autocast({setting.kind!r}, enabled=False)"
         return f"{setting} asks for it; {keep} around this line keeps it in float32"
     if op.dtype in tol.SHORT and setting.precision == op.dtype:
-        return f"{setting} asks for it; .float() before this line keeps it in float32 if it counts"
+        return f"{setting} asks for it; if it matters, .float() before this line computes it in float32"
     if op.dtype in tol.SHORT:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
     if op.rounded_before:

@@ -30,30 +30,30 @@ KINDS = (
 FAULTS = KINDS[:5]  # what no correct device or compiler explains
 ADVICE = {
     "not finite": (
-        "mend this first, for no difference can be measured beside it: look for a row that is masked out entirely, a "
-        "division by zero, a logarithm or a root of zero or less, or numbers beyond what the format holds"
+        "fix this first, because no difference can be measured beside it: look for a row that is masked out entirely, "
+        "a division by zero, a logarithm or square root of zero or less, or numbers beyond the format's range"
     ),
     "mismatch": "look for a bug here: compare this operation's arguments and kernel under both settings",
     "nondeterminism": (
-        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); else compare settings "
-        "only by verdicts over many seeds"
+        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); otherwise compare settings "
+        "only over many seeds, with gpulab.verdict"
     ),
     "different random numbers": (
         "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
     ),
     "another valid answer": (
-        "if the loss depends on signs, on the basis of equal values, or on which of equal numbers comes first, compute "
-        "it from what does not, such as the product of a vector with itself; else nothing"
+        "nothing, unless the loss depends on signs, on the basis of an eigenspace, or on which of equal numbers comes "
+        "first: then compute it from something that does not, such as the outer product of a vector with itself"
     ),
     "other data": "use the same batch, the same weights and the same seeds on both sides",
     "cannot be told": (
-        "compare this operation by hand, or have it compute in the setting's own type (setting.dtype), so that it can "
+        "compare this operation by hand, or let it compute in the setting's own type (setting.dtype), so that it can "
         "be repeated in float64"
     ),
-    "rounding": "nothing",
+    "rounding": "nothing to do",
     "cause not found": (
-        "look at this line and those before it: what they do outside of torch's operations (NumPy, hooks, other "
-        "libraries, control flow) is not seen"
+        "check this line and those before it: the audit does not see what they do outside torch's operations (NumPy, "
+        "hooks, other libraries, control flow)"
     ),
 }
 
@@ -68,7 +68,7 @@ class Finding:
     """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
 
     `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in units of what
-    rounding explains (NaN where it has no twin in float64), `detail` what was seen. `size` is how far the operation's
+    rounding explains (NaN where it has no float64 reference), `detail` what was seen. `size` is how far the operation's
     result is off for this reason, relative to it (NaN where that is not known), and `share` how much of the
     difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
     computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
@@ -108,7 +108,7 @@ class Finding:
         if math.isnan(self.share) or self.kind == "rounding":
             return ""
         share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
-        return f"\n      {share} of the difference in the results goes back to it"
+        return f"\n      explains {share} of the difference in the results"
 
 
 def in_module(module: str) -> str:
@@ -121,10 +121,16 @@ def named(op: Operation) -> str:
     return f"{op.name} ({op.phase}){in_module(op.module)}"
 
 
+def placed(op: Operation) -> str:
+    """An operation with its phase and module, and its file and line."""
+    return named(op) + (f" at {op.line.partition(': ')[0]}" if op.line else "")
+
+
 def described(op: Operation) -> str:
     """An operation or a result in words, with its line."""
     if op.phase == RESULT:
-        return f"{op.name} of {op.module}" if op.module else f"the {op.name}"
+        preposition = "" if op.name == "updated" else "of "
+        return f"the {op.name} {preposition}{op.module}" if op.module else f"the {op.name}"
     return named(op) + (f" at {op.line}" if op.line else "")
 
 
@@ -219,6 +225,6 @@ def by_line(findings: Sequence[Finding]) -> list[str]:
         operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
         counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
         listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
-        texts.append(f"{first}\n      and so in this line: {listed}" if alike else str(first))
+        texts.append(f"{first}\n      also in this line: {listed}" if alike else str(first))
     more = [f"… and {len(texts) - MOST_LINES} more lines"] if len(texts) > MOST_LINES else []
     return texts[:MOST_LINES] + more

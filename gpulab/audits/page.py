@@ -220,7 +220,7 @@ class Card:
         module: What called it.
         place: The file and the number of the line.
         code: The line.
-        percent: How much of the difference goes back to it.
+        percent: How much of the difference it explains.
         width: The same as a number from 0 to 100, where it is known.
         effect: The same as a clause.
         detail: What was seen, as a sentence.
@@ -275,7 +275,7 @@ def _card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
 
 
 def _share(finding: Finding) -> tuple[str, int | None, str]:
-    """How much of the difference goes back to a finding: as words, as a number and as a clause."""
+    """How much of the difference a finding explains: as words, as a number and as a clause."""
     if not finding.bounded:
         return "may explain all", None, "its effect has no bound: it may explain all of the difference in the results"
     if finding.kind == "rounding":
@@ -283,7 +283,7 @@ def _share(finding: Finding) -> tuple[str, int | None, str]:
     if math.isnan(finding.share):
         return "", None, ""
     percent = f"{finding.share:.0%}" if finding.share >= 0.01 else "less than 1%"
-    effect = f"{percent} of the difference in the results goes back to it"
+    effect = f"explains {percent} of the difference in the results"
     return f"{percent} of the difference", round(100 * min(1.0, finding.share)), effect
 
 

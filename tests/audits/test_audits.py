@@ -60,7 +60,7 @@ def test_bfloat16_in_one_layer_is_reduced_precision_there():
     assert all(f.detail == "computed in bfloat16" and "autocast" in f.advice for f in there)
     elsewhere = [f.detail for f in faults(report) if f.module != "1"]
     assert elsewhere
-    assert all("were rounded to bfloat16 before" in detail for detail in elsewhere)
+    assert all("had been rounded to bfloat16 before" in detail for detail in elsewhere)
 
 
 GELU = ("none", "tanh")
@@ -235,7 +235,7 @@ def test_audit_tells_what_hardly_repeats_itself_after_tf32():
     assert report.kind == "reduced precision"
     (restless,) = [finding for finding in faults(report) if finding.kind == "nondeterminism"]
     assert 1e-8 < restless.size < 1e-6
-    assert re.search(r"gave other bits when the step was done again, [1-3]\.\de-07 \(relative\)", restless.detail)
+    assert re.search(r"gave different bits in the second execution, [1-3]\.\de-07 apart \(relative\)", restless.detail)
     assert restless.share < 0.01
 
 

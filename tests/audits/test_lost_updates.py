@@ -13,7 +13,7 @@ from torch import nn
 
 BFLOAT16, FLOAT16 = "cpu:precision=bfloat16", "cpu:precision=float16"
 X = drawn(5, 8)
-LOST = re.compile(r"update lost: ([\d,]+) of the ([\d,]+) numbers in (.+?) that change in float64 kept their old value")
+LOST = re.compile(r"update lost: ([\d,]+) of the ([\d,]+) numbers in (.+?) that change in float64 keep their old value")
 
 
 def near_one(rate, optimizer=torch.optim.SGD, updates=1):

@@ -37,8 +37,8 @@ def test_audit_tells_nan_of_a_masked_sentence_before_tf32(b):
     report = audited(masked_step(2), A, b)
     first = report.findings[0]
     assert (first.kind, first.operation, first.module) == ("not finite", "_softmax", "Attention")
-    assert "makes NaN of numbers; it reaches the loss" in first.detail
-    assert "the infinity that masked_fill (forward) in Attention makes; so it is in float64" in first.detail
+    assert "it reaches the loss" in first.detail
+    assert "produces NaN from the infinity that masked_fill (forward) in Attention produced" in first.detail
     assert report.faulty
     assert "mismatch" not in {finding.kind for finding in report.findings}
 
@@ -61,13 +61,13 @@ def test_audit_tells_an_infinite_ctc_loss_by_its_forward_operation():
 
     first = audited(step).findings[0]
     assert (first.kind, first.operation, first.phase) == ("not finite", "_ctc_loss", "forward")
-    assert "makes infinity of numbers; it reaches the loss" in first.detail
+    assert "turns finite numbers into infinity; it reaches the loss" in first.detail
 
 
 def test_audit_tells_nan_in_the_data():
     first = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), torch.full((3, 4), torch.nan))).findings[0]
     assert (first.kind, first.operation) == ("not finite", "addmm")
-    assert "is given NaN, which no operation of the step made: it is in the data or the weights" in first.detail
+    assert "receives NaN, which no operation of the step produced: it is in the data or the weights" in first.detail
 
 
 def test_audit_says_where_float64_stays_finite():
@@ -86,8 +86,72 @@ def test_audit_says_which_setting_alone_makes_an_infinite_loss():
         return loss
 
     report = audited(step)
-    assert f"Under {B} alone infinity reaches the loss, first in " in str(report)
+    assert f"infinity reaches the loss and 1 more result under {B} alone, from mul (forward); " in report.headline
     assert report.kind == "mismatch"
+
+
+def scaled_step():
+    """A step whose gradients overflow in float16, so that the gradient scaler skips the update."""
+    net = seeded(lambda: nn.Linear(16, 16))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    loss = net(drawn(8, 16)).float().square().mean()
+    scaler.scale(loss).backward()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach()
+
+
+def test_audit_names_the_conversion_that_overflows_where_a_scaler_skips_the_step():
+    report = audited(scaled_step, A, "cpu:autocast=float16")
+    first = report.findings[0]
+    assert "under cpu:autocast=float16 alone, from _to_copy (backward); " in report.headline
+    assert "all is well" not in report.headline
+    assert (first.kind, first.operation, first.phase) == ("reduced precision", "_to_copy", "backward")
+    assert "it turns numbers beyond the range of float16 into infinity" in first.detail
+    assert "the gradient scaler skipped the step, so 2 parameters keep their values" in first.detail
+    assert not report.faulty
+
+
+def one_pass(setting):
+    """Rows divided by a variance that is computed as a difference of large numbers."""
+    x = drawn(16, 64).add(1000.0).to(setting.dtype).requires_grad_()
+    variance = x.square().mean(1) - x.mean(1).square()
+    loss = (x / variance.sqrt()[:, None]).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_audit_names_the_subtraction_that_lost_the_digits_before_nan():
+    report = audited(one_pass, A, "cpu:precision=bfloat16")
+    first = report.findings[0]
+    assert (first.kind, first.operation) == ("reduced precision", "sub")
+    assert "its terms cancel, so that nearly all digits are lost, and " in first.detail
+    assert " under cpu:precision=bfloat16 alone, from " in report.headline
+
+
+def test_nan_of_one_setting_alone_in_float32_is_a_fault_and_the_lost_digits_are_named():
+    """The order of summation alone decides whether a variance is negative: 0.037 in float64, 1 and -1 in float32."""
+
+    def step(setting):
+        x = torch.tensor([2999.9375, 2999.875, 3000.3125]).to(setting.dtype).requires_grad_()
+        first, second, third = x.flip(0) if under_b() else x
+        mean = (first + second + third) / 3
+        variance = (first * first + second * second + third * third) / 3 - mean * mean
+        loss = variance.sqrt()
+        loss.backward()
+        return loss.detach()
+
+    report = audited(step)
+    assert (
+        f"NaN reaches the loss and 1 more result under {B} alone, from sqrt (forward); 1 × not finite"
+        in report.headline
+    )
+    assert report.faulty
+    (first, *_) = report.findings
+    assert (first.kind, first.operation) == ("not finite", "sqrt")
+    assert "nearly all digits were lost before, in sub (forward) at " in first.detail
+    assert first.detail.endswith("in float64, the loss is finite")
 
 
 # --- what the first line says -----------------------------------------------------------------------------
