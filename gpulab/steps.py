@@ -280,8 +280,16 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
 
 
 @contextlib.contextmanager
-def ready(step: Callable[..., Nested], setting: Setting) -> Iterator[Callable[[], Nested]]:
+def ready(
+    step: Callable[..., Nested], setting: Setting, default_dtype: torch.dtype | None = None
+) -> Iterator[Callable[[], Nested]]:
     """The step as a function without arguments, under a setting that is in force.
+
+    Args:
+        step: A `Step`, or a function step.
+        setting: The setting.
+        default_dtype: Torch's default type before the setting was applied. A function that takes the setting is called
+            with it, so that such a function draws its weights in the same type under every setting.
 
     >>> for step in (lambda: "alone", lambda *rest: len(rest), lambda where: str(where)):
     ...     with ready(step, Setting.parse("cpu")) as once:
@@ -297,7 +305,12 @@ def ready(step: Callable[..., Nested], setting: Setting) -> Iterator[Callable[[]
     parameters = inspect.signature(step).parameters
     required = [p for p in parameters.values() if p.default is p.empty and "VAR" not in p.kind.name]
     if "setting" in parameters or required:
-        yield functools.partial(step, setting)
+        applied_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(default_dtype or applied_dtype)
+        try:
+            yield functools.partial(step, setting)
+        finally:
+            torch.set_default_dtype(applied_dtype)
     else:
         elsewhere = torch.device(setting.device) != torch.get_default_device()
         with torch.device(setting.device) if elsewhere else contextlib.nullcontext():  # which costs each operation time

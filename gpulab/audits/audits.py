@@ -144,10 +144,18 @@ def _sizes(comparison: Comparison) -> list[str]:
     sentence = f"{first[0].upper()}{first[1:]} {_differs_by(size)}"
     sentence += "".join(f"; {name}, which is furthest apart, {_differs_by(size)}" for name, size in others)
     plain = [side for side in (0, 1) if not comparison.is_short(side)]
-    if plain:
-        values = [v for result in chosen for side in plain for v in comparison.values((result.a, result.b)[side])]
-        sentence += f"; rounding alone explains {max(value.deviation for value in values):.1e}"
+    explained = [size for side in plain for size in _roundings(comparison, chosen, side)]
+    if explained:
+        sentence += f"; rounding alone explains {min(filter(None, explained), default=0.0):.1e}"
     return [f"{sentence}."]
+
+
+def _roundings(comparison: Comparison, results: Sequence[Result], side: int) -> list[float]:
+    """How far the recorded results of one side are from their references at most; nothing if these are not exact."""
+    if Setting.parse(comparison.traces[side].setting).precision == "float64":
+        return [0.0]
+    values = [value for result in results for value in comparison.values((result.a, result.b)[side])]
+    return [max(value.deviation for value in values)] if all(value.exact for value in values) else []
 
 
 def _differs_by(size: float) -> str:

@@ -46,8 +46,6 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
     findings = _united([*_overwritten(comparison.a)], [*_overwritten(comparison.b)])
     if len(comparison.not_finite) == 2:
         findings += _united(*([_not_finite(comparison, origin)] for origin in comparison.not_finite.values()))
-    elif skips_updates(comparison) and rounded_before(comparison) is None:
-        findings += [_not_finite(comparison, origin) for origin in comparison.not_finite.values()]
     findings += _missing(comparison)
     findings += _from_sources(comparison, sources)
     by_itself: list[list[Finding]] = [[], []]
@@ -56,6 +54,7 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
             by_itself[side] += _by_itself(comparison, op)
         by_itself[side] += _lost_updates(comparison, side)
     findings += _united(*by_itself)
+    findings += _not_finite_alone(comparison, findings)
     findings += _other_answers(comparison)
     return [*findings, _rounding(comparison)]
 
@@ -111,6 +110,15 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
     elif first.name not in ("gradient", "updated"):
         detail += "; in float64, the loss is finite"
     return _finding_of(comparison, "not finite", origin.op, detail)
+
+
+def _not_finite_alone(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
+    """NaN or infinity of one side alone that neither a short format nor a wrong kernel explains."""
+    if not skips_updates(comparison) or rounded_before(comparison) is not None:
+        return []
+    (origin,) = comparison.not_finite.values()
+    wrong = {finding.op for finding in findings if finding.kind == "mismatch"}
+    return [] if {origin.op, origin.first} & wrong else [_not_finite(comparison, origin)]
 
 
 def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
@@ -260,8 +268,11 @@ def _of_data(comparison: Comparison, source: Source) -> Finding:
     x, y = source.data_a, source.data_b
     value = x if y is None else y
     assert value is not None
-    assert source.user is not None or value is not None
     op = source.user.op if source.user else comparison.traces[0].operations[0]
+    if not all(each.exact for each in (x, y) if each is not None):
+        why = next(iter(comparison.trace_of(op).without_reference.values()), "it asks for float32")
+        detail = f"one of its inputs has no float64 reference ({why}), and the recorded numbers differ"
+        return _finding_between(comparison, "cannot be told", op, math.nan, detail + _effect(comparison))
     shape = "×".join(map(str, value.shape)) or "one number"
     if x is not None and y is not None:
         gap = comparison.gap(x, y)

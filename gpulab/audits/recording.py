@@ -99,13 +99,14 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer, guar
     """Do the step once under a setting, watched; and guarded, if each operation is measured."""
     torch.clear_autocast_cache()  # which holds weights that another execution has cast
     watcher.is_preparing = True
+    default_dtype = torch.get_default_dtype()
     with (
         seeded(setting, SEED),
         setting.apply(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         ctc_lengths_as_lists(),
         watcher,
-        ready(step, setting) as run,
+        ready(step, setting, default_dtype) as run,
         watcher.results.followed(),
         guard(on="warn") if watcher.measured and guarded else contextlib.nullcontext() as report,
     ):

@@ -123,7 +123,7 @@ class Tracer(UncompiledDispatchMode):
         out = operation(*args, **kwargs)
         if self.measured and name in COPIES and isinstance(out, Tensor):
             source = args[1] if name == "copy" else args[0]
-            own_work(self.references.copied)(out, source)
+            self._attempt(partial(own_work(self.references.copied), out, source))
         return out
 
     @own_work

@@ -301,7 +301,8 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
     this_machine = machine(passport(), setting.kind)
     if elsewhere := sorted(set(frame.get("machine", ())) - {this_machine}):
         raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {this_machine}; measure gpulab.roofline here")
-    with setting.apply(), ready(step, setting) as once:
+    default_dtype = torch.get_default_dtype()
+    with setting.apply(), ready(step, setting, default_dtype) as once:
 
         def again() -> None:
             if isinstance(once, PreparedStep):

@@ -58,7 +58,7 @@ def test_a_small_rate_on_bfloat16_weights_is_told_with_the_numbers_that_stay():
     assert "by.step()" in found.line
     assert "(in 4 of 4 updated tensors)" in found.detail
     assert "keep the weights in float32" in found.advice
-    assert "bfloat16 cannot hold a change of less than about 2e-03 of it" in found.advice
+    assert "a bfloat16 number cannot represent a relative change of less than about 2e-03" in found.advice
 
 
 def test_a_lost_update_is_told_first_where_little_else_is_rounded():

@@ -258,3 +258,31 @@ def test_step_moves_the_model_to_the_gpu_and_back():
             loss, gradients = performed(gl.Step(model, batch.to(here)), setting)
             kinds = {gradient.device.type for gradient in gradients.values() if gradient is not None}
             assert {loss.device.type} == kinds == {setting.partition(":")[0]}
+
+
+@pytest.mark.parametrize("setting", ["cpu:precision=float64", "cpu:precision=bfloat16"])
+def test_a_function_that_takes_the_setting_draws_its_weights_as_it_does_without_an_audit(setting):
+    drawn_types = set()
+
+    def step(setting):
+        layer = nn.Linear(4, 2)
+        drawn_types.add((layer.weight.dtype, torch.get_default_dtype()))
+        layer.to(setting.device, setting.dtype)(X.to(setting.dtype)).sum().backward()
+
+    report = gl.audit(step, "cpu", setting, progress=False)
+    assert drawn_types == {(torch.float32, torch.float32)}
+    assert "different random numbers" not in {finding.kind for finding in report.findings}
+    assert not report.faulty
+
+
+def test_a_function_without_the_setting_gets_its_precision_as_torchs_default():
+    types = set()
+
+    def step():
+        x = torch.ones(3, requires_grad=True)
+        types.add(x.dtype)
+        x.exp().sum().backward()
+
+    gl.audit(step, "cpu", "cpu:precision=float64", progress=False)
+    assert types == {torch.float32, torch.float64}
+    assert torch.get_default_dtype() == torch.float32

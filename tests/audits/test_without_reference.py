@@ -13,13 +13,14 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import gpulab as gl
+from gpulab.audits.references import References
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 TF32, BFLOAT16, AUTOCAST = "cpu:emulate=tf32", "cpu:precision=bfloat16", "cpu:autocast=bfloat16"
 B = "cpu:threads=1"
 X = drawn(8, 20)
 ROUNDING = ("rounding", "reduced precision")
-OUTSIDE = "Values from outside of torch, such as NumPy"
+OUTSIDE = "Values from outside torch (such as NumPy)"
 UNFOLLOWED = "Without a float64 reference, and compared as recorded: "
 
 
@@ -31,6 +32,44 @@ def assert_no_fault(report):
     assert report.kind in ROUNDING, str(report)
     assert not report.faulty, str(report)
     assert {"mismatch", "other data", "cause not found"}.isdisjoint(finding.kind for finding in report.findings)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def two_updates(setting):
+    network = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.GELU(), nn.LayerNorm(30), nn.Linear(30, 5)))
+    network.to(setting.dtype)
+    optimizer = torch.optim.AdamW(network.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(X.to(setting.dtype)), labels(8))
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("b", [B, TF32, BFLOAT16, AUTOCAST])
+@pytest.mark.parametrize(
+    "step", [two_updates, gl.Step(seeded(lambda: nn.Linear(20, 5)), (X, labels(8)), F.cross_entropy)]
+)
+@pytest.mark.parametrize("copies", [0, 1, 5])
+def test_an_audit_without_memory_for_references_goes_on_without_them(step, b, copies, monkeypatch):
+    """As with seven billion weights on one card. Memory that is short is imitated."""
+    keep, kept = References.keep, []
+
+    def keep_a_few(self, *args, **options):
+        kept.append(self)
+        if kept.count(self) > copies:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        keep(self, *args, **options)
+
+    monkeypatch.setattr(References, "keep", keep_a_few)
+    report = audited(step, "cpu", b)
+    assert not report.faulty, str(report)
+    assert report.kind in (*ROUNDING, "cannot be told")
+    assert f"{UNFOLLOWED}all operations" in first_line(report)
+    assert "rounding alone explains" not in first_line(report)
 
 
 # --- the format that a step asks for ------------------------------------------------------------------------------
