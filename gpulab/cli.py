@@ -88,6 +88,7 @@ def prepared(setting: str) -> str:
 STEP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN = "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
+LAST = "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
@@ -140,6 +141,24 @@ def value(text: str) -> CommandValue:
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
+
+
+def runs_or_table(names: list[Path]) -> pd.DataFrame:
+    """The runs of a store, or the table in a file or a folder of logs."""
+    from gpulab.stats.tables import read_table
+    from gpulab.store import recorded, tables
+
+    if len(names) == 1:
+        (file,) = names
+        is_store = file.is_dir() and tables.holds_runs(file)
+        if file.suffix == ".parquet" and not file.is_dir():
+            with contextlib.suppress(DataError):
+                is_store = bool(recorded.read_packed(file))
+        if is_store:
+            frame = tables.runs(file)
+            frame.attrs["source"] = str(file)
+            return frame
+    return read_table(names[0] if len(names) == 1 else names)
 
 
 # --- commands --------------------------------------------------------------------------------------------
@@ -217,34 +236,41 @@ def experiment(
 
 @app.command()
 def verdict(
-    file: Annotated[Path, argument("a .csv, .tsv or .parquet, a store, or packed runs")],
+    file: Annotated[
+        list[Path], argument("a .csv, .tsv or .parquet, a store, packed runs, or the folder of a logger", metavar="FILE")
+    ],
     metric: Annotated[str, option("the column that is compared: numbers, or true and false")] = "final_loss",
     factor: Annotated[str, option("the column whose levels are compared")] = "setting",
     block: Annotated[str, option("the column that says which rows are pairs")] = "seed",
     reference: Annotated[str | None, option("what others are compared with", "cpu, or else the first")] = None,
     margin: Annotated[str | None, option(MARGIN, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
+    last: Annotated[str | None, option(LAST, False)] = None,
+    best: Annotated[str | None, option("in place of --last: the column whose best row counts", False)] = None,
+    mode: Annotated[str | None, option("min or max: which value of --best is the best", "by its name")] = None,
     where: Where = None,
     picture: Picture = None,
+    html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
 ) -> None:
-    """Say whether the levels of a factor differ, such as two settings: from any table with a row for each run.
+    """Say whether the levels of a factor differ, such as two settings: from any table of runs, or a folder of logs.
 
     A run that finished with NaN or infinity diverged, which is counted. One whose `status` is neither `finished` nor
-    `diverged` is left out, which is said.
+    `diverged`, or whose cell is empty, is left out, which is said. Of a table with a row for each epoch, --last or
+    --best says which counts.
     """
     from gpulab.stats.pairs import rows_where
-    from gpulab.stats.tables import read_table
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.store import recorded, tables
 
-    is_store = file.is_dir()
-    if file.suffix == ".parquet":
-        with contextlib.suppress(DataError):
-            is_store = bool(recorded.read_packed(file))
-    frame = rows_where(tables.runs(file) if is_store else read_table(file), pairs(where))
-    answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
+    frame = rows_where(runs_or_table(file), pairs(where))
+    given_margin = value(margin) if margin else None
+    answer = compare(
+        frame, metric, factor, block, given_margin, alpha, reference, last=last, best=best, mode=mode
+    )
     say(answer)
     save_plot(answer, picture)
+    if html:
+        answer.save(html)
+        say(f"report in {html}")
 
 
 @app.command()

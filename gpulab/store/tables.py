@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -81,6 +82,24 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         True
     """
     return _frame(list_entries(store_folder(store)))
+
+
+def holds_runs(folder: Path) -> bool:
+    """Whether a folder is a store: it has a run, even a damaged one, or a file of packed runs.
+
+    >>> import tempfile
+    >>> holds_runs(Path(tempfile.mkdtemp()))
+    False
+    """
+    for path in list_entries(folder):
+        if os.path.isdir(path):
+            if any(os.path.lexists(os.path.join(path, name)) for name in (RECORD, RESULTS)):
+                return True
+        else:
+            with contextlib.suppress(DataError):
+                if recorded.read_packed(Path(path)):
+                    return True
+    return False
 
 
 def recorded_runs(study: str | None = None) -> pd.DataFrame:
