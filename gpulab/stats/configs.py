@@ -29,7 +29,9 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # ${optimizer.lr}, another setting of the same file
 
 LONGEST_TEXT = 500  # characters of a list, or of what is no plain value
-LISTS = reprlib.Repr(maxlevel=4, maxlist=64, maxdict=64, maxstring=LONGEST_TEXT, maxlong=LONGEST_TEXT)
+LISTS = reprlib.Repr()  # writes lists whose aliases stand for others without end, in part
+LISTS.maxlevel, LISTS.maxlist, LISTS.maxdict = 4, 64, 64
+LISTS.maxstring = LISTS.maxlong = LISTS.maxother = LONGEST_TEXT
 
 Value = str | int | float | bool
 # What YAML has: mappings, lists and plain values. Whoever reads one checks what it needs.

@@ -56,7 +56,7 @@ def read_runs(names: Sequence[str | Path], read: Reader) -> tuple[pd.DataFrame, 
             found.setdefault(table, root)
         empty += without
     if not found:
-        raise DataError(f"{', '.join(map(str, names))}: no tables in it; expected files such as {USUAL_NAMES[0]}")
+        raise DataError(f"{', '.join(map(str, names))}: neither runs of gpulab nor tables in it; expected files such as {USUAL_NAMES[0]}")
     base = _common_folder(found.values())
     if len(names) > 1:  # as a shell makes them of a pattern
         found = {table: base if base in table.parents else root for table, root in found.items()}
@@ -81,7 +81,8 @@ def read_runs(names: Sequence[str | Path], read: Reader) -> tuple[pd.DataFrame, 
     if not parts:
         raise DataError(f"none of {len(found)} tables can be read: {'; '.join(unread[:MOST_NAMED])}")
     frame = pd.concat(parts, ignore_index=True)
-    said = [f"{len(parts)} tables were read ({_counted(table.name for table in found)})."]
+    tables_were = "1 table was" if len(parts) == 1 else f"{len(parts)} tables were"
+    said = [f"{tables_were} read ({_counted(table.name for table in found)})."]
     said += dict.fromkeys(notes)
     frame = _with_seed(frame, origins, said)
     said += _origin_notes(origins)

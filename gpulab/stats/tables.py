@@ -127,7 +127,10 @@ def _long(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     if n_bounds:
         notes.append(f"Left out: {n_bounds} columns with the lowest and highest values (__MIN, __MAX).")
     long = pd.concat(tables, ignore_index=True)
-    return run_folders.with_names(long), notes
+    named = run_folders.with_names(long)
+    if new := [name for name in named if name not in long]:
+        notes.append(f"From the names of the runs: {', '.join(new)}.")
+    return named, notes
 
 
 def _read_text(text: str) -> pd.DataFrame:

@@ -14,9 +14,9 @@ import pandas as pd
 
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
-from gpulab.report import Report
-from gpulab.stats.decisions import COLUMNS, Decisions, compare_levels
+from gpulab.stats.decisions import COLUMNS, compare_levels
 from gpulab.stats.margins import USUAL_MARGIN, USUAL_SHARE
+from gpulab.stats.page import VerdictPage
 from gpulab.stats.pairs import pair
 from gpulab.stats.selection import RowChoice
 from gpulab.stats.wording import sentences, with_numbers
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict(Decisions, Report):
+class Verdict(VerdictPage):
     """What `verdict` returns: each level of a factor, such as a setting, compared with a reference on the same seeds.
 
     `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both, and `verdict.save(file)`
