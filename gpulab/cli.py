@@ -46,8 +46,9 @@ def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     from gpulab.store import tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
+    frame = tables.without_empty_losses(frame)
     of_functions = [name for name in frame.columns if name not in (*tables.COLUMNS, "options", "loss")]
-    columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
+    columns = ["experiment", "profile", "setting", "seed", *differing, "status", *["final_loss"] * ("final_loss" in frame)]
     columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
     say(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
 

@@ -102,6 +102,24 @@ def holds_runs(folder: Path) -> bool:
     return False
 
 
+def without_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table of runs without columns of losses that no run has, where runs have metrics of other names.
+
+    >>> import pandas as pd
+    >>> nan = float("nan")
+    >>> list(without_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan], "accuracy": [0.5, 0.6]})))
+    ['seed', 'accuracy']
+    >>> list(without_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan]})))  # both diverged
+    ['seed', 'final_loss']
+    """
+    own = [name for name in frame if name not in (*COLUMNS, "options")]
+    if "options" in frame and own:
+        options = {name for text in frame["options"].dropna() for name in json.loads(text)}
+        own = [name for name in own if name not in options]
+    losses = [name for name in SUMMARY[:2] if name in frame and frame[name].isna().all()]
+    return frame.drop(columns=losses) if own and "final_loss" in losses else frame
+
+
 def recorded_runs(study: str | None = None) -> pd.DataFrame:
     """List the runs that are shipped with gpulab, as a data frame.
 
