@@ -272,6 +272,8 @@ class _RunTable:
         """Choose the last row of each run by a counting column, and among several of them by the others."""
         at = self._counted(last, filled)
         latest = self._latest(filled, at, counters)
+        is_empty = ~np.isfinite(self.column.values[latest])  # several empty cells say no more than one
+        latest = latest[~(is_empty & pd.Series(self.runs[latest]).duplicated(keep="last").to_numpy())]
         what = f"the last {last} with a {self.metric}"
         return Chosen(latest, lost[latest], (self._note(what, last, at, latest, lost[latest]),))
 
@@ -336,8 +338,9 @@ class _RunTable:
         positions = np.sort(np.concatenate(chosen))
         how, better = DIRECTIONS[mode]
         reason = "" if asked_mode else f" ({better} is better, by its name)"
-        at = self.numbers(counters[0]) if counters else None
-        notes = [self._note(f"the row with the {how} {best}{reason}", counters[0] if counters else "", at, positions, lost[positions])]
+        what, counter = f"the row with the {how} {best}{reason}", counters[0] if counters else ""
+        at = self.numbers(counter) if counter else None
+        notes = [self._note(what, counter, at, positions, lost[positions])]
         if ended:
             notes.append(f"Diverged after their best row: {', '.join(map(self._run_text, ended[:MOST_NAMED]))}.")
         return Chosen(positions, lost[positions], tuple(notes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -98,33 +98,44 @@ class RunClock:
             self.seconds.setdefault(self.settings[number], []).append(self.now() - begun)
 
     def shares(self, noted: dict[int, float]) -> dict[int, float]:
-        """How much of each run under way is done, as it has noted, or by the time that such runs take."""
+        """How much of each run under way is done: as it has noted, or by the time that such runs take.
+
+        A run under a setting that is new approaches its end ever more slowly, so that its bar moves.
+        """
         now, known = self.now(), self._known(noted, None)
+        usual = _mean(known.values())
         shares = {}
         for number, begun in list(self.begun.items()):
-            expected = known.get(self.settings[number])
-            by_time = min(ALMOST, (now - begun) / expected) if expected else 0.0
-            shares[number] = noted.get(number) or by_time
+            elapsed, expected = now - begun, known.get(self.settings[number])
+            if share := noted.get(number, 0.0):
+                shares[number] = share
+            elif expected:
+                shares[number] = min(ALMOST, elapsed / expected)
+            else:
+                shares[number] = elapsed / (elapsed + usual) if usual else 0.0
         return shares
 
     def seconds_left(self, noted: dict[int, float]) -> float | None:
         """How long the runs that are not done will take; None where nobody knows yet."""
         now = self.now()
         known = self._known(noted, now)
-        if not known:
+        usual = _mean(known.values())
+        if not usual:
             return None
-        usual = sum(known.values()) / len(known)
+        for number, begun in list(self.begun.items()):  # a run takes no less than it has taken
+            setting = self.settings[number]
+            known[setting] = max(known.get(setting, usual), now - begun)
         left = sum(known.get(self.settings[number], usual) for number in self.waiting)
         for number, begun in list(self.begun.items()):
             share, elapsed = noted.get(number, 0.0), now - begun
             if share >= FEWEST:
                 left += elapsed * (1 - share) / share
             else:
-                left += max(0.0, known.get(self.settings[number], usual) - elapsed)
+                left += known[self.settings[number]] - elapsed
         return left / max(1, min(self.at_once, len(self.waiting) + len(self.begun)))
 
     def _known(self, noted: dict[int, float], now: float | None) -> dict[str, float]:
-        """How long a run takes under each setting of which that is known: from runs that ended, or from one under way."""
+        """How long a run takes under each setting of which that is known: from runs that ended, or one under way."""
         known = {setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())}
         if now is not None:
             for number, begun in list(self.begun.items()):
@@ -132,6 +143,10 @@ class RunClock:
                 if share >= FEWEST:
                     known.setdefault(self.settings[number], (now - begun) / share)
         return known
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def show(bar: Progress, clock: RunClock, n_ended: int, noted: dict[int, float], began: float) -> None:
