@@ -20,10 +20,10 @@ from markupsafe import Markup
 from gpulab import files, report
 from gpulab.audits.findings import FAULTS, Answer, Finding, grouped, in_module
 from gpulab.pages import (
-    badge,
     Cell,
     Head,
     Rows,
+    badge,
     breakable,
     machine_text,
     number_cell,

@@ -39,7 +39,7 @@ Node = Any
 
 
 def read_settings(file: Path) -> dict[str, Value]:
-    """The settings in a configuration file by name, nested ones as `optimizer.lr`; lists are text.
+    r"""The settings in a configuration file by name, nested ones as `optimizer.lr`; lists are text.
 
     Raises:
         DataError: For a file that cannot be read, is no YAML, is too large, or does not hold settings by name.
@@ -47,7 +47,7 @@ def read_settings(file: Path) -> dict[str, Value]:
     Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "config.yaml"
-        >>> _ = file.write_text("seed: 3\\noptimizer:\\n  lr: 1e-3\\n  betas: !!python/tuple [0.9, 0.99]\\n")
+        >>> _ = file.write_text("seed: 3\noptimizer:\n  lr: 1e-3\n  betas: !!python/tuple [0.9, 0.99]\n")
         >>> read_settings(file)
         {'seed': 3, 'optimizer.lr': 0.001, 'optimizer.betas': '[0.9, 0.99]'}
     """
@@ -83,7 +83,7 @@ def load_yaml(content: bytes | str) -> Node:
         return loader.construct_scalar(node)
 
     PlainLoader.add_multi_constructor("", plain)
-    return yaml.load(content, PlainLoader)  # noqa: S506 - derives from `SafeLoader`, and constructs no objects
+    return yaml.load(content, PlainLoader)
 
 
 def _flat(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
@@ -167,9 +167,11 @@ def settings_beside(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Pat
     for folder in folders:
         for name in CONFIGS:
             file = folder / name
-            if not file.is_file():
-                continue
             try:
+                with files.reading(file):
+                    is_there = file.is_file()
+                if not is_there:
+                    continue
                 found = read_settings(file)
             except DataError as error:
                 errors.append(error)

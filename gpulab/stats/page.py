@@ -16,11 +16,11 @@ from gpulab import __version__, files, report
 from gpulab.pages import Cell, Head, badge, breakable, number_cell, style, time_text
 from gpulab.picture import responsive
 from gpulab.report import Report
-from gpulab.stats.decisions import DECISIONS, Decision, Decisions, LevelDecision
+from gpulab.stats.decisions import DECISIONS, Decisions, LevelDecision
 from gpulab.stats.wording import p_text, sentences, with_numbers
 from gpulab.wording import level_text, metric_label
 
-RANKS: dict[Decision, str] = {  # the colours of decisions
+RANKS: dict[str, str] = {  # the colours of decisions
     "different": "note",
     "different but negligible": "ok",
     "inconclusive": "open",
@@ -129,7 +129,9 @@ def _about(verdict: Decisions) -> list[str]:
     parts += [time_text(), f"gpulab {__version__}"]
     known = {name: sorted(set(map(str, runs[name].dropna()))) for name in SHARED_COLUMNS if name in runs}
     if known.get("torch"):
-        parts.append(f"runs: torch {' and '.join(known['torch'][:3])}, gpulab {' and '.join(known.get('gpulab', [])[:3])}")
+        parts.append(
+            f"runs: torch {' and '.join(known['torch'][:3])}, gpulab {' and '.join(known.get('gpulab', [])[:3])}"
+        )
     if known.get("machine"):
         parts.append(" and ".join(known["machine"][:3]))
     return parts

@@ -105,7 +105,7 @@ def _notes_on_lost(checked: pd.DataFrame, unfinished: pd.DataFrame, factor: str)
         why = f"if it was the {factor} that stopped them, what is left flatters it"
         yield f"Left out, because they did not finish: {len(unfinished)} ({where}); {why}."
         if (unfinished["status"] == "missing").any() and checked.attrs.get("may_be_lost"):
-            yield "A cell that is empty or NaN counts as missing; `diverged` in a column `status` says that runs diverged."
+            yield "An empty cell or NaN counts as missing; `diverged` in a column `status` says that runs diverged."
 
 
 def _notes_on_averaged(
@@ -157,9 +157,7 @@ def _differing(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list
     return [name for name in others if (groups[name].nunique() > 1).any()]
 
 
-def _find_reference(
-    levels: list[Level], reference: Level | None, unfinished: pd.DataFrame, factor: str
-) -> Level:
+def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd.DataFrame, factor: str) -> Level:
     """The level that others are compared with: as asked for, or else `cpu`, or the first."""
     if not levels:
         there = sorted(set(unfinished["status"]))

@@ -21,8 +21,9 @@ SUFFIXES = (".csv", ".tsv", ".parquet")
 USUAL_NAMES = ("metrics.csv", "progress.csv", "results.csv", "history.csv", "log.csv")  # where there are others beside
 SEEDS = ("seed", "random_seed", "seed_everything", "rng_seed", "manual_seed", "global_seed")
 # Columns that mean something to a verdict, which a setting of that name does not.
-TAKEN = ("status", "rerun", "weights", "reference", "other", "difference")
-TAKEN += ("experiment", "profile", "frames", "protocol", "options", RUN)
+MEANINGS = frozenset({"status", "rerun", "weights", "reference", "other", "difference", RUN})
+PROTOCOL = frozenset({"experiment", "profile", "frames", "protocol", "options"})
+TAKEN = MEANINGS | PROTOCOL
 TENSORBOARD = ("Wall time", "Step", "Value")  # the columns of a file that its page offers
 TAG = re.compile(r"run-(?P<run>.*)-tag-(?P<tag>.+)")  # and its name
 SEED_IN_NAME = re.compile(r"(?<![a-z])seed[ _=-]?(\d+)", re.IGNORECASE)
@@ -56,7 +57,8 @@ def read_runs(names: Sequence[str | Path], read: Reader) -> tuple[pd.DataFrame, 
             found.setdefault(table, root)
         empty += without
     if not found:
-        raise DataError(f"{', '.join(map(str, names))}: neither runs of gpulab nor tables in it; expected files such as {USUAL_NAMES[0]}")
+        given = ", ".join(map(str, names))
+        raise DataError(f"{given}: neither runs of gpulab nor tables in it; expected files such as {USUAL_NAMES[0]}")
     base = _common_folder(found.values())
     if len(names) > 1:  # as a shell makes them of a pattern
         found = {table: base if base in table.parents else root for table, root in found.items()}
@@ -129,7 +131,7 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
             found += of_folder
             without += configured
         return [(table, root) for table in found or map(Path, matches) if not table.is_dir()], without
-    if path.is_dir():
+    if os.path.isdir(path):
         in_folder, without = _tables_in(path)
         return [(table, path) for table in in_folder], without
     return [(path, path.parent)], []
@@ -222,7 +224,9 @@ def _with_settings(frame: pd.DataFrame, settings: dict[str, Value]) -> tuple[pd.
         setting: f"config.{setting}" if setting in frame or setting in TAKEN else setting for setting in settings
     }
     new = pd.DataFrame(
-        {column: [settings[setting]] * len(frame) for setting, column in columns.items()}, index=frame.index, dtype=object
+        {column: [settings[setting]] * len(frame) for setting, column in columns.items()},
+        index=frame.index,
+        dtype=object,
     )
     return pd.concat([frame, new], axis=1), columns
 
@@ -253,9 +257,9 @@ def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
     by_files: dict[str, list[str]] = {}
     for column, names in origins.items():
         by_files.setdefault(" and ".join(sorted(names)), []).append(column)
-    for names, columns in by_files.items():
+    for origin, columns in by_files.items():
         shown = ", ".join(sorted(columns)[:12]) + f" and {len(columns) - 12} more" * (len(columns) > 12)
-        yield f"Settings are from {names}: {shown}."
+        yield f"Settings are from {origin}: {shown}."
 
 
 def with_names(frame: pd.DataFrame) -> pd.DataFrame:
@@ -276,7 +280,7 @@ def with_names(frame: pd.DataFrame) -> pd.DataFrame:
     parts = [set(rest) for _, rest in said.values()]
     shared = set.intersection(*parts)
     groups = {run: "/".join(part for part in rest if part not in shared) for run, (_, rest) in said.items()}
-    if "seed" in frame and "group" not in frame and 1 < len(set(groups.values())) and all(groups.values()):
+    if "seed" in frame and "group" not in frame and len(set(groups.values())) > 1 and all(groups.values()):
         frame = frame.assign(group=frame[RUN].astype(str).map(groups))
     return frame
 

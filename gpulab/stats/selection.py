@@ -23,33 +23,39 @@ Mode = Literal["min", "max"]  # whether the lowest or the highest value of a col
 MODES: tuple[Mode, ...] = get_args(Mode)
 DIRECTIONS: dict[Mode, tuple[str, str]] = {"min": ("lowest", "lower"), "max": ("highest", "higher")}
 
+
+def word_set(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
 # Words of which the names of counting columns are made: `epoch`, `trainer/global_step`, `time/total_timesteps`.
-COUNTED = frozenset(
-    "epoch epochs step steps iteration iterations iter iters itr timestep timesteps update updates round rounds "
-    "generation generations".split()
+COUNTED = word_set(
+    "epoch epochs step steps iteration iterations iter iters itr timestep timesteps update updates round "
+    "rounds generation generations"
 )
-AMOUNTS = frozenset("frames images samples examples tokens sequences batches".split())  # counted where they are `seen`
-SEEN = frozenset("seen processed consumed".split())
-QUALIFIERS = frozenset(
-    "global local trainer train training env environment agent total num n number no of count counter idx index id "
-    "current cur optimizer optim opt gradient grad outer inner learner sgd overall absolute abs simulation sim "
-    "communication federated server val valid validation eval test".split()
+AMOUNTS = word_set("frames images samples examples tokens sequences batches")  # counted where they are `seen`
+SEEN = word_set("seen processed consumed")
+QUALIFIERS = word_set(
+    "global local trainer train training env environment agent total num n number no of count counter idx "
+    "index id current cur optimizer optim opt gradient grad outer inner learner sgd overall absolute abs "
+    "simulation sim communication federated server val valid validation eval test"
 )
-FOLDERS = QUALIFIERS | frozenset("time timers progress rollout counters charts metrics".split())  # before a slash
+FOLDERS = QUALIFIERS | word_set("time timers progress rollout counters charts metrics")  # before a slash
 CLOCKS = frozenset({"timestamp", "wall time", "relative time process", "relative time wall"})
 RUN_NAMES = ("run", "run_id", "run_name", "Run", "Name", "ID")  # columns that say which run a row belongs to
 
-LOWER_IS_BETTER = frozenset(
-    "loss error err mse mae rmse rmsle mape nll perplexity ppl bpb bpc wer cer fid kid ece brier crps regret".split()
+LOWER_IS_BETTER = word_set(
+    "loss error err mse mae rmse rmsle mape nll perplexity ppl bpb bpc wer cer fid kid ece brier crps regret"
 )
-HIGHER_IS_BETTER = frozenset(
-    "acc accuracy auc auroc auprc f precision recall reward return returns score iou miou dice map bleu rouge psnr "
-    "ssim r mcc ndcg mrr success".split()
+HIGHER_IS_BETTER = word_set(
+    "acc accuracy auc auroc auprc f precision recall reward return returns score iou miou dice map bleu "
+    "rouge psnr ssim r mcc ndcg mrr success"
 )
-TURNED = frozenset("neg negative minus inverse inv".split())  # words that turn a direction round
-PARTS_OF_DATA = frozenset(
-    "train training val valid validation dev test eval evaluation heldout mean avg average ema smoothed macro micro "
-    "weighted epoch step final".split()
+TURNED = word_set("neg negative minus inverse inv")  # words that turn a direction round
+PARTS_OF_DATA = word_set(
+    "train training val valid validation dev test eval evaluation heldout mean avg average ema smoothed "
+    "macro micro weighted epoch step final"
 )
 MOST_NAMED = 5  # runs in one sentence
 
@@ -246,7 +252,9 @@ class _RunTable:
     def _differing_settings(self, rows: NDArray[np.intp], besides: Iterable[str]) -> list[str]:
         """Columns that do not change inside a run by its name, and differ between the runs of these rows."""
         part = self.frame.iloc[rows]
-        names = [name for name in map(str, part.columns) if name not in (self.metric, self.factor, self.block, *besides)]
+        names = [
+            name for name in map(str, part.columns) if name not in (self.metric, self.factor, self.block, *besides)
+        ]
         texts = part[names].astype(str)
         by_run = texts.groupby(next(part[name].astype(str) for name in RUN_NAMES if name in part))
         return [name for name in names if texts[name].nunique() > 1 and (by_run[name].nunique() == 1).all()]
@@ -350,9 +358,7 @@ class _RunTable:
         if not has_diverged and np.isfinite(self.column.values[row]).all():
             raise UsageError(f"{self._run_text(row[0])} has no {best}: leave it out, or take the last by last=")
 
-    def _rows_at(
-        self, at_best: int, candidates: NDArray[np.intp], counters: Sequence[str]
-    ) -> NDArray[np.intp]:
+    def _rows_at(self, at_best: int, candidates: NDArray[np.intp], counters: Sequence[str]) -> NDArray[np.intp]:
         """The row itself where it has the metric, or else the last of the same epoch or step."""
         if at_best in candidates:
             return np.array([at_best])

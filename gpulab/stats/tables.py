@@ -15,9 +15,10 @@ from gpulab import files
 from gpulab.errors import DataError, UsageError
 from gpulab.stats import run_folders
 from gpulab.stats.run_folders import RUN, is_pattern
+from gpulab.stats.selection import word_set
 
 # How runs of Weights & Biases end, in its column `State`.
-WANDB_STATES = frozenset("finished crashed failed killed running pending preempted preempting stopped".split())
+WANDB_STATES = word_set("finished crashed failed killed running pending preempted preempting stopped")
 # A column of a chart's export: `calm-sun-6 - val/loss`, and of its lowest and highest values.
 WANDB_CHART = re.compile(r"(?P<run>.+) - (?P<metric>.+?)(?P<bound>__MIN|__MAX)?")
 

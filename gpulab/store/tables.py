@@ -81,7 +81,10 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         >>> gl.runs("a-folder-that-is-not-there").empty
         True
     """
-    return _frame(list_entries(store_folder(store)))
+    folder = store_folder(store)
+    frame = _frame(list_entries(folder))
+    frame.attrs["source"] = str(folder)
+    return frame
 
 
 def holds_runs(folder: Path) -> bool:

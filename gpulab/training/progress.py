@@ -68,7 +68,7 @@ class RunClock:
         >>> clock = RunClock(["cpu", "cpu", "cuda"], at_once=1, now=lambda: next(time))
         >>> clock.begin(0), clock.end(0), clock.begin(1)
         (None, None, None)
-        >>> clock.seconds_left({1: 0.0})  # what is left of the second run, and a run under cuda, for which 10 s are guessed
+        >>> clock.seconds_left({1: 0.0})  # ten for the second run, and as many are guessed for the one under cuda
         20.0
         >>> clock.shares({1: 0.0})
         {1: 0.2}

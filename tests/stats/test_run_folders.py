@@ -146,12 +146,16 @@ def test_two_versions_of_one_run_are_not_mixed(tmp_path):
     fill(tmp_path, hydra)
     job = tmp_path / "multirun/2026-03-01/10-00-00/2"
     write(job / "csv/version_1/metrics.csv", metrics("adam", 2, epochs=2))
-    with pytest.raises(gl.UsageError, match=r"optimizer adam seed 2 has 2 runs.*version_0.*version_1.*keep the rows of"):
+    with pytest.raises(
+        gl.UsageError, match=r"optimizer adam seed 2 has 2 runs.*version_0.*version_1.*keep the rows of"
+    ):
         gl.verdict(gl.stats.read_table(tmp_path), "val_loss", "optimizer", last="epoch")
 
 
 def test_folders_without_tables_or_with_others_are_one_clear_line(tmp_path):
-    with pytest.raises(DataError, match="neither runs of gpulab nor tables in it; expected files such as metrics.csv"):
+    with pytest.raises(
+        DataError, match=r"neither runs of gpulab nor tables in it; expected files such as metrics\.csv"
+    ):
         gl.stats.read_table(tmp_path)
     for number in range(2):
         write(tmp_path / str(number) / "a.csv", "x\n1\n")
@@ -164,7 +168,9 @@ def test_folders_without_tables_or_with_others_are_one_clear_line(tmp_path):
 def test_a_setting_that_means_something_to_a_verdict_has_another_name(tmp_path):
     fill(tmp_path, lightning)
     for number in range(12):
-        write(tmp_path / f"lightning_logs/version_{number}/hparams.yaml", f"weights: w{number}\nstatus: new\nepoch: 6\n")
+        write(
+            tmp_path / f"lightning_logs/version_{number}/hparams.yaml", f"weights: w{number}\nstatus: new\nepoch: 6\n"
+        )
     frame = gl.stats.read_table(tmp_path)
     assert {"config.weights", "config.status", "config.epoch"} <= set(frame)
     assert "weights" not in frame
@@ -191,7 +197,9 @@ def test_the_table_of_a_chart_of_weights_and_biases(tmp_path):
 
 
 def test_a_table_of_runs_of_weights_and_biases_says_how_they_ended(tmp_path):
-    rows = "\n".join(f'"r{n}","{state}",{n % 3},{"ab"[n // 3]},{n}' for n, state in enumerate(["finished"] * 5 + ["crashed"]))
+    rows = "\n".join(
+        f'"r{n}","{state}",{n % 3},{"ab"[n // 3]},{n}' for n, state in enumerate(["finished"] * 5 + ["crashed"])
+    )
     (tmp_path / "runs.csv").write_text(f'"Name","State","seed","optimizer","loss"\n{rows}\n')
     frame = gl.stats.read_table(tmp_path / "runs.csv")
     assert frame.attrs["notes"] == ("How runs ended is from the column State.",)
@@ -212,10 +220,12 @@ def test_tags_of_python_call_nothing(tmp_path):
 
 
 BOMBS = {
-    "aliases in lists": "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)),
+    "aliases in lists": "a0: &a0 [x, x]\n"
+    + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)),
     "aliases in mappings": "a0: &a0 {x: {}}\n"
     + "".join(f"a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(10))}}}\n" for n in range(1, 12)),
-    "merged mappings": "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 12)),
+    "merged mappings": "a0: &a0 {x: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 12)),
     "a loop": "a: &a {b: *a}\n",
     "deep lists": "a: " + "[" * 5000 + "]" * 5000,
     "too many": "\n".join(f"k{n}: 1" for n in range(MOST_SETTINGS + 1)),
@@ -236,7 +246,9 @@ def test_a_file_that_stands_for_far_more_than_it_has_is_refused_or_shortened(tmp
 
 
 def test_plain_values(tmp_path):
-    write(tmp_path / "config.yaml", "a: 1e-3\nb: null\nc: on\nd: 2026-03-01\ne: 'text'\nf: {}\ng: ${a}\nh: ${oc.env:X}\n")
+    write(
+        tmp_path / "config.yaml", "a: 1e-3\nb: null\nc: on\nd: 2026-03-01\ne: 'text'\nf: {}\ng: ${a}\nh: ${oc.env:X}\n"
+    )
     settings = read_settings(tmp_path / "config.yaml")
     expected = {"a": 0.001, "b": "null", "c": True, "d": "2026-03-01", "e": "text", "g": 0.001, "h": "${oc.env:X}"}
     assert settings == expected

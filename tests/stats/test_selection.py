@@ -28,7 +28,9 @@ def test_the_last_row_of_each_run_with_the_metric_is_taken(last):
     table = logged()
     verdict = gl.verdict(table.sample(frac=1, random_state=1), **LOGS, last=last)
     ends = table.dropna(subset="val_loss").groupby(["optimizer", "seed"]).val_loss.last()
-    assert verdict.table.difference[0] == pytest.approx((ends.sgd - ends.adam).mean() * (-1) ** (verdict.reference == "sgd"))
+    assert verdict.table.difference[0] == pytest.approx(
+        (ends.sgd - ends.adam).mean() * (-1) ** (verdict.reference == "sgd")
+    )
     assert verdict.notes[0].startswith(f"Of 216 rows the last {last} with a val_loss was taken for each optimizer and")
     assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[6, 0, 0]]
 
@@ -59,7 +61,17 @@ def test_the_best_row_is_that_of_the_column_asked_for():
 
 @pytest.mark.parametrize(
     "name",
-    ["epoch", "Epoch", "step", "_step", "global_step", "trainer/global_step", "iteration", "iter", "time/total_timesteps"],
+    [
+        "epoch",
+        "Epoch",
+        "step",
+        "_step",
+        "global_step",
+        "trainer/global_step",
+        "iteration",
+        "iter",
+        "time/total_timesteps",
+    ],
 )
 def test_whatever_the_counting_column_is_called(name):
     table = logged()[["optimizer", "seed", "step", "val_loss"]].rename(columns={"step": name})
@@ -91,13 +103,15 @@ def test_a_run_that_ends_early_is_named():
     assert "epoch 5, but an earlier one for optimizer sgd seed 4 (2)." in str(gl.verdict(table, **LOGS, last="epoch"))
 
 
-DIVERGES = (lambda runs: (runs.optimizer == "sgd") & (runs.seed == 4) & (runs.epoch > 2))
+def is_late(runs):
+    """The last epochs of one run."""
+    return (runs.optimizer == "sgd") & (runs.seed == 4) & (runs.epoch > 2)
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
 def test_a_run_that_becomes_nan_has_diverged_and_not_ended_early(lost):
     table = logged()
-    table.loc[DIVERGES(table) & table.val_loss.notna(), "val_loss"] = lost
+    table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = lost
     verdict = gl.verdict(table, **LOGS, last="epoch", reference="adam")
     assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[5, 1, 0]]
     # Its best row was before; where NaN may be an empty cell, it is known by the epochs of the other runs.
@@ -117,7 +131,9 @@ def test_a_metric_that_is_logged_every_third_epoch_has_not_diverged():
 def test_a_run_without_any_value_is_missing():
     table = logged()
     text = "\n".join(line for line in metrics("sgd", 9).splitlines() if not line.split(",")[3] or "epoch" in line)
-    table = pd.concat([table, pd.read_csv(io.StringIO(text)).query("epoch < 2").assign(optimizer="sgd", seed=4, val_loss=np.nan)])
+    table = pd.concat(
+        [table, pd.read_csv(io.StringIO(text)).query("epoch < 2").assign(optimizer="sgd", seed=4, val_loss=np.nan)]
+    )
     table = table[~((table.optimizer == "sgd") & (table.seed == 4) & table.val_loss.notna())]
     table = table[~((table.optimizer == "sgd") & (table.seed == 4) & (table.epoch > 1))]
     read = io.StringIO(table.to_csv(index=False))
@@ -179,7 +195,7 @@ def test_a_file_read_by_pandas_and_by_gpulab_gets_one_verdict(tmp_path, options,
     table = logged()
     text = table.to_csv(index=False)
     if diverges:
-        lost = DIVERGES(table) & table.val_loss.notna()
+        lost = is_late(table) & table.val_loss.notna()
         text = table.assign(val_loss=table.val_loss.astype(object).mask(lost, "nan")).to_csv(index=False)
     (tmp_path / "runs.csv").write_text(text)
     mine = gl.verdict(read_table(tmp_path / "runs.csv"), **LOGS, **options)
@@ -189,10 +205,14 @@ def test_a_file_read_by_pandas_and_by_gpulab_gets_one_verdict(tmp_path, options,
 
 
 def test_an_empty_cell_of_a_table_with_a_row_for_each_run_is_missing_in_both(tmp_path):
-    (tmp_path / "runs.csv").write_text("setting,seed,loss\n" + "".join(
-        f"{setting},{seed},{'' if (setting, seed) == ('cuda', 3) else seed / 10 + (setting == 'cuda')}\n"
-        for setting in ("cpu", "cuda") for seed in range(8)
-    ))
+    (tmp_path / "runs.csv").write_text(
+        "setting,seed,loss\n"
+        + "".join(
+            f"{setting},{seed},{'' if (setting, seed) == ('cuda', 3) else seed / 10 + (setting == 'cuda')}\n"
+            for setting in ("cpu", "cuda")
+            for seed in range(8)
+        )
+    )
     mine = gl.verdict(read_table(tmp_path / "runs.csv"), "loss")
     theirs = gl.verdict(pd.read_csv(tmp_path / "runs.csv"), "loss")
     assert mine.table.equals(theirs.table)
