@@ -149,7 +149,7 @@ def choose_rows(frame: pd.DataFrame, metric: str, factor: str, block: str, choic
     filled = table.without_blanks(lost)
     table.check_one_run_each(filled)
     if not table.is_repeated(filled):
-        note = f"{len(frame):,} rows, of which each {factor} and {block} has one with a {metric}, were read."
+        note = f"{len(frame):,} rows, of which each {factor} and {block} has one that has {metric}, were read."
         return Chosen(filled, lost[filled], (note,))
     if choice.best is not None:
         return table.best_rows(choice.best, _direction(choice.best, choice.mode), choice.mode, counters, lost, filled)
@@ -282,7 +282,7 @@ class _RunTable:
         latest = self._latest(filled, at, counters)
         is_empty = ~np.isfinite(self.column.values[latest])  # several empty cells say no more than one
         latest = latest[~(is_empty & pd.Series(self.runs[latest]).duplicated(keep="last").to_numpy())]
-        what = f"the last {last} with a {self.metric}"
+        what = f"the last {last} that has {self.metric}"
         return Chosen(latest, lost[latest], (self._note(what, last, at, latest, lost[latest]),))
 
     def _counted(self, name: str, positions: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -335,7 +335,7 @@ class _RunTable:
             at_best = rows[np.argmin(signed[rows])]
             taken = self._rows_at(at_best, candidates, counters)
             if not len(taken):
-                where = f" {counters[0]} {self.frame[counters[0]].iloc[at_best]:g}" if counters else " that row"
+                where = f" {counters[0]} {self._count(counters[0], at_best)}" if counters else " that row"
                 raise UsageError(
                     f"{self._run_text(at_best)} has no {self.metric} at{where}, where {best} is best: "
                     "take the last by last=, or the best of another column"
@@ -381,15 +381,24 @@ class _RunTable:
         if at is None or not np.isfinite(at[positions]).any():
             return f"{text}."
         positions = positions[np.isfinite(at[positions]) & (np.isfinite(self.column.values[positions]) | lost)]
-        low, high = np.nanmin(at[positions]), np.nanmax(at[positions])
+        order = positions[np.argsort(at[positions], kind="stable")]
+        low, high = self._count(counter, order[0]), self._count(counter, order[-1])
         if low == high:
-            return f"{text}: {counter} {high:g}."
+            return f"{text}: {counter} {high}."
         if not what.startswith("the last"):
-            return f"{text}: {counter} {low:g} to {high:g}."
-        early = positions[at[positions] < high]
-        named = [f"{self._run_text(row)} ({at[row]:g})" for row in early[:MOST_NAMED]]
+            return f"{text}: {counter} {low} to {high}."
+        early = positions[at[positions] < at[order[-1]]]
+        named = [f"{self._run_text(row)} ({self._count(counter, row)})" for row in early[:MOST_NAMED]]
         more = f" and {len(early) - MOST_NAMED} more" if len(early) > MOST_NAMED else ""
-        return f"{text}: {counter} {high:g}, but an earlier one for {', '.join(named)}{more}."
+        return f"{text}: {counter} {high}, but an earlier one for {', '.join(named)}{more}."
+
+    def _count(self, counter: str, row: int) -> str:
+        """A count, such as the number of an epoch, or a date."""
+        value = self.frame[counter].iloc[row]
+        try:
+            return f"{float(value):.12g}"
+        except (TypeError, ValueError):
+            return str(value)
 
     def _run_text(self, row: int) -> str:
         """What a run is called: its level and its block."""

@@ -186,7 +186,7 @@ def verdict(
 
         >>> epochs = pd.concat([pd.concat([cpu, cuda]).assign(epoch=epoch) for epoch in range(3)])
         >>> gl.verdict(epochs, last="epoch").notes[0]
-        'Of 36 rows the last epoch with a final_loss was taken for each setting and seed: epoch 2.'
+        'Of 36 rows the last epoch that has final_loss was taken for each setting and seed: epoch 2.'
 
     References:
         The difference is tested by sign flips (Fisher 1935, *The design of experiments*), and where differences are

@@ -31,7 +31,9 @@ def test_the_last_row_of_each_run_with_the_metric_is_taken(last):
     assert verdict.table.difference[0] == pytest.approx(
         (ends.sgd - ends.adam).mean() * (-1) ** (verdict.reference == "sgd")
     )
-    assert verdict.notes[0].startswith(f"Of 216 rows the last {last} with a val_loss was taken for each optimizer and")
+    assert verdict.notes[0].startswith(
+        f"Of 216 rows the last {last} that has val_loss was taken for each optimizer and"
+    )
     assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[6, 0, 0]]
 
 

@@ -100,7 +100,7 @@ def test_page_of_one_level_has_its_sentence_first_and_where_the_table_is_from(tm
     assert page.all("p", "faint")[0]["text"].startswith(str(tmp_path / "logs.csv"))
     assert "With sgd the val loss is" in page.all("p", "ga-answer")[0]["text"]
     remarks = [element["text"] for element in page.all("li")]
-    assert remarks == ["Of 216 rows the last epoch with a val_loss was taken for each optimizer and seed: epoch 5."]
+    assert remarks == ["Of 216 rows the last epoch that has val_loss was taken for each optimizer and seed: epoch 5."]
 
 
 def test_source_of_a_store_and_of_an_experiment_is_its_folder(tmp_path):
