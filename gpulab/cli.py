@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -46,8 +47,17 @@ def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     from gpulab.store import tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
+    frame = tables.without_empty_losses(frame)
     of_functions = [name for name in frame.columns if name not in (*tables.COLUMNS, "options", "loss")]
-    columns = ["experiment", "profile", "setting", "seed", *differing, "status", "final_loss"]
+    columns = [
+        "experiment",
+        "profile",
+        "setting",
+        "seed",
+        *differing,
+        "status",
+        *["final_loss"] * ("final_loss" in frame),
+    ]
     columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
     say(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
 
@@ -88,6 +98,8 @@ def prepared(setting: str) -> str:
 STEP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN = "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
+TABLE = "a .csv, .tsv or .parquet, a store, packed runs, or a folder of logs or a pattern, such as 'logs/*/metrics.csv'"
+LAST = "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
@@ -96,7 +108,7 @@ NAMES = ", ".join(name for name, each in RUN_OPTIONS.items() if each.help)
 MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NAMES}; a function what it has"
 
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
-Store = Annotated[Path | None, option(STORE, USUAL_STORE)]
+Store = Annotated[Path | None, option(STORE, USUAL_STORE, readable=False)]
 Picture = Annotated[Path | None, option("draw every run and difference into this PNG file", callback=writable)]
 Where = Annotated[list[str] | None, option("only runs with column=value; several times")]
 # Those of a run.
@@ -140,6 +152,22 @@ def value(text: str) -> CommandValue:
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
+
+
+def runs_or_table(names: list[Path]) -> pd.DataFrame:
+    """The runs of a store, or the table in a file or a folder of logs."""
+    from gpulab.stats.tables import read_table
+    from gpulab.store import recorded, tables
+
+    if len(names) == 1:
+        (file,) = names
+        is_store = os.path.isdir(file) and tables.holds_runs(file)
+        if file.suffix == ".parquet" and not os.path.isdir(file):
+            with contextlib.suppress(DataError):
+                is_store = bool(recorded.read_packed(file))
+        if is_store:
+            return tables.runs(file)
+    return read_table(names[0] if len(names) == 1 else names)
 
 
 # --- commands --------------------------------------------------------------------------------------------
@@ -217,39 +245,42 @@ def experiment(
 
 @app.command()
 def verdict(
-    file: Annotated[Path, argument("a .csv, .tsv or .parquet, a store, or packed runs")],
+    file: Annotated[list[Path], argument(TABLE, metavar="FILE", readable=False)],
     metric: Annotated[str, option("the column that is compared: numbers, or true and false")] = "final_loss",
     factor: Annotated[str, option("the column whose levels are compared")] = "setting",
     block: Annotated[str, option("the column that says which rows are pairs")] = "seed",
     reference: Annotated[str | None, option("what others are compared with", "cpu, or else the first")] = None,
     margin: Annotated[str | None, option(MARGIN, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
+    last: Annotated[str | None, option(LAST, False)] = None,
+    best: Annotated[str | None, option("in place of --last: the column whose best row counts", False)] = None,
+    mode: Annotated[str | None, option("min or max: which value of --best is the best", "by its name")] = None,
     where: Where = None,
     picture: Picture = None,
+    html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
 ) -> None:
-    """Say whether the levels of a factor differ, such as two settings: from any table with a row for each run.
+    """Say whether the levels of a factor differ, such as two settings: from any table of runs, or a folder of logs.
 
     A run that finished with NaN or infinity diverged, which is counted. One whose `status` is neither `finished` nor
-    `diverged` is left out, which is said.
+    `diverged`, or whose cell is empty, is left out, which is said. Of a table with a row for each epoch, --last or
+    --best says which counts.
     """
     from gpulab.stats.pairs import rows_where
-    from gpulab.stats.tables import read_table
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.store import recorded, tables
 
-    is_store = file.is_dir()
-    if file.suffix == ".parquet":
-        with contextlib.suppress(DataError):
-            is_store = bool(recorded.read_packed(file))
-    frame = rows_where(tables.runs(file) if is_store else read_table(file), pairs(where))
-    answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
+    frame = rows_where(runs_or_table(file), pairs(where))
+    given_margin = value(margin) if margin else None
+    answer = compare(frame, metric, factor, block, given_margin, alpha, reference, last=last, best=best, mode=mode)
     say(answer)
     save_plot(answer, picture)
+    if html:
+        answer.save(html)
+        say(f"report in {html}")
 
 
 @app.command()
 def runs(
-    store: Annotated[Path | None, argument(STORE, USUAL_STORE)] = None,
+    store: Annotated[Path | None, argument(STORE, USUAL_STORE, readable=False)] = None,
     recorded: Annotated[bool, option("the runs shipped with gpulab", flag="--recorded")] = False,
     where: Where = None,
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
@@ -260,7 +291,9 @@ def runs(
     from gpulab.store import tables
 
     folder = stores.store_folder(store)
-    if not recorded and not folder.exists():
+    with files.reading(folder):
+        is_there = recorded or folder.exists()
+    if not is_there:
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = rows_where(tables.recorded_runs() if recorded else tables.runs(folder), pairs(where))
     if csv:
@@ -357,6 +390,13 @@ def guard_script(
         raise typer.Exit(1)
 
 
+def _told(error: GpulabError | OSError) -> str:
+    """An error in one line: what could not be done, or which file the system refuses, and why."""
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, GpulabError) else in_one_line(error)
+
+
 def main(commands: typer.Typer = app) -> None:
     """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
     with contextlib.suppress(AttributeError):  # where a terminal has no ×
@@ -369,5 +409,5 @@ def main(commands: typer.Typer = app) -> None:
             say("gpulab: interrupted; run the same command again to go on", sys.stderr)
         raise
     except (GpulabError, OSError) as error:
-        say(f"gpulab: {error if isinstance(error, GpulabError) else in_one_line(error)}", sys.stderr)
+        say(f"gpulab: {_told(error)}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -100,7 +100,7 @@ def names(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
     """
     called = {level: _level_words(level, factor) for level in levels}
     times = Counter(called.values())
-    return {level: words if times[words] == 1 else str(level) for level, words in called.items()}
+    return {level: words if times[words] == 1 else level_text(level, factor) for level, words in called.items()}
 
 
 def _level_words(level: Level, factor: str) -> str:
@@ -110,7 +110,18 @@ def _level_words(level: Level, factor: str) -> str:
         return setting_words(text)
     if factor == "loader":
         return LOADERS.get(text, text)
-    return text
+    return level_text(level, factor)
+
+
+def level_text(level: Level, factor: str) -> str:
+    """A level as a sentence names it: a truth value with its factor, anything else as text.
+
+    >>> import numpy as np
+    >>> level_text(np.True_, "amp"), level_text("false", "amp"), level_text(np.float64(0.5), "rate")
+    ('amp=True', 'amp=False', '0.5')
+    """
+    text = str(level)
+    return f"{factor}={text.capitalize()}" if text.lower() in ("true", "false") else text
 
 
 def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:

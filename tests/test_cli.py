@@ -101,6 +101,52 @@ def test_verdict_of_a_table_from_elsewhere_with_its_picture(answer, tmp_path):
     assert (missing.status, "no.csv" in missing.errors) == (1, True)
 
 
+def test_verdict_of_a_folder_of_logs_says_what_the_api_says(answer, tmp_path):
+    for number in range(12):
+        run = tmp_path / "logs" / f"version_{number}"
+        run.mkdir(parents=True)
+        seed, amp = divmod(number, 2)
+        (run / "hparams.yaml").write_text(f"seed: {seed}\namp: {bool(amp)}\n")
+        rows = [f"{epoch},,{1 / (epoch + 1) + 0.01 * seed + 0.1 * amp}\n{epoch},0.5," for epoch in range(4)]
+        (run / "metrics.csv").write_text("\n".join(["epoch,train_loss,val_loss", *rows]))
+    command = ["verdict", "logs", "--metric", "val_loss", "--factor", "amp"]
+    refused = answer(*command)
+    assert (refused.status, refused.errors.count("\n")) == (2, 1)
+    assert "and are not averaged: take the last by last='epoch' (--last epoch), or the best by" in refused.errors
+    found = answer(*command, "--last", "epoch", "--html", "pages/verdict.html")
+    frame = gl.stats.read_table("logs")
+    assert found.out == f"{gl.verdict(frame, 'val_loss', 'amp', last='epoch')}\nreport in pages/verdict.html\n"
+    page = (tmp_path / "pages" / "verdict.html").read_text(encoding="utf-8")
+    assert "<title>Verdict on val loss: amp=True against amp=False</title>" in page
+    assert str(gl.verdict(frame, "val_loss", "amp", best="val_loss")) in answer(*command, "--best", "val_loss").out
+    paths = [str(path) for path in sorted((tmp_path / "logs").glob("*/metrics.csv"))]
+    assert answer("verdict", *paths, *command[2:], "--last", "epoch").out.startswith(found.out.partition("\n")[0])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "empty: neither runs of gpulab nor tables in it" in answer("verdict", "empty").errors
+
+
+@pytest.mark.parametrize("command", [["runs", "locked"], ["verdict", "locked"], ["verdict", "locked/runs.csv"]])
+def test_a_folder_that_may_not_be_read_is_one_line(answer, tmp_path, monkeypatch, command):
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked" / "runs.csv").touch()
+    real = {name: getattr(os, name) for name in ("listdir", "scandir", "stat")}
+
+    def refused(name):
+        def call(path=".", *args, **options):
+            if "locked" in str(path) and not (name == "stat" and str(path).endswith("locked")):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real[name](path, *args, **options)
+
+        return call
+
+    for name in real:  # permissions alone do not tell: root has them all
+        monkeypatch.setattr(os, name, refused(name))
+    found = answer(*command)
+    assert found.status == 1
+    assert found.errors == f"gpulab: {command[1]}: cannot be read: Permission denied\n"
+
+
 def test_runs_lists_recorded_ones_as_csv(output):
     table = pd.read_csv(io.StringIO(output("runs", "--recorded", "--csv")))
     assert (table.recorded.all(), len(table)) == (True, len(gl.recorded_runs()))
@@ -300,7 +346,7 @@ def test_file_that_cannot_be_written_is_named_before_the_work(answer, tmp_path):
     for words, arguments in {
         "a-file/a.png: cannot be written: Not a directory; name another": [*experiment, "a-file/a.png"],
         f"{long}: cannot be written: File name too long; name another": [*experiment, long],
-        f"File name too long: '{long}'": ["runs", long],
+        f"{long}: cannot be read: File name too long": ["runs", long],
     }.items():
         got = answer(*arguments)
         assert (got.status, len(got.errors.splitlines())) == (1, 1)

@@ -6,11 +6,10 @@ of a `Finding` and the audit's `table` do not say.
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,18 @@ from markupsafe import Markup
 
 from gpulab import files, report
 from gpulab.audits.findings import FAULTS, Answer, Finding, grouped, in_module
-from gpulab.audits.traces import Json
-from gpulab.passports import machine
+from gpulab.pages import (
+    Cell,
+    Head,
+    Rows,
+    badge,
+    breakable,
+    machine_text,
+    number_cell,
+    style,
+    time_text,
+    versions_text,
+)
 from gpulab.picture import responsive
 from gpulab.wording import setting_words
 
@@ -37,34 +46,6 @@ UNITS = Markup("in units of<br>what rounding<br>explains")
 PLACE = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)  # a line as findings have it, with its file and number
 
 
-@dataclass(frozen=True)
-class Head:
-    """A head of the table, over one column or more."""
-
-    text: str | Markup
-    is_number: bool = False
-    columns: int = 1
-    rows: int = 1
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of the table, and the classes of `audit.css` that it has."""
-
-    text: str | Markup
-    look: str = ""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A table as the page shows it: what it lists, how to read it, two rows of heads, and the rows in order."""
-
-    title: str
-    note: str
-    heads: list[list[Head]]
-    rows: list[list[Cell]]
-
-
 class AnswerPage(Answer):
     """An answer that a notebook and an HTML file show as a page.
 
@@ -78,11 +59,11 @@ class AnswerPage(Answer):
 
     def words(self) -> Markup:
         """The answer without the figure, as a piece of HTML."""
-        return _style() + self._answer() + self._findings()
+        return style() + self._answer() + self._findings()
 
     def html(self) -> Markup:
         """The answer as a piece of HTML that needs no other file, with the figure above the findings."""
-        return _style() + self._body()
+        return style() + self._body()
 
     def save(self, file: str | Path, title: str = "") -> None:
         """Write the report to an HTML file of its own, whole or not at all.
@@ -91,9 +72,9 @@ class AnswerPage(Answer):
             file: Where to; its folder is made if need be.
             title: What it is called; by default the two settings.
         """
-        settings = Markup(" against ").join(Markup("<code>{}</code>").format(_breakable(x)) for x in self.titles)
+        settings = Markup(" against ").join(Markup("<code>{}</code>").format(breakable(x)) for x in self.titles)
         page = report.render(
-            "audit_page.html",
+            "result_page.html",
             title=title or f"Audit: {self.titles[0]} against {self.titles[1]}",
             heading=title or Markup("Audit: {}").format(settings),
             about="\N{NO-BREAK SPACE}· ".join(_about(self)),
@@ -105,11 +86,11 @@ class AnswerPage(Answer):
         from IPython.display import display
 
         picture = self.picture()
-        shown = _style() + self._answer() + ("" if picture else self._findings())
+        shown = style() + self._answer() + ("" if picture else self._findings())
         display({"text/plain": str(self), "text/html": shown}, raw=True)
         if picture:
             picture.show()
-            display({"text/html": _style() + self._findings()}, raw=True)
+            display({"text/html": style() + self._findings()}, raw=True)
 
     def _body(self) -> Markup:
         return self._answer() + self._figure() + self._findings()
@@ -146,10 +127,6 @@ class AnswerPage(Answer):
         raise NotImplementedError
 
 
-def _style() -> Markup:
-    return Markup("<style>\n{}</style>\n").format(report.render("audit.css"))
-
-
 def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
     """The first sentence of a headline without the two settings, and the other sentences.
 
@@ -168,15 +145,14 @@ def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
 
 def _about(answer: AnswerPage) -> list[str]:
     """The step, the settings in words, the date, the versions, and the machines, which are one if both are the same."""
-    now = datetime.datetime.now().astimezone()
     words = [setting_words(title) for title in answer.titles]
     parts = [answer.step_name] if answer.step_name else []
     if words[0] != words[1] and words != list(answer.titles):
         parts.append(" against ".join(words))
-    parts.append(f"{now.day} {now:%B %Y, %H:%M}")
+    parts.append(time_text())
     kinds = ["cpu" if title.startswith("cpu") else "" for title in answer.titles]
-    machines = [_machine(passport, kind) for passport, kind in zip(answer.passports, kinds, strict=True)]
-    versions = list(map(_versions, answer.passports))
+    machines = [machine_text(passport, kind) for passport, kind in zip(answer.passports, kinds, strict=True)]
+    versions = list(map(versions_text, answer.passports))
     if versions[0] == versions[1]:
         parts.append(versions[0])
         versions = ["", ""]
@@ -184,25 +160,6 @@ def _about(answer: AnswerPage) -> list[str]:
         return [*parts, " and ".join(dict.fromkeys(machines))]
     sides = zip(answer.titles, machines, versions, strict=True)
     return [*parts, *(f"{title}: {', '.join(filter(None, known))}" for title, *known in sides)]
-
-
-def _machine(passport: Mapping[str, Json], kind: str) -> str:
-    """The name of the CPU, or of the GPUs; a trace may be from a stranger, and its passport incomplete."""
-    try:
-        return str(machine(passport, kind))
-    except (KeyError, TypeError):
-        return "unknown machine"
-
-
-def _versions(passport: Mapping[str, Json]) -> str:
-    """The versions that a passport has.
-
-    >>> _versions({"software": {"gpulab": "1.0", "torch": "2.11"}}), _versions({})
-    ('gpulab 1.0, torch 2.11', 'unknown versions')
-    """
-    software = passport.get("software")
-    known = software if isinstance(software, Mapping) else {}
-    return ", ".join(f"{name} {known[name]}" for name in ("gpulab", "torch") if known.get(name)) or "unknown versions"
 
 
 # --- findings --------------------------------------------------------------------------------------------------
@@ -338,7 +295,7 @@ def _marked(text: str, names: Sequence[str]) -> Markup:
     longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     parts = re.split(rf"(?<![\w.:])({longest_first})(?!:?\w)", text)
     code = Markup("<code>{}</code>")
-    return Markup().join(code.format(_breakable(part)) if n % 2 else part for n, part in enumerate(parts))
+    return Markup().join(code.format(breakable(part)) if n % 2 else part for n, part in enumerate(parts))
 
 
 # --- the table -------------------------------------------------------------------------------------------------
@@ -360,19 +317,19 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
     places = [name for name in ("module", "line") if table[name].any()]
     rows = []
     for row in table.itertuples(index=False):
-        name = Markup("<code>{}</code> {}").format(_breakable(row.operation), f"({row.phase})")
-        where = {"module": _breakable(row.module), "line": _breakable(_place_and_code(row.line)[0])}
+        name = Markup("<code>{}</code> {}").format(breakable(row.operation), f"({row.phase})")
+        where = {"module": breakable(row.module), "line": breakable(_place_and_code(row.line)[0])}
         cells = [Cell(name, "ga-name"), _kind(row.kind)]
         for error, ratio in ((row.error_a, row.ratio_a), (row.error_b, row.ratio_b)):
-            cells += [_number(_relative(error)), _number(_units(ratio), ratio > 1)]
-        cells.append(_number("same bits" if row.same_bits else _relative(row.difference)))
+            cells += [number_cell(_relative(error)), number_cell(_units(ratio), ratio > 1)]
+        cells.append(number_cell("same bits" if row.same_bits else _relative(row.difference)))
         rows.append([*cells, *(Cell(where[place], "ga-name") for place in places)])
     under = Markup("own error under<br><code>{}</code>")
     heads = [
         [
             Head("operation", rows=2),
             Head("finding", rows=2),
-            *(Head(under.format(_breakable(title)), True, 2) for title in titles),
+            *(Head(under.format(breakable(title)), True, 2) for title in titles),
             Head("difference", True, rows=2),
             *(Head(place, rows=2) for place in places),
         ],
@@ -396,7 +353,7 @@ def result_rows(table: pd.DataFrame) -> Rows:
         kind = "wrong" if row.wrong else "rounding" if row.finite else "not finite"
         numbers = [_relative(row.difference), _units(row.units), _relative(row.error), _relative(row.plain_error)]
         name = Cell(Markup("<code>{}</code>").format(row.result), "ga-name")
-        rows.append([name, _kind(kind), *map(_number, numbers)])
+        rows.append([name, _kind(kind), *map(number_cell, numbers)])
     heads = [
         [
             Head("result", rows=2),
@@ -424,11 +381,7 @@ def _kind(kind: str) -> Cell:
     if kind == "rounding":
         return Cell("")
     rank = "fault" if kind in (*FAULTS, "wrong") else "note"
-    return Cell(Markup('<span class="ga-badge ga-{}">{}</span>').format(rank, kind))
-
-
-def _number(text: str, is_large: bool = False) -> Cell:
-    return Cell(text, "ga-number ga-strong" if is_large else "ga-number")
+    return Cell(badge(rank, kind))
 
 
 def _relative(value: float) -> str:
@@ -453,12 +406,3 @@ def _units(value: float) -> str:
     if value < 0.01:
         return "<0.01"
     return f"{value:.2f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"
-
-
-def _breakable(name: str) -> Markup:
-    """A setting or another name, which may be broken after its commas, dots and underscores.
-
-    >>> str(_breakable("cpu:threads=1,order=pairwise"))
-    'cpu:threads=1,<wbr>order=pairwise'
-    """
-    return Markup("<wbr>").join(re.split(r"(?<=[,._])", name))

@@ -98,6 +98,8 @@ def curves(
     panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]
     rows = -(-len(panels) // 2)
     figure, panel_axes = theme.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
+    for axes in panel_axes[len(panels) :]:  # of an odd number of panels; the one above shows the numbers then
+        axes.remove()
     for axes, shown in zip(panel_axes, panels, strict=False):
         look: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "errorbar": None, "ax": axes}
         lines = histories.assign(loss=smooth)[histories.name.isin(shown)]
@@ -110,6 +112,10 @@ def curves(
         x_label = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
         axes.set(xlabel=x_label, ylabel=metric_label("loss", histories.experiment))
         axes.label_outer()
+    for axes in panel_axes[len(panels) - 2 : len(panels) - 1] if len(panels) % 2 and len(panels) > 1 else ():
+        axes.xaxis.set_tick_params(labelbottom=True)
+        axes.set_xlabel(x_label)
+        axes.xaxis.label.set_visible(True)
     final = histories.groupby(["name", "id"]).loss.agg(
         lambda losses: losses.tail(max(1, len(losses) // LAST_FIFTH)).mean()
     )
@@ -124,8 +130,8 @@ def curves(
 
 @drawn.register
 @theme.themed
-def estimation(verdict: Verdict) -> Picture:
-    """An estimation plot: every seed, and beside it the paired differences.
+def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
+    """An estimation plot: every seed, and beside it the paired differences, or below it on a narrow page.
 
     Left, the metric of each seed under each level, the same seed joined by a thin line; diverged runs
     are crosses at the right edge. Right, the differences from the reference in standard deviations
@@ -136,7 +142,10 @@ def estimation(verdict: Verdict) -> Picture:
     factor, metric, table = verdict.factor, verdict.metric, verdict.table
     levels = [verdict.reference, *table[factor]]
     called, tints = names(levels, factor), theme.level_colours(factor, levels)
-    figure, (left, right) = theme.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
+    if is_narrow := width < theme.PAGE:
+        figure, (left, right) = theme.canvas(1, height=3.4 + 0.9 * len(levels), rows=2, width=width, sharey=True)
+    else:
+        figure, (left, right) = theme.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
     _seeds(left, verdict.runs, metric, factor, verdict.block, tints)
     unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
     _differences(right, verdict, verdict.pairs, tints, unit)
@@ -151,7 +160,9 @@ def estimation(verdict: Verdict) -> Picture:
     right.set_xlabel(f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})")
     alt = f"{metric} of each {verdict.block} under {'; '.join(called.values())}"
     alt += f"; and the differences from {called[verdict.reference]} with intervals and the margin."
-    return theme.finished(figure, decided(verdict), alt, theme.origin_keys(verdict.runs))
+    columns = 1 if is_narrow else 2
+    title = textwrap.fill(decided(verdict), 46 if is_narrow else 200)
+    return theme.finished(figure, title, alt, theme.origin_keys(verdict.runs), columns)
 
 
 def decided(verdict: Verdict) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from gpulab.errors import UsageError
-from gpulab.wording import Level
+from gpulab.stats.blocks import with_common_types
+from gpulab.stats.selection import AS_THEY_ARE, Metric, RowChoice, choose_rows, growing_columns
+from gpulab.wording import Level, level_text
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
 HUGE = 1e75  # in the metric's units: beyond, float64 does not hold fourth powers, which kurtosis is of
@@ -32,7 +34,8 @@ class Paired:
     runs: pd.DataFrame  # the first of each level and block
     pairs: pd.DataFrame  # a row for each other level's run beside the reference's
     reruns: pd.DataFrame  # the same for the reference's reruns: a control
-    notes: tuple[str, ...]  # sentences on rows that were left out, or averaged
+    notes: tuple[str, ...]  # sentences on rows that were chosen, left out or averaged
+    source: str = field(default="", kw_only=True)  # the file or folder that the table was read from
 
     def by_level(self) -> dict[Level, pd.DataFrame]:
         """The pairs of each other level, in the order of the runs."""
@@ -52,15 +55,25 @@ class Paired:
         return bool(len(values) and values.isin((0.0, 1.0)).all())
 
 
-def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Level | None) -> Paired:
-    """Put runs under each level of a factor beside the reference's; `UsageError` where there is nothing to compare."""
+def pair(
+    frame: pd.DataFrame,
+    metric: str,
+    factor: str,
+    block: str,
+    reference: Level | None,
+    choice: RowChoice = AS_THEY_ARE,
+) -> Paired:
+    """Put runs under each level of a factor beside the reference's; `UsageError` where there is nothing to compare.
+
+    Where runs have a row for each epoch or step, `choice` says which of them counts.
+    """
     columns = (metric, factor, block)
-    checked = check_runs(frame, *columns)
+    checked = check_runs(frame, *columns, choice)
     has_ended = checked["status"].isin(("finished", "diverged"))
     ended, unfinished = checked[has_ended], checked[~has_ended]
     first_runs = ended[ended["rerun"] == 0]
     runs = _one_row_each(first_runs, *columns)
-    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished)
+    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished, factor)
     of_reference, others = runs[runs[factor] == reference], runs[runs[factor] != reference]
     reruns = ended[(ended["rerun"] > 0) & (ended[factor] == reference)]
     return Paired(
@@ -71,10 +84,13 @@ def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: L
         runs=runs,
         pairs=_beside(others, of_reference, *columns),
         reruns=_beside(reruns, of_reference, *columns),
+        source=str(checked.attrs.get("source", "")),
         notes=(
+            *checked.attrs.get("chosen", ()),
             *_notes_on_lost(checked, unfinished, factor),
             *_notes_on_averaged(first_runs, runs, *columns),
             *_notes_on_skipped(len(ended) - len(first_runs) - len(reruns), reference),
+            *checked.attrs.get("notes", ()),
         ),
     )
 
@@ -85,9 +101,11 @@ def _notes_on_lost(checked: pd.DataFrame, unfinished: pd.DataFrame, factor: str)
         yield f"{damaged} damaged run{'s' * (damaged > 1)} cannot be read, and may be missing from this."
     if len(unfinished):
         ends = unfinished.groupby([factor, "status"]).size()
-        where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
+        where = ", ".join(f"{level_text(level, factor)} {count} {status}" for (level, status), count in ends.items())
         why = f"if it was the {factor} that stopped them, what is left flatters it"
         yield f"Left out, because they did not finish: {len(unfinished)} ({where}); {why}."
+        if (unfinished["status"] == "missing").any() and checked.attrs.get("may_be_lost"):
+            yield "An empty cell or NaN counts as missing; `diverged` in a column `status` says that runs diverged."
 
 
 def _notes_on_averaged(
@@ -95,9 +113,12 @@ def _notes_on_averaged(
 ) -> Iterator[str]:
     """Yield notes on rows that were averaged to one for each level and block."""
     if len(runs) < len(first_runs):
-        differing = ", ".join(_differing(first_runs, metric, factor, block)) or "no column"
+        names = _differing(first_runs, metric, factor, block)
         counts = f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor} and {block}"
-        yield f"{counts}; those of one {block} differ in {differing}."
+        yield f"{counts}; those of one {block} differ in {', '.join(names) or 'no column'}."
+        if growing := growing_columns(first_runs, factor, block, names):
+            ways = f"last={growing[0]!r} or best= takes one row of each run"
+            yield f"If {growing[0]!r} counts along a training, the mean says nothing about its end: {ways}."
 
 
 def _notes_on_skipped(skipped: int, reference: Level) -> Iterator[str]:
@@ -115,7 +136,9 @@ def _one_row_each(runs: pd.DataFrame, metric: str, factor: str, block: str) -> p
     words = [name for name in differing if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])]
     # A name that each run has for itself tells no two kinds of runs apart.
     if words := [name for name in words if runs[name].astype(str).nunique() < len(runs)]:
-        which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
+        level = repeated[factor].iloc[0]
+        which = f"{factor} {level!r}" if isinstance(level, str) else level_text(level, factor)
+        which += f" {block} {repeated[block].iloc[0]}"
         raise UsageError(f"{which} was run more than once, with another {', '.join(words[:3])}; keep the rows of one")
     groups = runs.groupby([factor, block], sort=False)
     lost = (runs["status"] == "diverged").groupby([runs[factor], runs[block]], sort=False).transform("any")
@@ -134,7 +157,7 @@ def _differing(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list
     return [name for name in others if (groups[name].nunique() > 1).any()]
 
 
-def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd.DataFrame) -> Level:
+def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd.DataFrame, factor: str) -> Level:
     """The level that others are compared with: as asked for, or else `cpu`, or the first."""
     if not levels:
         there = sorted(set(unfinished["status"]))
@@ -143,9 +166,9 @@ def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd
     if reference is None:
         return "cpu" if "cpu" in levels else levels[0]
     for level in levels:
-        if str(level) == str(reference):  # on the command line a number is text
+        if str(reference) in (str(level), level_text(level, factor)):  # on the command line a number is text
             return level
-    raise UsageError(f"no runs under {reference!r}; there are {sorted(map(str, levels))}")
+    raise UsageError(f"no runs under {reference!r}; there are {sorted(level_text(level, factor) for level in levels)}")
 
 
 def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
@@ -164,8 +187,13 @@ def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor:
     return pairs.sort_values(block, kind="stable", ignore_index=True)
 
 
-def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
-    """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense."""
+def check_runs(
+    frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice = AS_THEY_ARE
+) -> pd.DataFrame:
+    """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense.
+
+    It has one row for each run where `choice` says which; `attrs["chosen"]` then has a sentence on it.
+    """
     if not isinstance(frame, pd.DataFrame):
         raise UsageError(f"expected a pandas data frame, a row per run; got a {type(frame).__name__}")
     frame = frame.reset_index(allow_duplicates=True) if any(frame.index.names) else frame.copy()
@@ -177,32 +205,39 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
             f"metric, factor and block: expected three columns, and none of {', '.join(OWN)}; rename yours"
         )
     frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
+    frame = with_common_types(frame, factor, block)
     check_one_protocol(frame, besides=(metric, factor, block))
-    frame[metric], missing, lost = _numbers(frame[metric])
-    states = np.select([missing, ~np.isfinite(frame[metric])], ["missing", "diverged"], "finished")
+    column = _numbers(frame[metric])
+    chosen = choose_rows(frame, metric, factor, block, choice, column)
+    notes = {"chosen": chosen.notes, "may_be_lost": column.may_be_lost}
+    frame = frame.assign(**{metric: column.values}).iloc[chosen.positions]
+    frame.attrs |= notes
+    states = np.select([chosen.lost, frame[metric].isna()], ["diverged", "missing"], "finished")
     if "status" in frame:
         named = frame["status"].astype(str).str.lower().where(frame["status"].notna(), states)
-        states = named.mask(lost & (named == "finished"), "diverged")
+        states = named.mask(chosen.lost & (named == "finished") & frame[metric].isna(), "diverged")
     frame["status"] = states
     frame["rerun"] = pd.to_numeric(frame["rerun"]).fillna(0) if "rerun" in frame else 0
     _check_numbers(frame[metric][frame["status"] == "finished"], metric)
     return frame if "weights" in frame else frame.assign(weights=None)
 
 
-def _numbers(column: pd.Series) -> tuple[pd.Series, pd.Series | bool, pd.Series | bool]:
-    """The metric in float64; which are missing; and which are NaN or infinite.
+def _numbers(column: pd.Series) -> Metric:
+    """The metric in float64, and which of its numbers are lost.
 
-    In a column of float64 NaN may stand for both, and is taken for neither.
+    In a column of float64 NaN may stand for an empty cell and for a loss that was NaN.
     """
     plain = column.infer_objects()
     if is_numeric_dtype(plain) and not isinstance(plain.dtype, pd.api.extensions.ExtensionDtype):
-        return plain.astype(float), False, False
+        values = plain.to_numpy(float)
+        return Metric(values, np.isinf(values), may_be_lost=True)
     text = column.map(str, na_action="ignore").astype(object).replace({"True": "1", "False": "0"}).str.strip()
     numbers = pd.to_numeric(text, errors="coerce").astype(float)
     if len(wrong := text[numbers.isna() & column.notna() & (text.str.lower() != "nan")]):
         first = f"index {wrong.index[0]!r} has {wrong.iloc[0]!r}"
         raise UsageError(f"metric {column.name!r} is not of numbers or booleans: {first}")
-    return numbers, column.isna(), column.notna() & ~np.isfinite(numbers)
+    values = numbers.to_numpy(float)
+    return Metric(values, column.notna().to_numpy(bool) & ~np.isfinite(values), may_be_lost=False)
 
 
 def _check_numbers(finished: pd.Series, metric: str) -> None:

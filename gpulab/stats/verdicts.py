@@ -14,10 +14,11 @@ import pandas as pd
 
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
-from gpulab.report import Report
-from gpulab.stats.decisions import COLUMNS, Decisions, compare_levels
+from gpulab.stats.decisions import COLUMNS, compare_levels
 from gpulab.stats.margins import USUAL_MARGIN, USUAL_SHARE
+from gpulab.stats.page import VerdictPage
 from gpulab.stats.pairs import pair
+from gpulab.stats.selection import RowChoice
 from gpulab.stats.wording import sentences, with_numbers
 from gpulab.wording import Level, TextByLevel
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict(Decisions, Report):
+class Verdict(VerdictPage):
     """What `verdict` returns: each level of a factor, such as a setting, compared with a reference on the same seeds.
 
     `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both, and `verdict.save(file)`
@@ -45,8 +46,8 @@ class Verdict(Decisions, Report):
             the reference's, and NaN where one of the two diverged.
         reruns: The same for the reference run again, as a control: what chance alone changes.
         runs: The rows of the frame that were compared.
-        notes: Sentences on what was left out, because it did not finish or could not be read, and on rows that were
-            averaged.
+        notes: Sentences on rows that were chosen, left out or averaged, and on where `read_table` found what it read.
+        source: The file or folder that the table was read from; empty where that is not known.
         between_seeds: The standard deviation of the metric over seeds under the reference.
 
     The table has these columns, after the one of the level. Of each `p_…` there is a twin, `p_…_holm`, after Holm's
@@ -121,6 +122,10 @@ def verdict(
     margin: str | float | None = None,
     alpha: float = 0.05,
     reference: Level | None = None,
+    *,
+    last: str | None = None,
+    best: str | None = None,
+    mode: str | None = None,
 ) -> Verdict:
     """Decide for each level of a factor, such as a setting, whether it changes a metric, by runs on the same seeds.
 
@@ -140,7 +145,9 @@ def verdict(
         frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows
             with `rerun` above 0 are a control; without that column all are first runs. The column `status` says how a
             run ended: one that is neither `finished` nor `diverged` is left out, and the verdict says so. Without that
-            column, a run whose metric is no finite number counts as diverged.
+            column a run whose metric is infinite counts as diverged, and so does one whose metric is NaN, where the
+            table tells NaN from an empty cell, as `read_table` does; an empty cell is a missing run, which is left out.
+            In a column of float64, as `pandas.read_csv` makes it, NaN counts as an empty cell.
         metric: A column of numbers, or of booleans.
         factor: The column whose levels are compared.
         block: The column of what they are compared on, usually the seed.
@@ -150,6 +157,12 @@ def verdict(
         alpha: The level of significance, between 0 and 0.5.
         reference: The level that the others are compared with; by default `cpu`, or where there is none the first in
             the frame.
+        last: For a table with a row for each epoch or step: the column that counts them, such as `epoch`. The last row
+            of each run is compared that has the metric. Without `last` or `best` such a table is refused.
+        best: In place of `last`, a column such as `val_loss`: the row of each run at which it is best is compared, or
+            where that row has no metric, the last of the same epoch.
+        mode: `min` or `max`: whether the lowest or the highest value of `best` is the best. By default its name says
+            so, as in `val_loss` and `accuracy`.
 
     Returns:
         The `Verdict`, which prints as sentences; its `table` has all the numbers.
@@ -157,7 +170,8 @@ def verdict(
     Raises:
         UsageError: For what is no table of runs, a missing column, a margin or alpha out of range, an unknown
             reference, runs that learned different things or for different times, a finished run without a finite
-            number, and first runs of one seed and level that differ in more than numbers.
+            number, first runs of one seed and level that differ in more than numbers, rows for several epochs or steps
+            without `last` or `best`, and seeds that are text under one level and other numbers under another.
 
     Examples:
         >>> import pandas as pd
@@ -167,6 +181,12 @@ def verdict(
         >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.1)
         >>> gl.verdict(pd.concat([cpu, cuda])).decision
         'different'
+
+        Of a table with a row for each epoch, the last or the best row of each run is compared:
+
+        >>> epochs = pd.concat([pd.concat([cpu, cuda]).assign(epoch=epoch) for epoch in range(3)])
+        >>> gl.verdict(epochs, last="epoch").notes[0]
+        'Of 36 rows the last epoch that has final_loss was taken for each setting and seed: epoch 2.'
 
     References:
         The difference is tested by sign flips (Fisher 1935, *The design of experiments*), and where differences are
@@ -184,7 +204,7 @@ def verdict(
         raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
     if factor in COLUMNS:
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
-    paired = pair(frame, metric, factor, block, reference)
+    paired = pair(frame, metric, factor, block, reference, RowChoice(last, best, mode))
     if margin is None:
         margin = USUAL_SHARE if paired.is_yes_or_no() else USUAL_MARGIN
     return Verdict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -17,12 +18,13 @@ from gpulab.stats.decisions import (
     may_diverge_apart,
 )
 from gpulab.stats.margins import margin_size, parse_margin
-from gpulab.wording import TextByLevel
+from gpulab.wording import Level, TextByLevel, level_text
 
 SURE = 10  # seeds, from which on the number that would settle it is more than a guess
 PARTS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}  # of the spread between seeds, by their number
 
-EFFECT = "{here} the {metric} differs by {amount} on average from that {there}"
+EFFECT = "{here} the {metric} is {average} {there}"
+MOST_NAMED = 8  # seeds in one sentence
 SENTENCES = {  # templates by decision, or by the special case that takes precedence over it
     "diverged": "{here} {diverged} of {runs} runs diverged, {there} {reference_diverged} of {reference_runs}.",
     "too few pairs": "Between {level} and {reference} nothing can be compared: {shared} finished {preposition} both.",
@@ -30,10 +32,10 @@ SENTENCES = {  # templates by decision, or by the special case that takes preced
     "not one digit": "{here} not one {block} differs by a digit from that {there}: "
     "make sure that the {factor} reached the training.",
     "different": "{here} the {metric} is {change} {there}, and {count}.",
-    "different but negligible": EFFECT + ", and is {count}: that is no luck, but {none}.",
+    "different but negligible": EFFECT + ", and {count}: that is no luck, but {none}.",
     "equivalent": EFFECT + "; {none}. {moved:.0f} of {seeds} {block}s moved further than that, "
     "but jumps in up to {unseen:.0f} % of all {block}s cannot be ruled out (95 % limit).",
-    "inconclusive": EFFECT + ", and is {count}, which decides nothing{conditions}.",
+    "inconclusive": EFFECT + ", and {count}, which decides nothing{conditions}.",
 }
 NUMBERS = (  # of a level; those that a level does not have are left out
     "Difference {difference:.2g}",
@@ -52,18 +54,51 @@ def sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
     `words` has what the levels and the metric are called; what is not in it keeps its name.
     """
     if not verdict.rows:
-        return [f"Only {words.get(verdict.reference, verdict.reference)} was run, so there is nothing to compare."]
+        return [f"Only {_name(verdict, verdict.reference, words)} was run, so there is nothing to compare."]
     return [*(_sentence(verdict, row, words) for row in verdict.rows), *_without_stuck(verdict)]
 
 
 def with_numbers(verdict: Decisions) -> str:
     """A line for each level, its decision, sentence and numbers, and then what holds for all of them."""
-    seeds_of = f"{verdict.block}s under {verdict.reference}"
+    seeds_of = f"{verdict.block}s under {_name(verdict, verdict.reference)}"
     lines = [_paragraph(verdict, row) for row in verdict.rows] or sentences(verdict, {})
     lines += [f"The standard deviation between {seeds_of} is {verdict.between_seeds:.2g}.", *_without_stuck(verdict)]
     if any(math.isnan(row.margin) for row in verdict.rows):
         lines.append(f"Equivalence was not asked: {seeds_of} have no spread; give a margin in the metric's units.")
     return "\n".join([*lines, *verdict.notes]).replace(" is nan.", " is unknown.")
+
+
+def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
+    """Which seeds were left out of the comparison of a level, because one of the two lacks them; empty for none."""
+    factor, block = verdict.factor, verdict.block
+    preposition = "under" if factor == "setting" else "with"
+    of_level = {level: list(dict.fromkeys(runs)) for level, runs in verdict.runs.groupby(factor, sort=False)[block]}
+    here, there = of_level.get(row.level, []), of_level.get(verdict.reference, [])
+    clauses = []
+    for level, own, others in ((row.level, here, there), (verdict.reference, there, here)):
+        if missing := [seed for seed in others if seed not in set(own)]:
+            named = _listed(missing)
+            clauses.append(f"{block}{'s' * (len(missing) > 1)} {named} {preposition} {_name(verdict, level)}")
+    return f"Missing: {'; '.join(clauses)}." if clauses else ""
+
+
+def _listed(values: list[Level]) -> str:
+    """Some seeds in order, such as `2, 5 and 7`.
+
+    >>> _listed([7, 2, 5]), _listed(["b"]), _listed(range(10))
+    ('2, 5 and 7', 'b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
+    """
+    with contextlib.suppress(TypeError):
+        values = sorted(values)  # type: ignore[type-var]
+    texts = [str(value) for value in values]
+    if len(texts) > MOST_NAMED:
+        texts = [*texts[:MOST_NAMED], f"{len(texts) - MOST_NAMED} more"]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def _name(verdict: Decisions, level: Level, words: TextByLevel | None = None) -> str:
+    """What a level is called."""
+    return (words or {}).get(level, level_text(level, verdict.factor))
 
 
 def p_text(value: float) -> str:
@@ -98,8 +133,8 @@ def _case(verdict: Decisions, row: LevelDecision) -> str:
 def _names(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> dict[str, object]:
     """What is compared: the level, the reference, the metric and the blocks, as they are called."""
     block = verdict.block
-    level = words.get(row.level, row.level)
-    reference = words.get(verdict.reference, verdict.reference)
+    level = _name(verdict, row.level, words)
+    reference = _name(verdict, verdict.reference, words)
     preposition = "under" if verdict.factor == "setting" else "with"
     return {
         "level": level,
@@ -134,15 +169,24 @@ def _effect(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
     none = f"differences below {_amount(verdict, row, row.margin)}{_meaning(verdict)} count as none here"
     conditions = [*([none] if row.margin > 0 else []), *_needed(verdict, row)]
     return {
-        "amount": _amount(verdict, row, abs(row.difference)),
+        "average": _average(verdict, row, direction),
         "change": _change(verdict, row),
-        "count": f"{direction} in {same_direction} of {row.seeds} {block}s",
+        "count": f"{direction} in {same_direction} of {row.seeds} {block}s"
+        if row.difference
+        else f"another in {(differences.fillna(0) != 0).sum()} of {row.seeds} {block}s",
         "none": none,
         "moved": row.moved,
         "seeds": row.seeds,
         "unseen": 100 * inference.clopper_pearson_upper(row.moved, row.seeds),
         "conditions": "".join(f"; {condition}" for condition in conditions),
     }
+
+
+def _average(verdict: Decisions, row: LevelDecision, direction: str) -> str:
+    """How far a level is from the reference on average, and in which direction, up to the reference's name."""
+    if row.difference == 0:
+        return "the same on average as"
+    return f"{_amount(verdict, row, abs(row.difference))} {direction} on average than"
 
 
 def _amount(verdict: Decisions, row: LevelDecision, value: float) -> str:
@@ -194,13 +238,16 @@ def _without_stuck(verdict: Decisions) -> Iterator[str]:
 
 def _paragraph(verdict: Decisions, row: LevelDecision) -> str:
     """One level: its decision, its sentence and its numbers."""
-    said = [f"{row.level} against {verdict.reference}, {_seeds(verdict, row)}: {row.decision}."]
+    level, reference = _name(verdict, row.level), _name(verdict, verdict.reference)
+    said = [f"{level} against {reference}, {_seeds(verdict, row)}: {row.decision}."]
     said.append(_sentence(verdict, row, {}))
     if row.seeds > 1 and not is_identical(row):
         said.append(f"{'; '.join(_numbers(row))}.")
     if row.diverged or row.reference_diverged:
-        there = f"under {verdict.reference} {row.reference_diverged} (p = {p_text(row.p_diverged_holm)})"
+        there = f"under {reference} {row.reference_diverged} (p = {p_text(row.p_diverged_holm)})"
         said.append(f"Diverged, or without a number: {row.diverged}, {there}.")
+    if missing := missing_seeds(verdict, row):
+        said.append(missing)
     return " ".join(said)
 
 

@@ -61,6 +61,8 @@ def store_folder(store: str | Path | None = None) -> Path:
 def list_entries(store: Path) -> list[str]:
     """The paths of the runs in a store, in order, and then of its files of packed ones.
 
+    `DataError` for a folder that may not be read.
+
     >>> import tempfile
     >>> store = Path(tempfile.mkdtemp())
     >>> for folder in ("b", "a.parquet", ".hidden"):
@@ -70,9 +72,11 @@ def list_entries(store: Path) -> list[str]:
     >>> [Path(path).name for path in list_entries(store)]
     ['a.parquet', 'b', 'packed.parquet']
     """
-    if not store.is_dir():
-        return [str(store)] if os.path.lexists(store) else []
-    paths = sorted(os.path.join(store, name) for name in os.listdir(store) if name[0] != ".")
+    with files.reading(store):
+        if not store.is_dir():
+            return [str(store)] if os.path.lexists(store) else []
+        names = os.listdir(store)
+    paths = sorted(os.path.join(store, name) for name in names if name[0] != ".")
     folders = [path for path in paths if os.path.isdir(path)]
     return folders + [path for path in paths if path.endswith(".parquet") and not os.path.isdir(path)]
 

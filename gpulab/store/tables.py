@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -80,7 +81,46 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         >>> gl.runs("a-folder-that-is-not-there").empty
         True
     """
-    return _frame(list_entries(store_folder(store)))
+    folder = store_folder(store)
+    frame = _frame(list_entries(folder))
+    frame.attrs["source"] = str(folder)
+    return frame
+
+
+def holds_runs(folder: Path) -> bool:
+    """Whether a folder is a store: it has a run, even a damaged one, or a file of packed runs.
+
+    >>> import tempfile
+    >>> holds_runs(Path(tempfile.mkdtemp()))
+    False
+    """
+    for path in list_entries(folder):
+        if os.path.isdir(path):
+            if any(os.path.lexists(os.path.join(path, name)) for name in (RECORD, RESULTS)):
+                return True
+        else:
+            with contextlib.suppress(DataError):
+                if recorded.read_packed(Path(path)):
+                    return True
+    return False
+
+
+def without_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table of runs without columns of losses that no run has, where runs have metrics of other names.
+
+    >>> import pandas as pd
+    >>> nan = float("nan")
+    >>> list(without_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan], "accuracy": [0.5, 0.6]})))
+    ['seed', 'accuracy']
+    >>> list(without_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan]})))  # both diverged
+    ['seed', 'final_loss']
+    """
+    own = [name for name in frame if name not in (*COLUMNS, "options")]
+    if "options" in frame and own:
+        options = {name for text in frame["options"].dropna() for name in json.loads(text)}
+        own = [name for name in own if name not in options]
+    losses = [name for name in SUMMARY[:2] if name in frame and frame[name].isna().all()]
+    return frame.drop(columns=losses) if own and "final_loss" in losses else frame
 
 
 def recorded_runs(study: str | None = None) -> pd.DataFrame:

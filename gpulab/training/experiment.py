@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from gpulab.training.functions import function_of
 from gpulab.training.planned_run import Options, PlannedRun
 from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
+from gpulab.training.progress import FORMAT, RunClock, read_share, show
 from gpulab.training.run import train as train_run
 from gpulab.training.workers import INSIDE, Workers
 
@@ -150,7 +152,8 @@ class Experiment:
             progress: Whether to show a progress bar.
 
         Returns:
-            A data frame with a row for each run, ordered by setting and seed, with the columns of `gpulab.runs`.
+            A data frame with a row for each run, ordered by setting and seed, with the columns of `gpulab.runs`; those
+            of `final_loss` and `heldout_loss` are missing where a training of your own has named all its metrics.
 
         Raises:
             UsageError: For arguments that make no sense, and a script that starts an experiment outside
@@ -163,7 +166,10 @@ class Experiment:
         frame = tables.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
         frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))
-        return frame.sort_values(["setting", "seed"], ignore_index=True, kind="stable")
+        frame = frame.sort_values(["setting", "seed"], ignore_index=True, kind="stable")
+        frame = tables.without_empty_losses(frame)
+        frame.attrs["source"] = str(self.folder)
+        return frame
 
     def _train(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
         """Do the runs that the store has not, and return the ids of all."""
@@ -174,26 +180,39 @@ class Experiment:
         locks = [_lock(self.folder, identity) for identity in wanted]
         done = {number for number, identity in enumerate(wanted) if find_run(self.folder, identity)}
         failures: dict[int, str] = {}  # error messages, by the number of the run
+        clock, began = RunClock([job["setting"] for job in jobs], self.workers), time.monotonic()
+        for number in done:
+            clock.skip(number)
 
         def do(number: int) -> None:
             """Have a run done, unless another process is doing it."""
             lock, identity, job = locks[number], wanted[number], jobs[number]
             with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
-                    if not find_run(self.folder, identity) and workers.do(job) != identity.id:
-                        raise GpulabError("its function or data were changed while the experiment ran; run it again")
+                    if not find_run(self.folder, identity):
+                        clock.begin(number)
+                        if workers.do(job, notes / str(number)) != identity.id:
+                            changed = "its function or data were changed while the experiment ran; run it again"
+                            raise GpulabError(changed)
+                        clock.end(number)
                     done.add(number)
                 except Exception as error:
                     kind = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
                     failures[number] = f"{job['setting']} seed {job['seed']}: {kind}{error}"
-                bar.update(len(done) + len(failures) - bar.n)
+                clock.skip(number)
 
-        bar = Progress(total=len(jobs), unit="run", leave=False, disable=not progress)
-        with Workers(self.workers) as workers, bar:
+        def tick() -> None:
+            noted = {number: read_share(notes / str(number)) for number in list(clock.begun)}
+            show(bar, clock, len(done) + len(failures), noted, began)
+
+        bar = Progress(total=len(jobs), unit="run", leave=False, disable=not progress, bar_format=FORMAT)
+        with tempfile.TemporaryDirectory() as folder, Workers(self.workers) as workers, bar:
+            notes = Path(folder)
             while waiting := {n: job for n, job in enumerate(jobs) if n not in done and n not in failures}:
-                workers.each(do, waiting)
+                workers.each(do, waiting, tick)
                 if len(done) + len(failures) < len(jobs):
                     time.sleep(POLL_SECONDS)  # another process trains the others
+                tick()
         if failures:
             raise GpulabError(
                 f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
@@ -242,8 +261,8 @@ def seed_runs(
 
     Returns:
         A data frame with a row for each seed, as `gpulab.verdict` takes it. It has the columns
-        `setting`, `seed`, `status` (`finished` or `diverged`), `final_loss` (NaN when diverged), and one for each other
-        number that the training gave.
+        `setting`, `seed`, `status` (`finished` or `diverged`), `final_loss` (NaN when diverged; missing where the
+        training has named all its metrics), and one for each other number that the training gave.
 
     Raises:
         UsageError: For arguments that make no sense.
@@ -263,4 +282,4 @@ def seed_runs(
         run = train_run(**job | {"store": None}, progress=False)
         row = {"setting": job["setting"], "seed": job["seed"], "status": run.status, "final_loss": run.final_loss}
         rows.append(row | run.metrics)
-    return pd.DataFrame(rows)
+    return tables.without_empty_losses(pd.DataFrame(rows))

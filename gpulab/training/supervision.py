@@ -11,6 +11,7 @@ from gpulab.report import Progress
 from gpulab.training import loop
 from gpulab.training.checkpoints import save_checkpoint
 from gpulab.training.planned_run import Watch
+from gpulab.training.progress import tell_share
 
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
 LOOK_SECONDS = 0.1  # between two looks at the losses that a GPU computes, unless every window is watched
@@ -25,12 +26,19 @@ class Supervisor:
         bar: The progress bar, in frames.
         watch: The user's function, if there is one.
         checkpoint: The file for checkpoints, if there is one.
+        total: How many frames the whole training has.
     """
 
     def __init__(
-        self, training: loop.Training, window: int, bar: Progress, watch: Watch | None, checkpoint: Path | None
+        self,
+        training: loop.Training,
+        window: int,
+        bar: Progress,
+        watch: Watch | None,
+        checkpoint: Path | None,
+        total: int,
     ) -> None:
-        self.training, self.window = training, window
+        self.training, self.window, self.total = training, window, max(1, total)
         self.bar, self.watch = bar, watch
         self.checkpoint, self.saved_at = checkpoint, time.monotonic()
 
@@ -44,6 +52,7 @@ class Supervisor:
         history = self.training.history
         self.bar.set_postfix(loss=f"{history[-1].loss:.3g}", refresh=False)
         self.bar.update(len(history) * self.window - self.bar.n)
+        tell_share(len(history) * self.window / self.total)
         self.call_watch()
         if time.monotonic() - self.saved_at >= CHECKPOINT_SECONDS:
             self.save()
@@ -78,7 +87,7 @@ def supervise(
         progress: Whether to show a progress bar.
     """
     with Progress(total=total, unit="frame", leave=False, disable=not progress) as bar:
-        supervisor = Supervisor(training, window, bar, watch, checkpoint)
+        supervisor = Supervisor(training, window, bar, watch, checkpoint, total)
         supervisor.call_watch()
         try:
             loop.train(training, windows, engine, supervisor.after_window)

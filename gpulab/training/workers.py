@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -18,6 +19,7 @@ from joblib.externals.loky import ProcessPoolExecutor, process_executor
 from gpulab.data import scenes
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
+from gpulab.training.progress import noted_in
 from gpulab.training.run import train
 
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
@@ -38,8 +40,13 @@ class Workers(contextlib.AbstractContextManager):
         self.count, self.stopping = count, threading.Event()
         self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}  # by thread and setting, of one process each
 
-    def each(self, do: Callable[[int], None], jobs: dict[int, dict[str, Any]]) -> None:
-        """Call `do` with the number of every run, in threads. When Ctrl-C comes, those under way save checkpoints."""
+    def each(
+        self, do: Callable[[int], None], jobs: dict[int, dict[str, Any]], tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `do` with the number of every run, in threads, and meanwhile `tick` about once a second.
+
+        When Ctrl-C comes, the runs under way save checkpoints.
+        """
         # The flags of a setting hold for all threads of a process, so those that share a GPU have one setting.
         for setting, numbers in itertools.groupby(jobs, lambda number: self._shared_setting(jobs[number])):
             initialized = sharing(setting) if setting else contextlib.nullcontext()
@@ -51,6 +58,7 @@ class Workers(contextlib.AbstractContextManager):
                         ended, tasks = wait(tasks, LOOK, FIRST_COMPLETED)
                         for task in ended:
                             task.result()  # raises what `do` raised
+                        tick()
                 except BaseException:
                     threads.shutdown(wait=False, cancel_futures=True)
                     self.stop({task for task in tasks if not task.cancelled()})
@@ -67,17 +75,21 @@ class Workers(contextlib.AbstractContextManager):
         may_share = isinstance(job["net"], str) and setting.kind == "cuda" and not setting.compile
         return job["setting"] if may_share and self.count > 1 else ""
 
-    def do(self, job: dict[str, Any]) -> str:
-        """Do a run, and return its id when it is done and kept. `GpulabError` where its process ends by itself."""
+    def do(self, job: dict[str, Any], note: Path | None = None) -> str:
+        """Do a run, and return its id when it is done and kept. `GpulabError` where its process ends by itself.
+
+        A network of gpulab's writes meanwhile into the file `note` how much of the run is done.
+        """
         if self._shared_setting(job):
-            return train(**job, watch=self.check_stopping, progress=False).record["id"]
+            with noted_in(note):
+                return train(**job, watch=self.check_stopping, progress=False).record["id"]
         try:
             pickled = cloudpickle.dumps(job)  # what is typed into a notebook goes by value
         except Exception as error:  # whatever an object says that hides what it holds
             named = getattr(job["net"], "name", job["net"])
             raise GpulabError(f"{named} cannot be sent to a process: {error}") from None
         try:
-            return self._pool(job["setting"]).submit(do_run, pickled).result()
+            return self._pool(job["setting"]).submit(do_run, pickled, note).result()
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
@@ -122,9 +134,10 @@ def sharing(setting: str) -> Iterator[Callable[[], None]]:
         yield lambda: torch.cuda.set_stream(torch.cuda.Stream(parsed.device)) if on_gpu else None
 
 
-def do_run(job: bytes) -> str:
+def do_run(job: bytes, note: Path | None = None) -> str:
     """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot unpickle its work."""
-    return train(**cloudpickle.loads(job), progress=False).record["id"]
+    with noted_in(note):
+        return train(**cloudpickle.loads(job), progress=False).record["id"]
 
 
 def _begin() -> None:

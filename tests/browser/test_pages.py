@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from page_faults import OpenedPage
@@ -46,6 +47,7 @@ OVERFULL_SLIDES = """() => {
 }"""
 FILL_A_SLIDE = """() => document.querySelectorAll(".slides section")[2].insertAdjacentHTML(
     "beforeend", "<div style='flex: none; height: 900px'>much</div>")"""
+PAGES = ["report", "report_of_all_notebooks", "report_of_an_audit", "report_of_a_verdict", "front_page", "deck"]
 PICTURE_CHANGED = "source => document.querySelector('.widget-html img').src !== source"
 
 
@@ -107,6 +109,19 @@ def report_of_an_audit(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def report_of_a_verdict(tmp_path_factory):
+    """The page of a verdict with long settings, a run that diverged, and seeds that are missing."""
+    settings = ["cpu", "cpu:threads=1,denormals=off,emulate=tf32,order=pairwise", "cuda:tf32=on,deterministic=on"]
+    runs = [
+        {"setting": name, "seed": seed, "final_loss": seed + n} for n, name in enumerate(settings) for seed in range(8)
+    ]
+    runs[10]["final_loss"] = float("inf")
+    file = tmp_path_factory.mktemp("verdict") / "report.html"
+    gl.verdict(pd.DataFrame(runs[:-2])).save(file)
+    return file.as_uri()
+
+
+@pytest.fixture(scope="module")
 def front_page(site):
     return (site / "index.html").as_uri()
 
@@ -117,7 +132,7 @@ def deck(slides):
 
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
-@pytest.mark.parametrize("name", ["report", "report_of_all_notebooks", "report_of_an_audit", "front_page", "deck"])
+@pytest.mark.parametrize("name", PAGES)
 def test_page_is_whole(browser, request, name, width):
     with OpenedPage(browser, request.getfixturevalue(name), width) as page:
         assert page.tab.locator("h1, h2").first.is_visible()

@@ -109,3 +109,22 @@ def test_draw_finds_the_figure_of_a_derived_result_and_refuses_others(python):
             print(error)
     """)
     assert done.stdout.splitlines() == ["Picture", "no module of gpulab.plots draws a int"]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+def test_curves_draw_a_panel_for_each_of_more_than_two_settings(number):
+    settings = ["cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=on", "cuda"][:number]
+    rows = [
+        {"setting": setting, "id": f"{setting} {seed}", "seed": seed, "frames_seen": 20 * n, "loss": 1 / (n + 1)}
+        for setting in settings
+        for seed in range(2)
+        for n in range(10)
+    ]
+    histories = pd.DataFrame(rows).assign(experiment="prednet", rerun=0)
+    axes = gl.plots.curves(histories).figure.axes
+    assert len(axes) == (number if number > 2 else 1)
+    assert all(each.lines for each in axes)
+    # Each column of panels has the numbers and their meaning at its foot.
+    feet = {each.get_subplotspec().colspan.start: each for each in axes}
+    assert {each.get_xlabel() for each in feet.values()} == {"frames seen"}
+    assert all(each.xaxis.label.get_visible() for each in feet.values())

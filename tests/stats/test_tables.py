@@ -83,7 +83,7 @@ def test_parquet_and_truth_values(tmp_path):
 UNTIDY = {
     "no runs in it; expected a header and a row per run": "setting,seed,loss\n",
     "no column 'loss'; there are los, seed, setting; .* pandas.melt": "los,seed,setting\n1,2,3\n",
-    "column 'State' has runs that did not finish": "State,loss\nfinished,1\ncrashed,2\n",
+    "column 'State' has runs that did not finish": "State,loss\nOhio,1\nUtah,2\n",
     "'loss' is not of numbers or booleans: index 1 has 'n/a'": "setting,seed,loss\na,0,0.5\na,1,n/a\n",
     "cannot be read as a table: ParserError": "seed,loss\n0,0.5,7,8\n1,2\n3,4,5,6,7,8\n",
     "cannot be read as a table: UnicodeDecodeError": b"seed,loss\n\xff\xfe,1\n",

@@ -20,7 +20,8 @@ import torch
 import gpulab as gl
 from gpulab.settings import Setting
 from gpulab.store import runs as stores
-from gpulab.training import workers
+from gpulab.training import experiment as training_experiment
+from gpulab.training import progress, workers
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
@@ -102,6 +103,63 @@ def test_a_failing_job_does_not_stop_the_good_ones_in_the_order_of_variants(tmp_
     with pytest.raises(gl.GpulabError, match=r"3 of 6 runs failed.*cuda:77 seed 0.*'cuda:77' cannot run here"):
         experiment("runs", ["cuda:77", ONE], **given).run(progress=False)
     assert experiment("runs", **given).run(progress=False).flip.tolist() == [5, 1, 4]
+
+
+def named(seed, width=3):
+    """A training that names its metrics."""
+    return {"accuracy": 0.5 + 0.1 * seed, "steps": width}
+
+
+def test_no_column_of_nan_where_a_training_names_its_metrics(tmp_path):
+    frame = gl.Experiment(named, [ONE], 2, store=tmp_path).run(progress=False)
+    assert frame.accuracy.tolist() == [0.5, 0.6]
+    assert not {"final_loss", "heldout_loss"} & set(frame)
+    assert "final_loss" in gl.runs(tmp_path), "the table of a store has all its columns"
+    assert list(gl.seed_runs(named, seeds=2, progress=False)) == ["setting", "seed", "status", "accuracy", "steps"]
+    diverged = gl.seed_runs(lambda seed: {"accuracy": seed / 0}, seeds=2, progress=False)
+    assert list(diverged) == ["setting", "seed", "status", "final_loss"]
+
+
+def test_the_bar_moves_within_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "NOTE_SECONDS", 0.0)
+    seen = []
+    monkeypatch.setattr(training_experiment, "show", lambda *shown: seen.append(shown[3]))
+    monkeypatch.setattr(workers, "LOOK", 0.05)
+    notes, real = [], workers.Workers.do
+
+    def do(self, job, note=None):
+        notes.append(note)
+        return real(self, job, note)
+
+    monkeypatch.setattr(workers.Workers, "do", do)
+    experiment(tmp_path, seeds=1, options={"frames": 400}).run(progress=False)
+    shares = [share for noted in seen for share in noted.values()]
+    assert shares == sorted(shares)
+    assert notes[0] is not None
+    assert any(0 < share <= 1 for share in shares), "of a run under way"
+
+
+def test_the_time_that_is_left_follows_the_speed_of_each_setting():
+    now = [0.0]
+    clock = progress.RunClock(["fast", "fast", "slow", "slow"], at_once=1, now=lambda: now[0])
+    assert clock.seconds_left({}) is None
+    clock.begin(0)
+    now[0] = 1.0
+    clock.end(0)
+    clock.begin(2)
+    now[0] = 21.0
+    assert clock.seconds_left({}) == pytest.approx(1 + 20), "it has taken twenty seconds, and so will the other"
+    assert clock.seconds_left({2: 0.5}) == pytest.approx(1 + 20 + 40), "half of it is done"
+    assert 0.9 < clock.shares({})[2] < 1
+    now[0] = 41.0
+    clock.end(2)
+    assert clock.seconds_left({}) == pytest.approx(1 + 40)
+    clock.skip(1)
+    assert clock.seconds_left({}) == pytest.approx(40)
+    clock.begin(3)
+    now[0] = 51.0
+    assert clock.shares({}) == {3: 0.25}
+    assert clock.seconds_left({}) == pytest.approx(30)
 
 
 # --- workers: processes, and threads that share a device ---------------------------------------------------
