@@ -186,8 +186,9 @@ def _rounding(comparison: Comparison) -> Finding:
     if not fine:
         return Finding("rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", "")
     op = max(fine, key=attrgetter("ratio"))
-    nearest = f"the largest error, that of this one, is {op.ratio:.2f} of the bound"
-    return _finding_of(comparison, "rounding", op, f"{len(fine)} errors that rounding explains; {nearest}")
+    count = "1 operation" if len(fine) == 1 else f"{len(fine)} operations"
+    detail = f"rounding explains the errors of {count}; that of this one is {op.ratio:.2f} of its bound"
+    return _finding_of(comparison, "rounding", op, detail + ", the largest" * (len(fine) > 1))
 
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
