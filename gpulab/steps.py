@@ -150,7 +150,9 @@ class PreparedStep:
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-        loss.backward()
+        # As in trainings. Inside of autocast, products of the backward pass would be rounded whose forward pass is not.
+        with torch.autocast(self.setting.kind, enabled=False):
+            loss.backward()
         return loss.detach()
 
 
