@@ -88,6 +88,7 @@ def prepared(setting: str) -> str:
 STEP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN = "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
+LOOKS = "how often you ask this at most as seeds come in, this time included: decisions hold for all of them"
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
@@ -98,6 +99,7 @@ MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take 
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
 Store = Annotated[Path | None, option(STORE, USUAL_STORE)]
 Picture = Annotated[Path | None, option("draw every run and difference into this PNG file", callback=writable)]
+Looks = Annotated[int, option(LOOKS, min=1)]
 Where = Annotated[list[str] | None, option("only runs with column=value; several times")]
 # Those of a run.
 Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
@@ -192,6 +194,7 @@ def experiment(
     seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
     workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
     metric: Annotated[str, option("what the verdict compares")] = "final_loss",
+    looks: Looks = 1,
     picture: Picture = None,
     profile: Profile = "quick",
     store: Store = None,
@@ -210,7 +213,7 @@ def experiment(
     exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=given, registered=registered)
     frame = exp.run()
     say_runs(frame, f", kept in {exp.folder}")
-    answer = compare(frame, metric)
+    answer = compare(frame, metric, looks=looks)
     save_plot(answer, picture)
     say(answer)
 
@@ -224,6 +227,7 @@ def verdict(
     reference: Annotated[str | None, option("what others are compared with", "cpu, or else the first")] = None,
     margin: Annotated[str | None, option(MARGIN, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
+    looks: Looks = 1,
     where: Where = None,
     picture: Picture = None,
 ) -> None:
@@ -242,7 +246,7 @@ def verdict(
         with contextlib.suppress(DataError):
             is_store = bool(recorded.read_packed(file))
     frame = rows_where(tables.runs(file) if is_store else read_table(file), pairs(where))
-    answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference)
+    answer = compare(frame, metric, factor, block, value(margin) if margin else None, alpha, reference, looks)
     say(answer)
     save_plot(answer, picture)
 

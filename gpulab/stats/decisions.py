@@ -6,7 +6,8 @@ mean of zero (for booleans, McNemar's test), and equivalent where two one-sided 
 (Schuirmann 1987; for booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
 seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit of the standard deviation. Levels whose
 weights equal the reference's to the last bit for every seed are not tested. Several levels are corrected by Holm's
-method (1979), differences and equivalences separately.
+method (1979), differences and equivalences separately. Where the same question is asked again as runs come in, the p
+values are corrected for that first (`gpulab.stats.looks`), and so is the limit of the standard deviation.
 
 `benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the level.
 """
@@ -24,6 +25,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 import gpulab.stats.tests as inference
+from gpulab.stats.looks import looks_factor
 from gpulab.stats.margins import margin_size, margin_sizes
 from gpulab.stats.pairs import Paired
 from gpulab.wording import Level
@@ -119,12 +121,14 @@ class Decisions(Paired):
         alpha: The level of significance.
         rows: The decision on each level other than the reference, in the order of the runs.
         between_seeds: The standard deviation of the metric over seeds under the reference.
+        looks: How often the question may be asked as runs come in.
     """
 
     margin: str | float
     alpha: float
     rows: tuple[LevelDecision, ...]
     between_seeds: float
+    looks: int = 1
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -147,21 +151,24 @@ class Decisions(Paired):
         return min((row.decision for row in self.rows), key=DECISIONS.index, default="inconclusive")
 
 
-def compare_levels(paired: Paired, margin: str | float, alpha: float) -> tuple[LevelDecision, ...]:
+def compare_levels(paired: Paired, margin: str | float, alpha: float, looks: int = 1) -> tuple[LevelDecision, ...]:
     """Compare each level with the reference, and decide on it; `margin` is as it was asked for."""
     levels = paired.by_level()
     losses = paired.losses_of_reference()
     yes_or_no = paired.is_yes_or_no()
-    size = margin_size(margin, losses, yes_or_no)
-    sizes = margin_sizes(margin, losses, SEEDS, yes_or_no)
+    confidence = sd_confidence(looks)
+    size = margin_size(margin, losses, yes_or_no, confidence)
+    sizes = margin_sizes(margin, losses, SEEDS, yes_or_no, confidence)
     runs = paired.runs[paired.factor].value_counts()
     tests = [_test_level(pairs, size, yes_or_no) for pairs in levels.values()]
-    corrected_tests = _correct(tests, alpha)
+    corrected_tests = _correct(tests, alpha, looks)
+    level_alpha = alpha / max(1, len(levels))
+    level_alpha /= looks_factor(level_alpha, looks)
     rows = []
     for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
         row = _compare_level(level, pairs, test, corrected, size, yes_or_no)
         decision = decide(row, alpha)
-        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, alpha / len(levels), yes_or_no)
+        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, level_alpha, yes_or_no)
         if decision == "inconclusive":  # the pairs that there are were not enough
             needed = float(max(needed, len(pairs) + 1))
         left_out = int(runs[level] + runs[paired.reference] - 2 * len(pairs))
@@ -219,6 +226,16 @@ def fewest_pairs(alpha: float) -> int:
     return math.ceil(1 - math.log2(alpha))
 
 
+def sd_confidence(looks: int) -> float:
+    """The confidence of the limit that a margin in standard deviations is taken at, so that it holds at each look.
+
+    >>> sd_confidence(1), round(sd_confidence(4), 4)
+    (0.975, 0.9969)
+    """
+    error = 1 - inference.SD_CONFIDENCE
+    return 1 - error / looks_factor(error, looks)
+
+
 @dataclass(frozen=True)
 class _LevelTests:
     """The tests of one level alone: fields of `LevelDecision`."""
@@ -231,7 +248,7 @@ class _LevelTests:
 
 @dataclass(frozen=True)
 class _CorrectedTests:
-    """The tests of one level after the correction for all levels: fields of `LevelDecision`, and levels of intervals.
+    """The tests of one level after the corrections for looks and for all levels: fields of `LevelDecision`.
 
     Attributes:
         alpha: The level of the interval that belongs to the test of difference.
@@ -265,8 +282,11 @@ def _test_level(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> _LevelTe
     )
 
 
-def _correct(tests: Sequence[_LevelTests], alpha: float) -> list[_CorrectedTests]:
-    """Correct the p values of all levels by Holm's method, and find the levels of the intervals that belong to them.
+def _correct(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list[_CorrectedTests]:
+    """Correct the p values of all levels for looks and by Holm's method, and find the levels of their intervals.
+
+    Holm's method compares them with alpha / k at the least, where k is the number of tests. The factor that makes a test
+    hold this level over all looks does so for the larger ones, too.
 
     >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
     >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
@@ -275,21 +295,26 @@ def _correct(tests: Sequence[_LevelTests], alpha: float) -> list[_CorrectedTests
     [0.1875, 0.125]
     >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
     (0.0208, 0.0625)
+    >>> round(_correct([four], alpha=0.05, looks=4)[0].p_equivalent_holm / four.p_equivalent, 2)  # cut off at 1
+    5.0
     """
-    p_different = [test.p_different for test in tests]
-    p_equivalent = [test.p_equivalent for test in tests]
+    p_different = np.array([test.p_different for test in tests])
+    p_equivalent = np.array([test.p_equivalent for test in tests])
     p_diverged = np.array([test.p_diverged for test in tests])
     one_diverged = np.array([test.one_diverged for test in tests], float)
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
-    testable = 2.0 ** (1 - one_diverged) <= alpha
-    difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
+    testable = 2.0 ** (1 - one_diverged) * looks_factor(alpha, looks) <= alpha
+    differences = np.array([*p_different, *np.where(testable, p_diverged, math.nan)])
+    difference_factor = _factor(differences, alpha, looks)
+    difference_family = inference.holm(difference_factor * differences)
     p_different_holm, p_diverged_holm = np.split(difference_family, 2)
-    p_diverged_holm = np.where(testable, p_diverged_holm, p_diverged)
-    p_equivalent_holm = inference.holm(p_equivalent)
+    p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(difference_factor * p_diverged, 1.0))
+    equivalent_factor = _factor(p_equivalent, alpha, looks)
+    p_equivalent_holm = inference.holm(equivalent_factor * p_equivalent)
     # Holm has stopped at this level: it rejects what is below, and nothing above.
-    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha)))
-    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha)))
+    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha))) / difference_factor
+    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha))) / equivalent_factor
     return [
         _CorrectedTests(
             p_different_holm=float(p_different_holm[level]),
@@ -300,6 +325,11 @@ def _correct(tests: Sequence[_LevelTests], alpha: float) -> list[_CorrectedTests
         )
         for level in range(len(tests))
     ]
+
+
+def _factor(p: NDArray[np.float64], alpha: float, looks: int) -> float:
+    """What the p values of a family of tests are multiplied by, for so many looks; NaN is no test."""
+    return looks_factor(alpha / max(1, int(np.sum(~np.isnan(p)))), looks)
 
 
 def _compare_level(

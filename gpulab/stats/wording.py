@@ -15,7 +15,9 @@ from gpulab.stats.decisions import (
     fewest_pairs,
     is_identical,
     may_diverge_apart,
+    sd_confidence,
 )
+from gpulab.stats.looks import looks_factor
 from gpulab.stats.margins import margin_size, parse_margin
 from gpulab.wording import TextByLevel
 
@@ -53,7 +55,7 @@ def sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
     """
     if not verdict.rows:
         return [f"Only {words.get(verdict.reference, verdict.reference)} was run, so there is nothing to compare."]
-    return [*(_sentence(verdict, row, words) for row in verdict.rows), *_without_stuck(verdict)]
+    return [*(_sentence(verdict, row, words) for row in verdict.rows), *_without_stuck(verdict), *_looks(verdict)]
 
 
 def with_numbers(verdict: Decisions) -> str:
@@ -63,7 +65,7 @@ def with_numbers(verdict: Decisions) -> str:
     lines += [f"The standard deviation between {seeds_of} is {verdict.between_seeds:.2g}.", *_without_stuck(verdict)]
     if any(math.isnan(row.margin) for row in verdict.rows):
         lines.append(f"Equivalence was not asked: {seeds_of} have no spread; give a margin in the metric's units.")
-    return "\n".join([*lines, *verdict.notes]).replace(" is nan.", " is unknown.")
+    return "\n".join([*lines, *_looks(verdict), *verdict.notes]).replace(" is nan.", " is unknown.")
 
 
 def p_text(value: float) -> str:
@@ -188,8 +190,23 @@ def _without_stuck(verdict: Decisions) -> Iterator[str]:
     few = inference.stuck(losses)
     if few.any() and parse_margin(verdict.margin)[1] == "sd":
         who = f"{few.sum()} of {len(losses)} {verdict.block}s that lie far from the others"
-        alone, margin = margin_size(verdict.margin, losses[~few]), margin_size(verdict.margin, losses)
+        confidence = sd_confidence(verdict.looks)
+        alone, margin = (
+            margin_size(verdict.margin, some, confidence=confidence) for some in (losses[~few], losses)
+        )
         yield f"Most of this spread comes from {who}: without them the margin would be {alone:.2g}, not {margin:.2g}."
+
+
+def _looks(verdict: Decisions) -> Iterator[str]:
+    """How often the question may be asked, where more than once."""
+    if verdict.looks == 1 or not verdict.rows:
+        return
+    level = f"{100 * verdict.alpha / looks_factor(verdict.alpha, verdict.looks):.2g} %"
+    corrected = f"each test is at a level of {level} or less, so that all together err in {100 * verdict.alpha:.3g} %"
+    yield f"This holds for up to {verdict.looks} looks as {verdict.block}s come in, whenever they are: {corrected}."
+    if any(row.seeds > inference.EXACT and row.confidence > 1 - inference.SMALLEST_DRAWN for row in verdict.rows):
+        fewer = "ask for fewer looks, or compare fewer levels at a time"
+        yield f"With so many, no difference can be shown with more than {inference.EXACT} {verdict.block}s: {fewer}."
 
 
 def _paragraph(verdict: Decisions, row: LevelDecision) -> str:
