@@ -6,8 +6,9 @@ mean of zero (for booleans, McNemar's test), and equivalent where two one-sided 
 (Schuirmann 1987; for booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
 seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit of the standard deviation. Levels whose
 weights equal the reference's to the last bit for every seed are not tested. Several levels are corrected by Holm's
-method (1979), differences and equivalences separately. Where the same question is asked again as runs come in, the p
-values are corrected for that first (`gpulab.stats.looks`), and so is the limit of the standard deviation.
+method (1979), differences and equivalences separately. Where the same question is asked up to k times as runs come in,
+each time is at alpha / k, and the limit of the standard deviation at 1 − 0.025 / k (Bonferroni): p values of the same
+runs and some more depend on each other in ways that no other correction holds for, whenever the looks are.
 
 `benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the level.
 """
@@ -25,7 +26,6 @@ import pandas as pd
 from numpy.typing import NDArray
 
 import gpulab.stats.tests as inference
-from gpulab.stats.looks import looks_factor
 from gpulab.stats.margins import margin_size, margin_sizes
 from gpulab.stats.pairs import Paired
 from gpulab.wording import Level
@@ -162,13 +162,11 @@ def compare_levels(paired: Paired, margin: str | float, alpha: float, looks: int
     runs = paired.runs[paired.factor].value_counts()
     tests = [_test_level(pairs, size, yes_or_no) for pairs in levels.values()]
     corrected_tests = _correct(tests, alpha, looks)
-    level_alpha = alpha / max(1, len(levels))
-    level_alpha /= looks_factor(level_alpha, looks)
     rows = []
     for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
         row = _compare_level(level, pairs, test, corrected, size, yes_or_no)
         decision = decide(row, alpha)
-        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, level_alpha, yes_or_no)
+        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, alpha / len(levels) / looks, yes_or_no)
         if decision == "inconclusive":  # the pairs that there are were not enough
             needed = float(max(needed, len(pairs) + 1))
         left_out = int(runs[level] + runs[paired.reference] - 2 * len(pairs))
@@ -229,11 +227,10 @@ def fewest_pairs(alpha: float) -> int:
 def sd_confidence(looks: int) -> float:
     """The confidence of the limit that a margin in standard deviations is taken at, so that it holds at each look.
 
-    >>> sd_confidence(1), round(sd_confidence(4), 4)
-    (0.975, 0.9969)
+    >>> sd_confidence(1), round(sd_confidence(4), 5)
+    (0.975, 0.99375)
     """
-    error = 1 - inference.SD_CONFIDENCE
-    return 1 - error / looks_factor(error, looks)
+    return 1 - (1 - inference.SD_CONFIDENCE) / looks
 
 
 @dataclass(frozen=True)
@@ -285,9 +282,6 @@ def _test_level(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> _LevelTe
 def _correct(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list[_CorrectedTests]:
     """Correct the p values of all levels for looks and by Holm's method, and find the levels of their intervals.
 
-    Holm's method compares them with alpha / k at the least, where k is the number of tests. The factor that makes a test
-    hold this level over all looks does so for the larger ones, too.
-
     >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
     >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
     >>> corrected = _correct([five, four], alpha=0.0625)
@@ -295,26 +289,24 @@ def _correct(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list
     [0.1875, 0.125]
     >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
     (0.0208, 0.0625)
-    >>> round(_correct([four], alpha=0.05, looks=4)[0].p_equivalent_holm / four.p_equivalent, 2)  # cut off at 1
-    5.0
+    >>> looked_at = _correct([five, four], alpha=0.0625, looks=3)
+    >>> [round(test.p_equivalent_holm, 2) for test in looked_at], [test.p_diverged_holm for test in looked_at]
+    ([0.06, 0.6], [0.1875, 0.375])
     """
-    p_different = np.array([test.p_different for test in tests])
-    p_equivalent = np.array([test.p_equivalent for test in tests])
-    p_diverged = np.array([test.p_diverged for test in tests])
+    p_different = looks * np.array([test.p_different for test in tests])
+    p_equivalent = looks * np.array([test.p_equivalent for test in tests])
+    p_diverged = looks * np.array([test.p_diverged for test in tests])
     one_diverged = np.array([test.one_diverged for test in tests], float)
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
-    testable = 2.0 ** (1 - one_diverged) * looks_factor(alpha, looks) <= alpha
-    differences = np.array([*p_different, *np.where(testable, p_diverged, math.nan)])
-    difference_factor = _factor(differences, alpha, looks)
-    difference_family = inference.holm(difference_factor * differences)
+    testable = looks * 2.0 ** (1 - one_diverged) <= alpha
+    difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
     p_different_holm, p_diverged_holm = np.split(difference_family, 2)
-    p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(difference_factor * p_diverged, 1.0))
-    equivalent_factor = _factor(p_equivalent, alpha, looks)
-    p_equivalent_holm = inference.holm(equivalent_factor * p_equivalent)
+    p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(p_diverged, 1.0))
+    p_equivalent_holm = inference.holm(p_equivalent)
     # Holm has stopped at this level: it rejects what is below, and nothing above.
-    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha))) / difference_factor
-    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha))) / equivalent_factor
+    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha))) / looks
+    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha))) / looks
     return [
         _CorrectedTests(
             p_different_holm=float(p_different_holm[level]),
@@ -325,11 +317,6 @@ def _correct(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list
         )
         for level in range(len(tests))
     ]
-
-
-def _factor(p: NDArray[np.float64], alpha: float, looks: int) -> float:
-    """What the p values of a family of tests are multiplied by, for so many looks; NaN is no test."""
-    return looks_factor(alpha / max(1, int(np.sum(~np.isnan(p)))), looks)
 
 
 def _compare_level(

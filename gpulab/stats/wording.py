@@ -17,7 +17,6 @@ from gpulab.stats.decisions import (
     may_diverge_apart,
     sd_confidence,
 )
-from gpulab.stats.looks import looks_factor
 from gpulab.stats.margins import margin_size, parse_margin
 from gpulab.wording import TextByLevel
 
@@ -191,9 +190,7 @@ def _without_stuck(verdict: Decisions) -> Iterator[str]:
     if few.any() and parse_margin(verdict.margin)[1] == "sd":
         who = f"{few.sum()} of {len(losses)} {verdict.block}s that lie far from the others"
         confidence = sd_confidence(verdict.looks)
-        alone, margin = (
-            margin_size(verdict.margin, some, confidence=confidence) for some in (losses[~few], losses)
-        )
+        alone, margin = (margin_size(verdict.margin, some, confidence=confidence) for some in (losses[~few], losses))
         yield f"Most of this spread comes from {who}: without them the margin would be {alone:.2g}, not {margin:.2g}."
 
 
@@ -201,9 +198,9 @@ def _looks(verdict: Decisions) -> Iterator[str]:
     """How often the question may be asked, where more than once."""
     if verdict.looks == 1 or not verdict.rows:
         return
-    level = f"{100 * verdict.alpha / looks_factor(verdict.alpha, verdict.looks):.2g} %"
-    corrected = f"each test is at a level of {level} or less, so that all together err in {100 * verdict.alpha:.3g} %"
-    yield f"This holds for up to {verdict.looks} looks as {verdict.block}s come in, whenever they are: {corrected}."
+    level, each = (f"{100 * alpha:.3g} %" for alpha in (verdict.alpha, verdict.alpha / verdict.looks))
+    corrected = f"each is at a level of {each}, all together at {level}; p values and intervals are corrected for it"
+    yield f"This holds for up to {verdict.looks} looks as {verdict.block}s come in: {corrected}."
     if any(row.seeds > inference.EXACT and row.confidence > 1 - inference.SMALLEST_DRAWN for row in verdict.rows):
         fewer = "ask for fewer looks, or compare fewer levels at a time"
         yield f"With so many, no difference can be shown with more than {inference.EXACT} {verdict.block}s: {fewer}."
