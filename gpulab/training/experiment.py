@@ -26,7 +26,7 @@ from gpulab.training.planned_run import Options, PlannedRun
 from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
 from gpulab.training.run import train as train_run
-from gpulab.training.workers import INSIDE, Workers
+from gpulab.training.workers import INSIDE, Workers, ended_by_signals
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,7 +159,8 @@ class Experiment:
         """
         if INSIDE in os.environ:
             raise UsageError("an experiment began as a worker imported its file: put it under __name__ == '__main__'")
-        finished = self._train(self.jobs(), progress)
+        with ended_by_signals():
+            finished = self._train(self.jobs(), progress)
         frame = tables.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
         frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))
