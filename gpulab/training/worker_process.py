@@ -1,4 +1,4 @@
-"""What a worker process does before its first run, between runs, and when its parent has died.
+"""What a worker process does before its first run, between runs, and at its end.
 
 A training may start processes: a `DataLoader`, a pool, `torch.multiprocessing.spawn`, a program. In a worker of loky's
 that needs some help. `multiprocessing` would start them by loky's method, which serves no other processes; what was
@@ -19,29 +19,23 @@ import multiprocessing.reduction
 import multiprocessing.util
 import os
 import signal
-import threading
-import time
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle
-import psutil
 from joblib.externals.loky import process_executor
 
-PARENT_SECONDS = 0.5  # between two looks at whether the parent lives
-END_SECONDS = 10.0  # after which a worker whose parent has died is killed, if it does not end by itself
 CHILD_SECONDS = 1.0  # that a process has to end in
 
-# The start method that the user's program has chosen, or None for the system's own.
+# The start method that the user's program has chosen, or None for the system's default.
 _start_method: str | None = None
 
 
-def begin(parent: int, start_method: str | None, safe_path: str | None) -> None:
+def begin(start_method: str | None, safe_path: str | None) -> None:
     """Prepare this worker for runs.
 
     Args:
-        parent: The process that started it.
-        start_method: How processes are started there, if the program said so.
+        start_method: How the user's program starts processes, where that is not the system's default.
         safe_path: The variable `PYTHONSAFEPATH` there. It was set for this worker alone, and not for programs that a
             training runs.
     """
@@ -54,9 +48,8 @@ def begin(parent: int, start_method: str | None, safe_path: str | None) -> None:
         os.setpgid(0, 0)  # of all that is started here, for the parent to end
     _handle_signals()
     _pickle_by_value()
-    # What a training has left running, where it is not daemonic, would be waited for.
-    multiprocessing.util.Finalize(None, end_children, exitpriority=100)
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    # What a training has left running would be waited for. Pools end their own processes first, with priority 15.
+    multiprocessing.util.Finalize(None, end_children, exitpriority=1)
     process_executor._MAX_MEMORY_LEAK_SIZE = math.inf  # loky would begin a new process when a training needs memory
 
 
@@ -94,23 +87,6 @@ def _handle_signals() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=restore)
-
-
-def _end_with_parent(parent: int) -> None:
-    """When the parent has died, have the run save a checkpoint and end, and kill what does not end."""
-    while _lives(parent):
-        time.sleep(PARENT_SECONDS)
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-    time.sleep(END_SECONDS)
-    if hasattr(os, "killpg"):
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
-
-def _lives(parent: int) -> bool:
-    # Where a parent has died, POSIX gives its children another, and Windows does not.
-    return os.getppid() == parent and (os.name == "posix" or psutil.pid_exists(parent))
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from joblib.externals.loky import ProcessPoolExecutor, process_executor
 from gpulab.data import scenes
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
-from gpulab.training import worker_process
+from gpulab.training import reaper, worker_process
 from gpulab.training.run import train
 
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start experiments
@@ -48,6 +49,7 @@ class Workers(contextlib.AbstractContextManager):
     def __init__(self, count: int) -> None:
         self.count, self.stopping = count, threading.Event()
         self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}  # by thread and setting, of one process each
+        self.reaper = Reaper()
 
     def each(self, do: Callable[[int], None], jobs: dict[int, dict[str, Any]]) -> None:
         """Call `do` with the number of every run, in threads. When Ctrl-C comes, those under way save checkpoints."""
@@ -93,8 +95,7 @@ class Workers(contextlib.AbstractContextManager):
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
 
-    @staticmethod
-    def _do_in_process(pool: ProcessPoolExecutor, job: bytes) -> str:
+    def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes) -> str:
         """Do a pickled run in a pool's process, and return its id.
 
         Where the process dies, what it has started is killed. What it has forked holds the pipe by whose end the pool
@@ -102,6 +103,7 @@ class Workers(contextlib.AbstractContextManager):
         """
         run = pool.submit(do_run, job)
         processes = process_ids(pool)
+        self.reaper.watch(processes)
         while not wait([run], LOOK).done:
             for process in filter(has_died, processes):
                 kill_group(process)
@@ -118,7 +120,7 @@ class Workers(contextlib.AbstractContextManager):
             environment = {**Setting.parse(setting).environment(), INSIDE: "1", SAFE_PATH: "1"}
             if self.count > 1 and not setting.startswith("cpu"):
                 environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
-            here = os.getpid(), multiprocessing.get_start_method(allow_none=True), os.environ.get(SAFE_PATH)
+            here = chosen_start_method(), os.environ.get(SAFE_PATH)
             self.pools[key] = ProcessPoolExecutor(
                 1, timeout=IDLE, env=environment, initializer=worker_process.begin, initargs=here
             )
@@ -146,7 +148,41 @@ class Workers(contextlib.AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         for pool in self.pools.values():
+            processes = process_ids(pool)
             pool.shutdown()
+            for process in processes:
+                kill_group(process, signal.SIGTERM)
+        self.reaper.stop()
+
+
+class Reaper:
+    """A process that ends the workers if this one dies without doing so: `gpulab.training.reaper`.
+
+    There is none on Windows, which has no process groups.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.lock = threading.Lock()
+
+    def watch(self, workers: list[int]) -> None:
+        """Tell it of workers; it is started with the first."""
+        if not hasattr(os, "killpg"):
+            return
+        with self.lock:
+            if self.process is None:
+                # In a session of its own no signal to this process's group ends it. -P: no module beside it is imported.
+                command = [sys.executable, "-P", reaper.__file__, str(os.getpid())]
+                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # where somebody has killed it
+                self.process.stdin.write("".join(f"{worker}\n" for worker in workers).encode())
+
+    def stop(self) -> None:
+        """End it: the workers have ended."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
 
 
 @contextlib.contextmanager
@@ -187,11 +223,17 @@ def wait_for_end(processes: list[int]) -> None:
             psutil.Process(process).kill()
 
 
-def kill_group(leader: int) -> None:
-    """Kill what a process has started and what is left of it, on systems with process groups; itself it is dead."""
+def kill_group(leader: int, number: int | None = None) -> None:
+    """End what a worker that has died had started, on systems with process groups: by SIGKILL, or another signal."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
+            os.killpg(leader, signal.SIGKILL if number is None else number)
+
+
+def chosen_start_method() -> str | None:
+    """How the user's program has `multiprocessing` start processes, where that is not the system's default."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    return None if method == multiprocessing.get_all_start_methods()[0] else method
 
 
 @contextlib.contextmanager
