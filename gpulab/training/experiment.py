@@ -46,7 +46,7 @@ class Experiment:
 
     Args:
         model: A training of your own, `train(seed, setting)` or `"my_training.py:train"`, as `gpulab.train` describes
-            it; or `autoencoder`, `prednet` or `whitener`.
+            it, which may start processes, such as those of a `DataLoader`; or `autoencoder`, `prednet` or `whitener`.
         settings: The settings to compare, as texts.
         seeds: How many (from 0 on), or the seeds themselves. By default the profile says, and 10 for a training of your
             own.

@@ -4,6 +4,7 @@ It reads the ids of workers from its standard input, one a line, and ends when i
 thread of a worker could not do this: a worker that hangs at its end runs no threads.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -27,26 +28,26 @@ def main(parent: int) -> None:
             break
         *lines, unread = (unread + received).split(b"\n")
         for line in lines:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 workers[int(line)] = psutil.Process(int(line))
-            except psutil.NoSuchProcess:
-                pass
     end(list(workers.values()))
 
 
 def end(workers: list[psutil.Process]) -> None:
     """Have workers save checkpoints and end; then kill what is left of their process groups."""
     living = [worker for worker in workers if worker.is_running()]  # and is no other process with the same id
-    leaders = [worker.pid for worker in living if os.getpgid(worker.pid) == worker.pid]
+    leaders = []
     for worker in living:
-        worker.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(worker.pid) == worker.pid:
+                leaders.append(worker.pid)
+            worker.terminate()
     for worker in psutil.wait_procs(living, END_SECONDS)[1]:
-        worker.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
     for leader in leaders:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ must end what the worker has started.
 from __future__ import annotations
 
 import collections
-import contextlib
 import io
 import math
 import multiprocessing
@@ -93,12 +92,12 @@ class _Pickler(cloudpickle.Pickler):
     """The pickler of `multiprocessing`, which takes along what cannot be imported by name, such as a notebook's."""
 
     # Those of `multiprocessing` come first: pipes and locks, and torch's tensors.
-    dispatch_table = collections.ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)
+    dispatch_table = collections.ChainMap(vars(ForkingPickler)["_extra_reducers"], cloudpickle.Pickler.dispatch_table)
     register = ForkingPickler.register
     loads = ForkingPickler.loads
 
     @classmethod
-    def dumps(cls, value: Any, protocol: int | None = None) -> memoryview:
+    def dumps(cls, value: object, protocol: int | None = None) -> memoryview:
         """Pickle a value into a buffer, as `ForkingPickler` does."""
         buffer = io.BytesIO()
         cls(buffer, protocol).dump(value)
@@ -107,7 +106,6 @@ class _Pickler(cloudpickle.Pickler):
 
 def _pickle_by_value() -> None:
     """Have `multiprocessing` send what was typed into a notebook or a script to processes that it starts afresh."""
-    multiprocessing.reduction.ForkingPickler = _Pickler
-    for module in (multiprocessing.queues, multiprocessing.connection):
-        with contextlib.suppress(AttributeError):
-            module._ForkingPickler = _Pickler
+    modules = multiprocessing.reduction, multiprocessing.queues, multiprocessing.connection
+    for module, name in zip(modules, ("ForkingPickler", "_ForkingPickler", "_ForkingPickler"), strict=True):
+        setattr(module, name, _Pickler)

@@ -171,7 +171,7 @@ class Reaper:
             return
         with self.lock:
             if self.process is None:
-                # In a session of its own no signal to this process's group ends it. -P: no module beside it is imported.
+                # In a session of its own no signal to this process's group ends it. -P: no file beside it is imported.
                 command = [sys.executable, "-P", reaper.__file__, str(os.getpid())]
                 self.process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
             assert self.process.stdin is not None
