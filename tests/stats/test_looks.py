@@ -80,7 +80,7 @@ def test_diverged_runs_and_yes_and_no_are_corrected_too():
     diverged = runs_of({"cpu": [0.5] * 9, "cuda": [0.5] * 2 + [np.nan] * 7})
     once, looked_at = gl.verdict(diverged).table, gl.verdict(diverged, looks=LOOKS).table
     assert (once.decision[0], looked_at.decision[0]) == ("different", "inconclusive")
-    assert looked_at.p_diverged_holm[0] == pytest.approx(LOOKS * once.p_diverged_holm[0])
+    assert looked_at.p_diverged_holm[0] == pytest.approx(LOOKS * once.p_diverged[0])
     learned = runs_of({"cpu": [True] * 30, "cuda": [True] * 30}, metric="learned")
     assert gl.verdict(learned, metric="learned", looks=1).decision == "equivalent"
     assert gl.verdict(learned, metric="learned", looks=LOOKS).decision == "inconclusive"

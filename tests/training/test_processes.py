@@ -98,7 +98,8 @@ def start_method(method, processes):
     return 140.0
 
 
-HOWS = loader, persistent, pool, executor, left_pool, left_executor, torch_processes, program, nested_joblib, start_method
+HOWS = [loader, persistent, pool, executor, left_pool, left_executor, torch_processes, program, nested_joblib]
+HOWS.append(start_method)
 
 
 def train(seed, how="loader", method="", processes=1):
