@@ -81,7 +81,7 @@ def test_diverged_runs_and_yes_and_no_are_corrected_too():
     once, looked_at = gl.verdict(diverged).table, gl.verdict(diverged, looks=LOOKS).table
     assert (once.decision[0], looked_at.decision[0]) == ("different", "inconclusive")
     assert looked_at.p_diverged_holm[0] == pytest.approx(LOOKS * once.p_diverged[0])
-    learned = runs_of({"cpu": [True] * 30, "cuda": [True] * 30}, metric="learned")
+    learned = runs_of({"cpu": [True] * 30, "cuda": [True] * 30}).rename(columns={"final_loss": "learned"})
     assert gl.verdict(learned, metric="learned", looks=1).decision == "equivalent"
     assert gl.verdict(learned, metric="learned", looks=LOOKS).decision == "inconclusive"
 
