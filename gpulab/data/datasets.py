@@ -126,7 +126,8 @@ def load(
       of frames that are rendered from a seed, the same bytes on every machine.
     - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names (2.png before
       10.png). Each frame is turned as its file says that it is to be shown; its middle is cut out in the shape of
-      `size` and scaled to it.
+      `size` and scaled to it. What does not say how it is to be shown is refused: transparent places, because nothing
+      says what is behind them; amounts of ink (CMYK); numbers that are not from 0 to 255 or of 16 bits.
 
     Args:
         name: One of these.
@@ -148,8 +149,8 @@ def load(
 
     Raises:
         UsageError: For an unknown name, or an option that makes no sense.
-        DataError: For a file or folder that is missing, damaged or of another kind, for grey frames without `grey`, and
-            for a download that fails.
+        DataError: For a file or folder that is missing, damaged or of another kind, for grey frames without `grey`, for
+            frames that do not say how they are to be shown, and for a download that fails.
         GpulabError: Where a library that reads the data is not installed.
 
     Examples:
