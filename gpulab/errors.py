@@ -4,7 +4,7 @@ import contextlib
 import numbers
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,44 @@ class UsageError(GpulabError, ValueError):
 
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> None:
     """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
-    is_allowed = (
-        isinstance(value, numbers.Integral)
-        and not isinstance(value, bool)
-        and int(value) >= least
-        and (most is None or int(value) <= most)
-    )
+    is_allowed = _is_count(value, least) and (most is None or int(value) <= most)  # type: ignore[call-overload]
     if not is_allowed:
         up_to = "" if most is None else f" to {most:,}"
         raise UsageError(f"{name}={value!r}: expected a whole number from {least}{up_to}")
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tuple[int, ...]:
+    """Return `values` as a tuple of whole numbers from 1.
+
+    Args:
+        name: What the numbers are, for the error.
+        values: What was given.
+        parts: What each of them is, such as ("height", "width"); without it there may be any number of them from one.
+
+    Raises:
+        UsageError: For anything but a list, tuple or array of that many whole numbers from 1.
+
+    Examples:
+        >>> check_counts("size", [12, 16], ("height", "width"))
+        (12, 16)
+        >>> check_counts("size", (12,), ("height", "width"))
+        Traceback (most recent call last):
+        gpulab.errors.UsageError: size=(12,): expected (height, width), whole numbers from 1
+    """
+    given: list[object] = []
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set):
+        with contextlib.suppress(TypeError):  # an array without dimensions
+            given = list(values)
+    wrong = [number for number, value in enumerate(given) if not _is_count(value)]
+    if wrong or not given or (parts and len(given) != len(parts)):
+        wanted = f"({', '.join(parts)}), whole numbers from 1" if parts else "one or more whole numbers from 1"
+        named = f", got {parts[wrong[0]]}={given[wrong[0]]!r}" if wrong and len(given) == len(parts) else ""
+        raise UsageError(f"{name}={values!r}: expected {wanted}{named}")
+    return tuple(int(value) for value in given)  # type: ignore[call-overload]
 
 
 class DataError(GpulabError):
