@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from gpulab import __version__, files
+from gpulab import __version__, files, interruption
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
 from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
@@ -344,6 +344,7 @@ def guard_script(
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
+    interruption.answer_as_python()
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
             failed = scripts.run_script(script, arguments or (), report, is_module)
@@ -365,8 +366,8 @@ def main(commands: typer.Typer = app) -> None:
     try:
         commands()
     except SystemExit as ended:
-        if ended.code == 130:  # Ctrl-C; a training has saved a checkpoint by then
-            say("gpulab: interrupted; run the same command again to go on", sys.stderr)
+        if ended.code == interruption.INTERRUPTED:  # Ctrl-C; a training has saved a checkpoint by then
+            interruption.say_interrupted()
         raise
     except (GpulabError, OSError) as error:
         say(f"gpulab: {error if isinstance(error, GpulabError) else in_one_line(error)}", sys.stderr)

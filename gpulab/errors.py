@@ -1,6 +1,8 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import numbers
 import re
 import traceback
@@ -173,9 +175,15 @@ class OverwrittenWarning(UserWarning):
     """
 
 
+DISTRIBUTIONS = {"cpuinfo": "py-cpuinfo", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+"""What is installed, where its name is not that of the module that it brings."""
+
+
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
     """What is imported inside comes with an extra of gpulab: where it is not installed, the error names that.
+
+    A library that gpulab needs in any case, or that comes with another extra, is told from it.
 
     Examples:
         >>> with extra("notebooks"):
@@ -187,7 +195,49 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
-        raise GpulabError(f"{library} is not installed: pip install 'gpulab[{name}]'") from None
+        if error.name is None or library == __package__:
+            raise
+        raise GpulabError(_missing_library(library, error.name, name)) from None
+
+
+def _missing_library(library: str, module: str, extra_name: str) -> str:
+    """What is said of a module that is not there: that, and the command which installs it."""
+    distribution = DISTRIBUTIONS.get(library, library)
+    found = None
+    with contextlib.suppress(ValueError):  # a module that was made without a file
+        found = importlib.util.find_spec(library)
+    if found is not None:  # another version of it, or a file of that name before it
+        return f"{library} ({found.origin}) has no module {module}: pip install --upgrade {distribution}"
+    extras = _extras_of(distribution)
+    if "" in extras:
+        return f"{library} is not installed, and gpulab needs it: pip install gpulab"
+    wanted = extra_name if extra_name in extras or not extras else extras[0]
+    return f"{library} is not installed: pip install 'gpulab[{wanted}]'"
+
+
+def _extras_of(distribution: str) -> list[str]:
+    """The extras of gpulab that bring a library, by the metadata of gpulab's installation; "" is gpulab itself.
+
+    Examples:
+        >>> _extras_of("pandas"), _extras_of("pillow"), _extras_of("no-such-library")
+        ([''], ['notebooks'], [])
+    """
+    try:
+        requirements = importlib.metadata.requires(__package__) or []
+    except importlib.metadata.PackageNotFoundError:  # gpulab's folder was copied, and not installed
+        requirements = []
+    found = []
+    for requirement in requirements:
+        named, _, condition = requirement.partition(";")
+        required = re.match(r"[\w.-]+", named)
+        if required and _normal_name(required[0]) == _normal_name(distribution):
+            of_extra = re.search(r"extra\s*==\s*[\"']([\w-]+)", condition)
+            found.append(of_extra[1] if of_extra else "")
+    return found
+
+
+def _normal_name(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:
