@@ -308,13 +308,17 @@ def call_composite_kernel(
         operation: The operation.
         args: Its positional arguments.
         kwargs: Its named arguments.
-        is_explicit: Whether the kernel is registered as `CompositeExplicitAutograd`, with a
-            backward pass of its own, and not as `CompositeImplicitAutograd`.
+        is_explicit: Whether the kernel is registered as `CompositeExplicitAutograd` (or as
+            `CompositeExplicitAutogradNonFunctional`), with a backward pass of its own, and not as
+            `CompositeImplicitAutograd`.
 
     Tested: torch 2.6 and 2.15. If it changes: emulations fail in inference mode, and in `cdist`.
     """
     keys = torch._C.DispatchKey
-    key = keys.CompositeExplicitAutograd if is_explicit else keys.CompositeImplicitAutograd
+    key = keys.CompositeImplicitAutograd
+    if is_explicit:
+        is_plain = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeExplicitAutograd")
+        key = keys.CompositeExplicitAutograd if is_plain else keys.CompositeExplicitAutogradNonFunctional
     return operation._op_dk(key, *args, **kwargs)
 
 
