@@ -730,6 +730,15 @@ StorageWeakRef = reductions.StorageWeakRef
 Tested: torch 2.6 and 2.15. If it changes: the guard keeps memory alive, or blames reused memory.
 """
 
+
+def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage of a weak reference, which keeps it; None if it is gone.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not name the line that wrote.
+    """
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
 WeakTensorKeyDictionary = weak.WeakTensorKeyDictionary
 """A dictionary whose keys are tensors, compared as objects and not kept alive.
 

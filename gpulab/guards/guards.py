@@ -47,6 +47,7 @@ from gpulab.guards.fingerprints import fingerprint
 from gpulab.guards.holders import Holder, nearest_holder, overlap
 from gpulab.guards.reentrancy import at_work, own_work
 from gpulab.guards.shared_reads import SharedReads
+from gpulab.guards.write_lines import now
 
 FORBIDDEN = "torch forbids the guard's hooks here ({}); put it around what calls backward, not around torch.func"
 
@@ -253,7 +254,8 @@ class Guard:
     @own_work
     def _check(self, saved: _Saved, node: Node | None) -> None:
         if version_of(saved.tensor) != saved.version:
-            self._report(saved.finding(node, "step" if saved.is_parameter else "inplace"), saved.span, saved.steps)
+            finding = saved.finding(node, "step" if saved.is_parameter else "inplace")
+            self._report(finding, saved.span, saved.steps, saved.time)
             return
         digest = None if saved.digest is None else fingerprint(saved.tensor)
         with self._lock:
@@ -267,7 +269,7 @@ class Guard:
         cause = "data" if span_of(saved.tensor) == saved.span else "replaced"
         finding = saved.finding(node, cause, name_operand=not later)
         # Which keeps no content of a tensor alive.
-        report = functools.partial(self._report, finding, saved.span, saved.steps)
+        report = functools.partial(self._report, finding, saved.span, saved.steps, saved.time)
         if not later:
             report()
             if birth := self._shared.birth_of(saved.tensor):
@@ -296,26 +298,32 @@ class Guard:
         changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None]
         self._latest_steps[id(optimizer)] = Step(self._steps, type(optimizer).__name__, user_line(), changed)
 
-    def _report(self, finding: Overwritten, span: Span, steps: int) -> None:
+    def _report(self, finding: Overwritten, span: Span, steps: int, time: int) -> None:
         """Tell of a finding of the backward pass, which may be due to a step of an optimizer after so many others."""
         later_steps = (step for step in self._latest_steps.values() if step.number > steps)
         step = next((step for step in later_steps if any(overlap(span, changed) for changed in step.changed)), None)
-        self._tell(finding.changed_by(step) if step else finding, span)
+        self._tell(finding.changed_by(step) if step else finding, span, time)
         if not self._threads:
             self._warn()
 
-    def _tell(self, finding: Overwritten, span: Span = (0, 0)) -> None:
-        """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted."""
+    def _tell(self, finding: Overwritten, span: Span = (0, 0), since: int | None = None) -> None:
+        """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted.
+
+        It is of memory that was right at a time, so the line that wrote there after it is looked for.
+        """
         with self._lock:
             key = finding.operation, *finding.lines.items()  # what findings have in common that are told as one
             earlier_finding = self._findings.get(key)
             if earlier_finding:
-                finding = replace(earlier_finding, count=earlier_finding.count + 1)
+                count = earlier_finding.count + 1
+                finding = replace(earlier_finding, count=count)
             else:
                 holder = self._holders.get(finding.line)
                 if not holder or not overlap(holder.span, span):
                     holder = nearest_holder(span, self._last_thread)
                 finding = finding.held_by(holder) if holder else finding
+            if since is not None and not (finding.writers or "changed by" in finding.lines or earlier_finding):
+                finding = finding.written_by(self._shared.write_lines.lines_since(span, since), self.reads == "any")
             self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)
@@ -331,7 +339,7 @@ class Guard:
 class _Saved:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "version")
+    __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "time", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
         # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`. Others are detached: an
@@ -342,6 +350,7 @@ class _Saved:
         owner = tensor if base is None else base
         self.is_parameter = owner.is_leaf and owner.requires_grad
         self.line, self.steps = line, steps
+        self.time = now()
         self.digest = fingerprint(self.tensor)
         self.span = span_of(self.tensor)
 
