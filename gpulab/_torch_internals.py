@@ -443,6 +443,39 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def tell_skipped_frames(tell: Callable[[], None]) -> Callable[[], None]:
+    """Call a function whenever compiled code runs uncompiled because a dispatch mode is active.
+
+    It imports the compiler. What is returned ends it.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not say that compiled code ran uncompiled.
+    """
+    from torch._dynamo import convert_frame
+
+    names = ("any_torch_dispatch_mode_on_stack", "is_in_any_mode_without_ignore_compile_internals")
+    originals = {
+        n: getattr(convert_frame, n) for n in (*names, "is_in_torch_dispatch_mode") if hasattr(convert_frame, n)
+    }
+
+    def telling(original: Callable[..., bool]) -> Callable[..., bool]:
+        def asked(*args: Nested, **kwargs: Nested) -> bool:
+            is_skipped = original(*args, **kwargs)
+            if is_skipped:
+                tell()
+            return is_skipped
+
+        return uncompiled(asked)
+
+    for name, original in originals.items():
+        setattr(convert_frame, name, telling(original))
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(convert_frame, name, original)
+
+    return undo
+
+
 def recompilations_allowed(count: int) -> AbstractContextManager[object]:
     """Inside the block, Dynamo compiles that many variants of a function, and raises at one more.
 

@@ -41,6 +41,7 @@ from gpulab._torch_internals import (
     version_of,
 )
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
+from gpulab.guards.blind_spots import BlindSpots
 from gpulab.guards.call_sites import Line, user_line
 from gpulab.guards.findings import Overwritten, Step
 from gpulab.guards.fingerprints import fingerprint
@@ -159,6 +160,9 @@ class Guard:
         unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
             transform such as vmap, while a CUDA graph is being captured). With `reads="any"` it counts, too, the reads
             of tensors that are no plain memory, such as those of a subclass. `print` says how many there were.
+        unwatched: What ran inside the block and was not watched (other processes and threads, other hooks for saved
+            tensors, CUDA graphs, TorchScript), or ran otherwise because of the guard (compiled code, under
+            `reads="any"`), a sentence each. `print` says them.
 
     Examples:
         >>> import torch
@@ -174,6 +178,7 @@ class Guard:
         self.on, self.reads = on, reads
         self.checked = self._unchecked = self._warned = 0
         self._shared = SharedReads(self._tell)
+        self._blind_spots = BlindSpots()
         self._steps, self._latest_steps = 0, dict[int, Step]()  # of optimizers: how many, and by whose identity
         self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
@@ -192,6 +197,11 @@ class Guard:
         """How many uses and reads were not compared."""
         return self._unchecked + self._shared.unchecked
 
+    @property
+    def unwatched(self) -> list[str]:
+        """What ran inside and was not watched, or ran otherwise because of the guard: a sentence each."""
+        return self._blind_spots.sentences()
+
     def __len__(self) -> int:
         return len(self._findings)
 
@@ -203,7 +213,7 @@ class Guard:
         if self.unchecked:
             why = "because torch does not give the tensor's content away"
             lines.append(f"not compared: {self.unchecked} others, {why}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.unwatched])
 
     @uncompiled
     def __enter__(self) -> Guard:
@@ -215,6 +225,7 @@ class Guard:
             self._steps_seen = register_optimizer_step_post_hook(self._note_step)
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
+        self._blind_spots.start(keeps_compiled=self.reads != "any")
         if self.reads == "any":
             self._shared.__enter__()
         return self
@@ -225,6 +236,7 @@ class Guard:
     ) -> None:
         pop_saved_tensor_hooks()
         self._threads.remove(_thread.ident)
+        self._blind_spots.stop()
         if not self._threads:
             self._steps_seen.remove()
         if self.reads == "any":

@@ -24,52 +24,52 @@ class Filler:
         return torch.from_numpy(self.buffer)
 
 
-def slice_assignment(buffer, tensor):
+def slice_assignment(buffer, _):
     buffer[:] = 2  # writes
 
 
-def ufunc_with_out(buffer, tensor):
+def ufunc_with_out(buffer, _):
     np.add(buffer, 1, out=buffer)  # writes
 
 
-def copyto(buffer, tensor):
+def copyto(buffer, _):
     np.copyto(buffer, 3)  # writes
 
 
-def method(buffer, tensor):
+def method(buffer, _):
     buffer.fill(7)  # writes
 
 
-def augmented_in_a_loop(buffer, tensor):
+def augmented_in_a_loop(buffer, _):
     for index in range(4):
         buffer[index] += index + 1  # writes
 
 
-def memory_view(buffer, tensor):
+def memory_view(buffer, _):
     memoryview(buffer)[0:1] = memoryview(np.full(1, 4, np.float32))  # writes
 
 
-def foreign_library(buffer, tensor):
+def foreign_library(_, tensor):
     ctypes.memset(tensor.data_ptr(), 1, 8)  # writes
 
 
-def view_of_the_tensor(buffer, tensor):
+def view_of_the_tensor(_, tensor):
     tensor.numpy()[1:] = 9  # writes
 
 
-def torch_copy(buffer, tensor):
+def torch_copy(_, tensor):
     tensor.copy_(torch.full((4,), 5.0))  # writes
 
 
-def torch_out(buffer, tensor):
+def torch_out(_, tensor):
     torch.add(tensor.detach(), 1, out=tensor)  # writes
 
 
-def through_data(buffer, tensor):
+def through_data(_, tensor):
     tensor.data.mul_(3)  # writes
 
 
-def collate(buffer, tensor):
+def collate(buffer, _):
     list(torch.utils.data.DataLoader([5.0, 6.0], batch_size=1, collate_fn=Filler(buffer)))
 
 
@@ -109,7 +109,7 @@ def test_finding_names_the_line_that_wrote(write, own):
 
 @not_followed
 def test_of_several_threads_at_work_one_is_named_as_a_possible_writer():
-    def thread(buffer, tensor):
+    def thread(buffer, _):
         requests = queue.Queue()
 
         def work():
