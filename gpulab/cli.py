@@ -336,7 +336,8 @@ def guard_script(
 ) -> None:
     """Run a script or module, and tell which tensors were overwritten before they were used. Exit status 1 if one was.
 
-    A script that ends with an error or a status of its own ends so.
+    A script that ends with an error or a status of its own ends so. With --reads any, torch.compile is switched off;
+    that, and what was not watched, is said at the end.
     """
     from gpulab.guards import guards, scripts
 

@@ -99,6 +99,10 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
     - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
       guard inside `save_on_cpu` takes its place.
 
+    Where such things occur inside the block and can be noticed, the report says so (`Guard.unwatched`). With
+    `reads="any"` a finding names the line that wrote (`Overwritten.writers`), unless a debugger or a measurement of
+    coverage follows the program's lines already.
+
     Args:
         on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends `backward`; `warn`
             lets `backward` go on, collects into the `Guard` that the block yields, and warns once at its end.
