@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from gpulab import __version__, files
+from gpulab import __version__, files, interruption
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
 from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
@@ -374,7 +374,8 @@ def guard_script(
 ) -> None:
     """Run a script or module, and tell which tensors were overwritten before they were used. Exit status 1 if one was.
 
-    A script that ends with an error or a status of its own ends so.
+    A script that ends with an error or a status of its own ends so. With --reads any, torch.compile is switched off;
+    that, and what was not watched, is said at the end.
     """
     from gpulab.guards import guards, scripts
 
@@ -382,6 +383,7 @@ def guard_script(
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
+    interruption.answer_as_python()
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
             failed = scripts.run_script(script, arguments or (), report, is_module)
@@ -410,8 +412,8 @@ def main(commands: typer.Typer = app) -> None:
     try:
         commands()
     except SystemExit as ended:
-        if ended.code == 130:  # Ctrl-C; a training has saved a checkpoint by then
-            say("gpulab: interrupted; run the same command again to go on", sys.stderr)
+        if ended.code == interruption.INTERRUPTED:  # Ctrl-C; a training has saved a checkpoint by then
+            interruption.say_interrupted()
         raise
     except (GpulabError, OSError) as error:
         say(f"gpulab: {_told(error)}", sys.stderr)

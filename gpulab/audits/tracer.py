@@ -19,6 +19,7 @@ from gpulab._torch_internals import (
     OpOverload,
     UncompiledDispatchMode,
     base_of,
+    call_composite_kernel,
     component_tensors,
     decomposition_of,
     find_tensors,
@@ -47,6 +48,7 @@ from gpulab.audits.values import Slabs, Value
 from gpulab.guards.call_sites import Callers
 from gpulab.guards.fingerprints import content
 from gpulab.guards.reentrancy import at_work, own_work
+from gpulab.numerics.emulation import COMPOSED
 from gpulab.steps import State
 
 SILENT = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
@@ -151,6 +153,9 @@ class Tracer(UncompiledDispatchMode):
         if name == "_euclidean_dist":  # which has no kernel of its own: the root of a product, each seen by itself
             with self:
                 return decomposition_of(operation)(*args)
+        if name in COMPOSED:  # nor have these, and what they call stands for them
+            with self:
+                return call_composite_kernel(operation, args, kwargs, is_explicit=True)
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -90,6 +91,21 @@ def innermost_line() -> str:
         if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
             name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
             return f"{name}:{frame.f_lineno}: {line_of(frame).text}"
+    return ""
+
+
+def line_of_forward_call(traceback_text: str) -> str:
+    r"""The innermost of the user's lines in a traceback that torch's anomaly detection keeps: `file:line: text`.
+
+    >>> line_of_forward_call('  File "train.py", line 7, in step\n    y = f(x)\n')
+    'train.py:7: y = f(x)'
+    """
+    for file, number, text in reversed(
+        re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]*)', traceback_text)
+    ):
+        if not file.startswith((TORCH + os.sep, PACKAGE, "<")) or file.startswith(PACKAGE + "models"):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{number}: {text.strip()}"
     return ""
 
 
