@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,26 @@ def innermost_line() -> str:
         if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
             name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
             return f"{name}:{frame.f_lineno}: {line_of(frame).text}"
+    return ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line of an error's traceback that is neither torch's nor gpulab's, its models apart.
+
+    Returns:
+        `file:line: text`; empty where there is none.
+
+    >>> try:
+    ...     torch.ones(2) @ torch.ones(3)
+    ... except RuntimeError as error:
+    ...     line_of_error(error).partition(":")[0]
+    '<doctest gpulab.guards.call_sites.line_of_error[0]>'
+    """
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH + os.sep, PACKAGE, "<frozen")) or file.startswith(PACKAGE + "models"):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{number}: {linecache.getline(file, number).strip()}"
     return ""
 
 
