@@ -312,13 +312,17 @@ def call_composite_kernel(
         operation: The operation.
         args: Its positional arguments.
         kwargs: Its named arguments.
-        is_explicit: Whether the kernel is registered as `CompositeExplicitAutograd`, with a
-            backward pass of its own, and not as `CompositeImplicitAutograd`.
+        is_explicit: Whether the kernel is registered as `CompositeExplicitAutograd` (or as
+            `CompositeExplicitAutogradNonFunctional`), with a backward pass of its own, and not as
+            `CompositeImplicitAutograd`.
 
     Tested: torch 2.6 and 2.15. If it changes: emulations fail in inference mode, and in `cdist`.
     """
     keys = torch._C.DispatchKey
-    key = keys.CompositeExplicitAutograd if is_explicit else keys.CompositeImplicitAutograd
+    key = keys.CompositeImplicitAutograd
+    if is_explicit:
+        is_plain = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeExplicitAutograd")
+        key = keys.CompositeExplicitAutograd if is_plain else keys.CompositeExplicitAutogradNonFunctional
     return operation._op_dk(key, *args, **kwargs)
 
 
@@ -441,6 +445,39 @@ def is_compiler_loaded() -> bool:
     Tested: torch 2.6 and 2.15. If it changes: Hessians of compiled models fail.
     """
     return "torch._dynamo" in sys.modules
+
+
+def tell_skipped_frames(tell: Callable[[], None]) -> Callable[[], None]:
+    """Call a function whenever compiled code runs uncompiled because a dispatch mode is active.
+
+    It imports the compiler. What is returned ends it.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not say that compiled code ran uncompiled.
+    """
+    from torch._dynamo import convert_frame
+
+    names = ("any_torch_dispatch_mode_on_stack", "is_in_any_mode_without_ignore_compile_internals")
+    originals = {
+        n: getattr(convert_frame, n) for n in (*names, "is_in_torch_dispatch_mode") if hasattr(convert_frame, n)
+    }
+
+    def telling(original: Callable[..., bool]) -> Callable[..., bool]:
+        def asked(*args: Nested, **kwargs: Nested) -> bool:
+            is_skipped = original(*args, **kwargs)
+            if is_skipped:
+                tell()
+            return is_skipped
+
+        return uncompiled(asked)
+
+    for name, original in originals.items():
+        setattr(convert_frame, name, telling(original))
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(convert_frame, name, original)
+
+    return undo
 
 
 def recompilations_allowed(count: int) -> AbstractContextManager[object]:
@@ -739,6 +776,15 @@ StorageWeakRef = reductions.StorageWeakRef
 
 Tested: torch 2.6 and 2.15. If it changes: the guard keeps memory alive, or blames reused memory.
 """
+
+
+def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage of a weak reference, which keeps it; None if it is gone.
+
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not name the line that wrote.
+    """
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
 
 WeakTensorKeyDictionary = weak.WeakTensorKeyDictionary
 """A dictionary whose keys are tensors, compared as objects and not kept alive.

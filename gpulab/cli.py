@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from gpulab import __version__, files
+from gpulab import __version__, files, interruption
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
 from gpulab.report import Report
 from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
@@ -100,6 +100,7 @@ SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN = "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
 TABLE = "a .csv, .tsv or .parquet, a store, packed runs, or a folder of logs or a pattern, such as 'logs/*/metrics.csv'"
 LAST = "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
+LOOKS = "how often you ask this at most as seeds come in, this time included: decisions hold for all of them"
 STORE = "folder in which runs are kept, or a file of packed runs"
 USUAL_STORE = "$GPULAB_STORE or ./runs"
 PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
@@ -110,6 +111,7 @@ MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take 
 OneSetting = Annotated[str, option(SETTING, callback=prepared)]
 Store = Annotated[Path | None, option(STORE, USUAL_STORE, readable=False)]
 Picture = Annotated[Path | None, option("draw every run and difference into this PNG file", callback=writable)]
+Looks = Annotated[int, option(LOOKS, min=1)]
 Where = Annotated[list[str] | None, option("only runs with column=value; several times")]
 # Those of a run.
 Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
@@ -220,6 +222,7 @@ def experiment(
     seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
     workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
     metric: Annotated[str, option("what the verdict compares")] = "final_loss",
+    looks: Looks = 1,
     picture: Picture = None,
     profile: Profile = "quick",
     store: Store = None,
@@ -238,7 +241,7 @@ def experiment(
     exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=given, registered=registered)
     frame = exp.run()
     say_runs(frame, f", kept in {exp.folder}")
-    answer = compare(frame, metric)
+    answer = compare(frame, metric, looks=looks)
     save_plot(answer, picture)
     say(answer)
 
@@ -252,6 +255,7 @@ def verdict(
     reference: Annotated[str | None, option("what others are compared with", "cpu, or else the first")] = None,
     margin: Annotated[str | None, option(MARGIN, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
+    looks: Looks = 1,
     last: Annotated[str | None, option(LAST, False)] = None,
     best: Annotated[str | None, option("in place of --last: the column whose best row counts", False)] = None,
     mode: Annotated[str | None, option("min or max: which value of --best is the best", "by its name")] = None,
@@ -270,7 +274,8 @@ def verdict(
 
     frame = rows_where(runs_or_table(file), pairs(where))
     given_margin = value(margin) if margin else None
-    answer = compare(frame, metric, factor, block, given_margin, alpha, reference, last=last, best=best, mode=mode)
+    chosen = {"last": last, "best": best, "mode": mode}
+    answer = compare(frame, metric, factor, block, given_margin, alpha, reference, looks, **chosen)
     say(answer)
     save_plot(answer, picture)
     if html:
@@ -369,7 +374,8 @@ def guard_script(
 ) -> None:
     """Run a script or module, and tell which tensors were overwritten before they were used. Exit status 1 if one was.
 
-    A script that ends with an error or a status of its own ends so.
+    A script that ends with an error or a status of its own ends so. With --reads any, torch.compile is switched off;
+    that, and what was not watched, is said at the end.
     """
     from gpulab.guards import guards, scripts
 
@@ -377,6 +383,7 @@ def guard_script(
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
     warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
+    interruption.answer_as_python()
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
             failed = scripts.run_script(script, arguments or (), report, is_module)
@@ -405,8 +412,8 @@ def main(commands: typer.Typer = app) -> None:
     try:
         commands()
     except SystemExit as ended:
-        if ended.code == 130:  # Ctrl-C; a training has saved a checkpoint by then
-            say("gpulab: interrupted; run the same command again to go on", sys.stderr)
+        if ended.code == interruption.INTERRUPTED:  # Ctrl-C; a training has saved a checkpoint by then
+            interruption.say_interrupted()
         raise
     except (GpulabError, OSError) as error:
         say(f"gpulab: {_told(error)}", sys.stderr)

@@ -1,10 +1,12 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import numbers
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +66,44 @@ class UsageError(GpulabError, ValueError):
 
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> None:
     """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
-    is_allowed = (
-        isinstance(value, numbers.Integral)
-        and not isinstance(value, bool)
-        and int(value) >= least
-        and (most is None or int(value) <= most)
-    )
+    is_allowed = _is_count(value, least) and (most is None or int(value) <= most)  # type: ignore[call-overload]
     if not is_allowed:
         up_to = "" if most is None else f" to {most:,}"
         raise UsageError(f"{name}={value!r}: expected a whole number from {least}{up_to}")
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tuple[int, ...]:
+    """Return `values` as a tuple of whole numbers from 1.
+
+    Args:
+        name: What the numbers are, for the error.
+        values: What was given.
+        parts: What each of them is, such as ("height", "width"); without it there may be any number of them from one.
+
+    Raises:
+        UsageError: For anything but a list, tuple or array of that many whole numbers from 1.
+
+    Examples:
+        >>> check_counts("size", [12, 16], ("height", "width"))
+        (12, 16)
+        >>> check_counts("size", (12,), ("height", "width"))
+        Traceback (most recent call last):
+        gpulab.errors.UsageError: size=(12,): expected (height, width), whole numbers from 1
+    """
+    given: list[object] = []
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set):
+        with contextlib.suppress(TypeError):  # an array without dimensions
+            given = list(values)
+    wrong = [number for number, value in enumerate(given) if not _is_count(value)]
+    if wrong or not given or (parts and len(given) != len(parts)):
+        wanted = f"({', '.join(parts)}), whole numbers from 1" if parts else "one or more whole numbers from 1"
+        named = f", got {parts[wrong[0]]}={given[wrong[0]]!r}" if wrong and len(given) == len(parts) else ""
+        raise UsageError(f"{name}={values!r}: expected {wanted}{named}")
+    return tuple(int(value) for value in given)  # type: ignore[call-overload]
 
 
 class DataError(GpulabError):
@@ -144,9 +175,15 @@ class OverwrittenWarning(UserWarning):
     """
 
 
+DISTRIBUTIONS = {"cpuinfo": "py-cpuinfo", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+"""What is installed, where its name is not that of the module that it brings."""
+
+
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
     """What is imported inside comes with an extra of gpulab: where it is not installed, the error names that.
+
+    A library that gpulab needs in any case, or that comes with another extra, is told from it.
 
     Examples:
         >>> with extra("notebooks"):
@@ -158,7 +195,49 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
-        raise GpulabError(f"{library} is not installed: pip install 'gpulab[{name}]'") from None
+        if error.name is None or library == __package__:
+            raise
+        raise GpulabError(_missing_library(library, error.name, name)) from None
+
+
+def _missing_library(library: str, module: str, extra_name: str) -> str:
+    """What is said of a module that is not there: that, and the command which installs it."""
+    distribution = DISTRIBUTIONS.get(library, library)
+    found = None
+    with contextlib.suppress(ValueError):  # a module that was made without a file
+        found = importlib.util.find_spec(library)
+    if found is not None:  # another version of it, or a file of that name before it
+        return f"{library} ({found.origin}) has no module {module}: pip install --upgrade {distribution}"
+    extras = _extras_of(distribution)
+    if "" in extras:
+        return f"{library} is not installed, and gpulab needs it: pip install gpulab"
+    wanted = extra_name if extra_name in extras or not extras else extras[0]
+    return f"{library} is not installed: pip install 'gpulab[{wanted}]'"
+
+
+def _extras_of(distribution: str) -> list[str]:
+    """The extras of gpulab that bring a library, by the metadata of gpulab's installation; "" is gpulab itself.
+
+    Examples:
+        >>> _extras_of("pandas"), _extras_of("pillow"), _extras_of("no-such-library")
+        ([''], ['notebooks'], [])
+    """
+    try:
+        requirements = importlib.metadata.requires(__package__) or []
+    except importlib.metadata.PackageNotFoundError:  # gpulab's folder was copied, and not installed
+        requirements = []
+    found = []
+    for requirement in requirements:
+        named, _, condition = requirement.partition(";")
+        required = re.match(r"[\w.-]+", named)
+        if required and _normal_name(required[0]) == _normal_name(distribution):
+            of_extra = re.search(r"extra\s*==\s*[\"']([\w-]+)", condition)
+            found.append(of_extra[1] if of_extra else "")
+    return found
+
+
+def _normal_name(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from gpulab._torch_internals import Nested, convert_tensors, is_lazy, tree_leaves, tree_map
 from gpulab.errors import UsageError
+from gpulab.guards.call_sites import line_of_error
 from gpulab.settings import Setting
 
 
@@ -278,7 +279,8 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
     words = next(iter(str(error).splitlines()), type(error).__name__)
     if left:
         words += f"; .to() does not reach {', '.join(left)}: keep it as a buffer, by register_buffer"
-    return UsageError(f"the step cannot be done under {setting}: {words}")
+    line = line_of_error(error)
+    return UsageError(f"the step cannot be done under {setting}: {words}" + f" (at {line})" * bool(line))
 
 
 @contextlib.contextmanager

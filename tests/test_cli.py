@@ -363,3 +363,32 @@ def test_interrupted_command_ends_with_status_130_and_says_how_to_go_on(answer, 
     (tmp_path / "own.py").write_text("def train(seed):\n    raise KeyboardInterrupt\n")
     got = answer("train", "own.py:train")
     assert (got.status, "interrupted; run the same command again" in got.errors) == (130, True)
+
+
+INTERRUPTED_IMPORTS = {
+    "a library of the command line": ("typer.py", "import signal\nsignal.raise_signal(signal.SIGINT)\n", "--help"),
+    "an extension that swallows it": (
+        "own.py",
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+        "def train(seed):\n    return 1.0\n",
+        "train own:train",
+    ),
+    "an extension that makes another error of it": (
+        "own.py",
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n"
+        "    raise ImportError('cannot load module more than once per process') from None\n",
+        "train own:train",
+    ),
+    "a text that is executed as code": ("typer.py", "exec('raise KeyboardInterrupt')\n", "--help"),
+}
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED_IMPORTS)
+def test_interrupted_import_ends_in_one_line_with_status_130(kind, tmp_path):
+    file, code, command = INTERRUPTED_IMPORTS[kind]
+    (tmp_path / file).write_text(code)
+    words = [sys.executable, "-m", "gpulab", *command.split()]
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "gpulab: interrupted; run the same command again to go on\n"

@@ -1,10 +1,13 @@
+import importlib
 import inspect
+import sys
 from pathlib import Path
 
 import pytest
 
 import companion
 import gpulab as gl
+from gpulab import errors
 
 PACKAGE = Path(gl.__file__).parent
 
@@ -84,6 +87,42 @@ def test_names_that_need_a_missing_library_say_which_extra_installs_it(python, p
     """
     expected = f"{library} is not installed: pip install 'gpulab[notebooks]'"
     assert python(code).stdout == f"{expected}\n"
+
+
+WANTED = {  # by what is missing, inside `extra("notebooks")`
+    "seaborn": "seaborn is not installed: pip install 'gpulab[notebooks]'",
+    "PIL.Image": "PIL is not installed: pip install 'gpulab[notebooks]'",
+    "sklearn": "sklearn is not installed: pip install 'gpulab[notebooks]'",
+    "ray": "ray is not installed: pip install 'gpulab[cluster]'",
+    "xgboost": "xgboost is not installed: pip install 'gpulab[trees]'",
+    "pandas.core": "pandas is not installed, and gpulab needs it: pip install gpulab",
+    "cpuinfo": "cpuinfo is not installed, and gpulab needs it: pip install gpulab",
+    "kiwisolver": "kiwisolver is not installed: pip install 'gpulab[notebooks]'",  # which an extra's library needs
+}
+
+
+@pytest.mark.parametrize("module", WANTED)
+def test_missing_library_is_told_from_where_it_comes(module, monkeypatch):
+    library = module.partition(".")[0]
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(gl.GpulabError) as caught, errors.extra("notebooks"):
+        raise ModuleNotFoundError(name=module)
+    assert str(caught.value) == WANTED[module]
+
+
+def test_missing_module_of_an_installed_library_asks_for_a_newer_one():
+    with (
+        pytest.raises(
+            gl.GpulabError, match=r"^numpy \(.*numpy.__init__.py\) has no module numpy\.new: pip install --up"
+        ),
+        errors.extra("notebooks"),
+    ):
+        raise ModuleNotFoundError(name="numpy.new")
+
+
+def test_missing_module_of_gpulab_itself_is_no_missing_library():
+    with pytest.raises(ModuleNotFoundError), errors.extra("notebooks"):
+        importlib.import_module("gpulab.no_such_module")
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)

@@ -4,6 +4,7 @@ The tests use no fixture of this folder, so that they run with any torch: `pytes
 """
 
 import ast
+import gc
 import inspect
 import re
 import subprocess
@@ -45,6 +46,7 @@ UNDOCUMENTED = (
 ALLOWED = {
     "_asdict": "a documented method of named tuples",
     "_replace": "a documented method of named tuples",
+    "os._exit": "a documented function of Python",
     "sys._current_frames": "a documented function of Python",
     "sys._getframe": "a documented function of Python",
     "pool._processes": "loky's: a pool's processes, to end them",
@@ -696,6 +698,34 @@ def test_weak_references_tell_whether_a_storage_lives():
     assert not reference.expired()
     del tensor
     assert reference.expired()
+
+
+def test_a_storage_is_found_by_its_weak_reference_as_long_as_it_lives():
+    tensor = torch.ones(3)
+    reference = internals.StorageWeakRef(tensor.untyped_storage())
+    storage = internals.storage_alive(reference)
+    assert storage.data_ptr() == tensor.data_ptr()
+    del tensor, storage
+    gc.collect()
+    assert internals.storage_alive(reference) is None
+
+
+def test_frames_that_the_compiler_leaves_alone_because_of_a_mode_are_told():
+    told = []
+    undo = internals.tell_skipped_frames(lambda: told.append(True))
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    try:
+        with Recording():
+            compiled(torch.ones(2))
+        count = len(told)
+        compiled(torch.ones(2))
+    finally:
+        undo()
+    assert count
+    assert len(told) == count
+    with Recording():
+        torch.compile(lambda x: x.cos() + 1, backend="eager")(torch.ones(2))
+    assert len(told) == count
 
 
 def test_tensors_are_weak_keys():

@@ -1,17 +1,19 @@
 """How often a verdict is wrong, by simulation.
 
-    python benchmarks/correctness/calibrate.py
+    python benchmarks/correctness/calibrate.py [--only looks]
 
-It fills the first two tables of `benchmarks/results/verdict_calibration.md`, which says how they are read. Losses are
-standardised to a standard deviation of 1 between seeds; a pair's difference is a shift plus noise, and the noise is the
-difference of two fresh losses, scaled: under no effect both settings are exchangeable.
+It fills the tables `errors`, `skewed` and `looks` of `benchmarks/results/verdict_calibration.md`, which says how they
+are read. Losses are standardised to a standard deviation of 1 between seeds; a pair's difference is a shift plus noise,
+and the noise is the difference of two fresh losses, scaled: under no effect both settings are exchangeable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -21,12 +23,16 @@ from tqdm import tqdm
 
 from benchmarks.measuring import RESULTS, made_by, markdown, run, show
 from gpulab.stats import tests as inference
+from gpulab.stats.decisions import sd_confidence
 
 PAGE = RESULTS / "verdict_calibration.md"
 SEEDS = (5, 10, 30)
 NOISES = (1e-5, 0.1, 0.5, 1.0)
 SHARE, ALPHA = 0.25, 0.05
 REPEATS = 10_000
+PLANNED = (8, 16, 24, 32)  # seeds at each look
+LOOKS = len(PLANNED)
+MOST_SEEDS = 64  # at a look whose time the results choose
 HUMP = 0.35  # share of seeds that stay on the plateau; of the recorded PredNets about a third do
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -109,10 +115,10 @@ def equivalent_p(moved: np.ndarray, margin: np.ndarray | float, corrected: bool 
     return np.where(moved.any(axis=1), p, 0.0)
 
 
-def sd_limit(losses: np.ndarray) -> np.ndarray:
+def sd_limit(losses: np.ndarray, confidence: float = inference.SD_CONFIDENCE) -> np.ndarray:
     """`inference.sd_lower_limit` of each row."""
     kurtosis, freedom = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False)), losses.shape[1] - 1
-    quantile = stats.t.ppf(inference.SD_CONFIDENCE, freedom)
+    quantile = stats.t.ppf(confidence, freedom)
     return losses.std(axis=1, ddof=1) * np.exp(-quantile * np.sqrt((kurtosis - 1) / freedom) / 2)
 
 
@@ -181,6 +187,145 @@ def skewed() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+# --- repeated looks --------------------------------------------------------------------------------------
+
+Test = Callable[[np.ndarray, int], np.ndarray]  # p of some experiments, given by their numbers, with so many seeds
+
+
+def rejected_at_planned_looks(test: Test, level: float) -> float:
+    """How often a test rejects at one of `PLANNED` looks, each at `level`."""
+    rejected = np.zeros(REPEATS, bool)
+    for n in PLANNED:
+        left = np.flatnonzero(~rejected)
+        rejected[left] = test(left, n) <= level
+    return float(rejected.mean())
+
+
+def rejected_at_chosen_looks(test: Test, level: float, sides: int) -> float:
+    """The same where the results so far choose when to look again: with as many seeds as make a rejection likeliest.
+
+    If z is short of the quantile c, that is (c / z)² times as many (Proschan and Hunsberger 1995), up to `MOST_SEEDS`.
+    """
+    rejected = np.zeros(REPEATS, bool)
+    seeds = np.full(REPEATS, PLANNED[0])
+    c = stats.norm.isf(level / sides)
+    for _ in range(LOOKS):
+        for n in np.unique(seeds[~rejected]):
+            at_n = np.flatnonzero(~rejected & (seeds == n))
+            p = test(at_n, int(n))
+            rejected[at_n] = p <= level
+            z = np.maximum(stats.norm.isf(p / sides), 1e-3)
+            seeds[at_n] = np.clip(np.ceil(n * (c / z) ** 2), n + 1, MOST_SEEDS)
+    return float(rejected.mean())
+
+
+def errors_over_looks(test: Test, sides: int) -> dict[str, float]:
+    """Errors of a test at one look, and over several without and with the correction."""
+    level = ALPHA / LOOKS
+    return {
+        "one look": rate(test(np.arange(REPEATS), PLANNED[-1])),
+        "uncorrected": rejected_at_planned_looks(test, ALPHA),
+        "planned": rejected_at_planned_looks(test, level),
+        "chosen": rejected_at_chosen_looks(test, level, sides),
+    }
+
+
+def tests_on_losses(draw: Draw) -> Iterator[tuple[str, Test, int]]:
+    """What is asked of losses of which both settings draw alike, or with a difference as large as the margin."""
+    generator, shape = np.random.default_rng(3), (REPEATS, MOST_SEEDS)
+    base, noise = draw(generator, shape), (draw(generator, shape) - draw(generator, shape)) / np.sqrt(2)
+    yield "different", lambda rows, n: different_p(noise[rows, :n]), 2
+    for scale in NOISES:
+        at_edge = SHARE + scale * noise
+        label = f"noise {scale:g}"
+
+        def absolute(rows: np.ndarray, n: int, at_edge: np.ndarray = at_edge) -> np.ndarray:
+            return equivalent_p(at_edge[rows, :n], SHARE)
+
+        def of_sd(rows: np.ndarray, n: int, at_edge: np.ndarray = at_edge, looks: int = LOOKS) -> np.ndarray:
+            return equivalent_p(at_edge[rows, :n], SHARE * sd_limit(base[rows, :n], sd_confidence(looks)))
+
+        yield f"equivalent, absolute margin, {label}", absolute, 1
+        yield f"equivalent, 0.25sd, {label}", of_sd, 1
+
+
+def repeated_looks() -> pd.DataFrame:
+    """Errors over four looks, of every distribution of the other two tables."""
+    rows = []
+    for name, draw in tqdm(LOSSES.items(), desc="looks, losses"):
+        for question, test, sides in tests_on_losses(draw):
+            rows.append({"losses or differences": name, "false": question, **errors_over_looks(test, sides)})
+    for name, draw in tqdm(DIFFERENCES.items(), desc="looks, differences"):
+        if name in LOSSES:
+            continue
+        moved = draw(np.random.default_rng(11), (REPEATS, MOST_SEEDS))
+        sd = draw(np.random.default_rng(10), (1_000_000,)).std()
+        at_margin = np.concatenate([moved[::2], -moved[::2]]) + 3 * sd  # skewed to either side
+        share = float(name.split("%")[0]) / 100 if "make up" in name else np.nan
+        unseen = {"no jump seen": (1 - share) ** PLANNED[0]}
+        questions = {
+            "different": (partial(_of_rows, different_p, moved), 2),
+            "equivalent, margin 3 sd": (partial(_of_rows, partial(equivalent_p, margin=3 * sd), at_margin), 1),
+        }
+        for question, (test, sides) in questions.items():
+            rows.append({"losses or differences": name, "false": question, **errors_over_looks(test, sides), **unseen})
+    return pd.DataFrame(rows)
+
+
+def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
+    """The error over several looks, each at `level`, for the worst rule of when to look: what was seen may decide.
+
+    z is the sum of the differences over the root of its variance. If the variance has grown from 1 to r between two
+    looks, the second z is normal with mean z / √r and variance 1 − 1 / r. The worst rule picks the r at which rejection
+    at that look or a later one is likeliest, which is found backwards from the last look (dynamic programming). The
+    last look has `growth` times as many seeds as the first at most. For two looks, one side and any growth it is
+    level + exp(−c² / 2) / 4, with c the normal quantile of the level (Proschan and Hunsberger 1995).
+    """
+    c = stats.norm.isf(level / sides)
+    edges = np.linspace(-c if sides == 2 else -7, c, 161)
+    z, log_seeds = (edges[1:] + edges[:-1]) / 2, np.linspace(0, np.log(growth), 48)
+
+    def transition(r: float, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """From each z the chances that the next is beyond the edges, and in each cell between them."""
+        below = stats.norm.cdf((edges - start[:, None] / np.sqrt(r)) / np.sqrt(1 - 1 / r))
+        rejects = 1 - below[:, -1] + (below[:, 0] if sides == 2 else 0)
+        if sides == 1:
+            below[:, 0] = 0
+        return rejects, np.diff(below, axis=1)
+
+    moves = [transition(np.exp(step), z) for step in log_seeds[1:]]
+    later = np.zeros((len(log_seeds), len(z)))  # the chance to reject at the looks that are left
+    for _ in range(looks - 1):
+        later = np.array(
+            [
+                np.max(
+                    [np.zeros_like(z), *(p + q @ later[now + 1 + k] for k, (p, q) in enumerate(moves[: 47 - now]))], 0
+                )
+                for now in range(len(log_seeds))
+            ]
+        )
+    (first,), (stays,) = transition(1e12, np.zeros(1))
+    return float(first + stays @ later[0])
+
+
+def worst_times() -> pd.DataFrame:
+    """Errors over several looks if what was seen decides when to look again, in the limit of normal sums."""
+    assert abs(worst_error(2, 1e6, 1, ALPHA) - (ALPHA + np.exp(-(stats.norm.isf(ALPHA) ** 2) / 2) / 4)) < 0.002
+    rows = []
+    for looks, growth in tqdm([*product((2, 4, 8), (2, 4, 8, 16, 100))], desc="worst times"):
+        errors = {
+            f"{kind}, {name}": worst_error(looks, growth, sides, level)
+            for kind, level in (("each look at 5 %", ALPHA), ("corrected", ALPHA / looks))
+            for name, sides in (("different", 2), ("equivalent", 1))
+        }
+        rows.append({"looks": str(looks), "last over first": f"{growth:g}", **errors})
+    return pd.DataFrame(rows)
+
+
+def _of_rows(p: Callable[[np.ndarray], np.ndarray], moved: np.ndarray, rows: np.ndarray, n: int) -> np.ndarray:
+    return p(moved[rows, :n])
+
+
 # --- the commands ----------------------------------------------------------------------------------------
 
 
@@ -195,27 +340,60 @@ def percent(frame: pd.DataFrame) -> str:
     return markdown(frame.astype(object).map(shown))
 
 
-def verdicts() -> None:
-    """Error rates; minutes."""
-    check_that_these_are_the_shipped_tests()
-    errors, lopsided = error_rates(), skewed()
+def errors_part() -> str:
+    """The table of two settings that are exchangeable."""
+    errors = error_rates()
     rates = errors.columns[3:6]
     worst = ", ".join(f"{name} {errors[name].max():.1%}" for name in rates)
-    no_jumps = lopsided[lopsided["no jump seen"].isna()]
-    before, after = (no_jumps[f"false different{test}"].max() for test in (", sign flips", ""))
-    excess = (lopsided["false different"] - lopsided["no jump seen"]).max()
     made = (
         f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). {made_by()}\n\n"
         f"Highest: {worst}. Rows above 6 %: {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
     )
+    return f"{made}\n\n{percent(errors)}"
+
+
+def skewed_part() -> str:
+    """The table of differences that are skewed or jump."""
+    lopsided = skewed()
+    no_jumps = lopsided[lopsided["no jump seen"].isna()]
+    before, after = (no_jumps[f"false different{test}"].max() for test in (", sign flips", ""))
+    excess = (lopsided["false different"] - lopsided["no jump seen"]).max()
     without = (
         f"Without jumps the false `different` are at most {after:.1%} (by sign flips alone {before:.1%}). With them "
         f"the error is at least about `no jump seen`, and at most {100 * excess:.1f} points more."
     )
-    parts = {
-        "errors": f"{made}\n\n{percent(errors)}",
-        "skewed": f"{without}\n\n{percent(lopsided)}",
-    }
+    return f"{without}\n\n{percent(lopsided)}"
+
+
+def looks_part() -> str:
+    """The tables of repeated looks."""
+    started = time.process_time()
+    looked_at, worst = repeated_looks(), worst_times()
+    alike = looked_at["no jump seen"].isna()
+    symmetric = looked_at["losses or differences"].isin(LOSSES)
+    highest = "; ".join(
+        f"{words} planned {looked_at.planned[which].max():.1%}, chosen {looked_at.chosen[which].max():.1%}"
+        for words, which in (
+            ("both settings alike, or apart by the margin:", symmetric),
+            ("skewed differences:", alike & ~symmetric),
+            ("jumps that the others make up for:", ~alike),
+        )
+    )
+    made = (
+        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). {made_by()} "
+        f"{time.process_time() - started:.0f} s of one core.\n\nHighest: {highest}."
+    )
+    times = "Normal sums, without simulation: the highest error of any rule of when to look."
+    return f"{made}\n\n{percent(looked_at)}\n\n{times}\n\n{percent(worst)}"
+
+
+PARTS = {"errors": errors_part, "skewed": skewed_part, "looks": looks_part}
+
+
+def verdicts(only: Annotated[str, typer.Option(help=f"one of {', '.join(PARTS)}; by default all")] = "") -> None:
+    """Error rates; minutes."""
+    check_that_these_are_the_shipped_tests()
+    parts = {name: part() for name, part in PARTS.items() if only in ("", name)}
     show("How often a verdict is wrong", PAGE, **parts)
 
 

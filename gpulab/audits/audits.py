@@ -30,6 +30,12 @@ from gpulab.steps import check_step
 MAX_ENTRIES = 8  # places, one after the other, at which values that enter from outside of torch differ by roundings
 
 
+OUTSIDE = (
+    "Values from outside torch (such as NumPy), or from an operation that does not repeat itself, differ by roundings; "
+    "what is computed from them was compared with a wider tolerance."
+)
+
+
 class Audit(AnswerPage):
     """What `audit` returns: whether the two sides compute the same, what differs, and why.
 
@@ -168,42 +174,65 @@ def _differs_by(size: float) -> str:
 
 
 def _extent(answer: Audit) -> list[str]:
-    """What was compared and checked, of which loss, and what the step leaves that could not be."""
+    """What was compared and checked, of which loss, and what could not be: sentences."""
     comparison = answer.comparison
-    results = [result for result in comparison.results if result.a and result.b]
+    guard, loss = comparison.a.notes.get("guard", ""), comparison.a.notes.get("loss", "")
+    sentences = [
+        _counts(answer),
+        _unpaired(comparison),
+        OUTSIDE if comparison.from_outside else "",
+        _without_reference(comparison),
+        f"{guard[:1].upper()}{guard[1:]}." if guard else "",
+        f"The loss was {loss}." if loss else "",
+        _missing_results(comparison),
+    ]
+    return list(filter(None, sentences))
+
+
+def _counts(answer: Audit) -> str:
+    """How many results agree, and how many operations have a counterpart and were checked."""
+    results = [result for result in answer.comparison.results if result.a and result.b]
     operations = [pair for pair in answer.pairs if pair.one.phase != RESULT]
     alone = sum(not (pair.a and pair.b) for pair in operations)
     unpaired = f" ({alone} more have no counterpart)" if alone else ""
     checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
-    agree = sum(result.agrees for result in results)
-    count = len(operations) - alone
+    agree, count = sum(result.agrees for result in results), len(operations) - alone
     counted = "1 operation makes" if count == 1 else f"{count} operations make"
-    sentences = [
-        f"{_agreement(agree, len(results))} in float64; {counted} the same "
-        f"values{unpaired}, and {checked} were checked against float64."
-    ]
-    if comparison.unpaired:
-        names = [described(result.one) for result in comparison.unpaired]
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        have = "results have" if len(names) > 1 else "result has"
-        sentences.append(f"{len(names)} {have} no counterpart to be compared with: {listed}.")
-    if comparison.from_outside:
-        sentences.append(
-            "Values from outside torch (such as NumPy), or from an operation that does not repeat itself, differ by "
-            "roundings; what is computed from them was compared with a wider tolerance."
-        )
-    missing = {name: why for trace in comparison.traces for name, why in trace.without_reference.items()}
-    if missing:
-        listed = ", ".join(list(missing)[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        sentences.append(f"Without a float64 reference, and compared as recorded: {listed}.")
-    sentences += [f"{note[0].upper()}{note[1:]}." for note in (comparison.a.notes.get("guard"),) if note]
-    if "loss" in comparison.a.notes:
-        sentences.append(f"The loss was {comparison.a.notes['loss']}.")
-    if not results:
-        sentences.append("The step returned nothing and left no gradient, so no result could be compared.")
-    elif not any(result.group != "loss" for result in comparison.results):
-        sentences.append("It left no gradient and updated nothing, so only what it returned was compared.")
-    return sentences
+    agreement = _agreement(agree, len(results))
+    return f"{agreement} in float64; {counted} the same values{unpaired}, and {checked} were checked against float64."
+
+
+def _unpaired(comparison: Comparison) -> str:
+    """Which results one of two programs alone has."""
+    names = [described(result.one) for result in comparison.unpaired]
+    if not names:
+        return ""
+    have = "results have" if len(names) > 1 else "result has"
+    return f"{len(names)} {have} no counterpart to be compared with: {_first_three(names)}."
+
+
+def _without_reference(comparison: Comparison) -> str:
+    """Which operations have no float64 reference."""
+    missing = {name: None for trace in comparison.traces for name in trace.without_reference}
+    return f"Without a float64 reference, and compared as recorded: {_first_three(list(missing))}." if missing else ""
+
+
+def _missing_results(comparison: Comparison) -> str:
+    """That a step left nothing, or no gradient, to compare."""
+    if not any(result.a and result.b for result in comparison.results):
+        return "The step returned nothing and left no gradient, so no result could be compared."
+    if all(result.group == "loss" for result in comparison.results):
+        return "It left no gradient and updated nothing, so only what it returned was compared."
+    return ""
+
+
+def _first_three(names: Sequence[str]) -> str:
+    """A list of names that is cut.
+
+    >>> _first_three(["a", "b"]), _first_three(list("abcde"))
+    ('a, b', 'a, b, c and 2 more')
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _agreement(agree: int, count: int) -> str:

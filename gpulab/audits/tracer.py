@@ -19,6 +19,7 @@ from gpulab._torch_internals import (
     OpOverload,
     UncompiledDispatchMode,
     base_of,
+    call_composite_kernel,
     component_tensors,
     decomposition_of,
     find_tensors,
@@ -47,6 +48,7 @@ from gpulab.audits.values import Slabs, Value
 from gpulab.guards.call_sites import Callers
 from gpulab.guards.fingerprints import content
 from gpulab.guards.reentrancy import at_work, own_work
+from gpulab.numerics.emulation import COMPOSED
 from gpulab.steps import State
 
 SILENT = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
@@ -60,6 +62,44 @@ WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 MOST_UPDATED = 1 << 28  # numbers of a leaf that are kept, to see which of them an update leaves as they were
 FEW_DIGITS = 5  # of a number that may be a constant
 COPIES = {"_to_copy", "clone", "copy"}
+
+
+class Call:
+    """The call of an operation.
+
+    Attributes:
+        operation: An overload of `torch.ops`.
+        name: Its bare name.
+        args: The positional arguments.
+        kwargs: The named arguments.
+        named: All arguments by name.
+        arguments: The same as JSON has them.
+        given: The tensors among them.
+        written: Those that the operation writes to.
+        bases: What these are views of.
+        writes: Whether it changes anything that it is given.
+        random: Whether it draws random numbers.
+        overwritten: The argument that it overwrites without reading it, if there is one.
+        read: The arguments that it reads.
+    """
+
+    def __init__(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> None:
+        self.operation, self.name, self.args, self.kwargs = operation, name, args, kwargs
+        self.named = named_arguments(operation, args, kwargs)
+        self.arguments = {key: as_json(value) for key, value in self.named.items()}
+        self.given = find_tensors((args, kwargs))
+        self.written = [t for t in written_tensors(operation, args, kwargs) if sk.is_plain(t) and t.numel()]
+        bases = map(base_of, self.written)
+        self.bases = [base for base in bases if base is not None and base.numel() and sk.is_plain(base)]
+        self.writes = writes(operation) or name in WRITES_UNSAID
+        self.random = _is_random(operation, self.arguments)
+        overwrites = writes(operation) and (self.random or overwrites_first_argument(name))
+        self.overwritten = args[0] if overwrites else None
+        self.read = [v for key, v in self.named.items() if key not in NOTES and v is not self.overwritten]
+
+    def copied_arguments(self) -> Nested:
+        """Copies of the arguments, for a call that changes them."""
+        return map_nested(_copy, (self.args, self.kwargs))
 
 
 class Tracer(UncompiledDispatchMode):
@@ -113,6 +153,9 @@ class Tracer(UncompiledDispatchMode):
         if name == "_euclidean_dist":  # which has no kernel of its own: the root of a product, each seen by itself
             with self:
                 return decomposition_of(operation)(*args)
+        if name in COMPOSED:  # nor have these, and what they call stands for them
+            with self:
+                return call_composite_kernel(operation, args, kwargs, is_explicit=True)
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
@@ -129,85 +172,107 @@ class Tracer(UncompiledDispatchMode):
     @own_work
     def _note(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
         """Run an operation, repeat it on the references, and note both."""
-        changes = writes(operation)
-        given = find_tensors((args, kwargs))
-        written = [t for t in written_tensors(operation, args, kwargs) if sk.is_plain(t) and t.numel()]
-        bases = [base for t in written if (base := base_of(t)) is not None and base.numel() and sk.is_plain(base)]
-        written_to = changes or name in WRITES_UNSAID
-        copied = lambda: map_nested(_copy, (args, kwargs))  # noqa: E731
-        before = self._with_memory(copied) if written_to and self.measured else (args, kwargs)
-        named = named_arguments(operation, args, kwargs)
-        arguments = {key: as_json(value) for key, value in named.items()}
-        random = _is_random(operation, arguments)
-        overwritten = args[0] if changes and (random or overwrites_first_argument(name)) else None
-        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
-        op = Operation(name, *caller, [], [], [], "", arguments, random=random, is_view=operation.is_view)
-        read = [value for key, value in named.items() if key not in NOTES and value is not overwritten]
-        op.inputs = [self.value_of(t) for t in _numeric_tensors(read)]
-        op.lanes = _lanes(name, named, op.inputs)
-        op.inputs += [value for base in bases if (value := self.value_of(base)) not in op.inputs]
-        self._with_memory(lambda: self.results.find_leaves(args[1:] if overwritten is not None else args))
-        self._with_memory(lambda: self.results.keep_starts(written))
+        call = Call(operation, name, args, kwargs)
+        before = self._with_memory(call.copied_arguments) if call.writes and self.measured else (args, kwargs)
+        op = self._begun(call)
         follows = self.measured and not operation.is_view
-        exact = follows and all(map(self._is_exact, find_tensors(read)))
-        inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs, written)) if follows else None
-        state = torch.get_rng_state() if random and any(t.dtype in SHORT for t in written) else None
+        exact = follows and all(map(self._is_exact, find_tensors(call.read)))
+        inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs, call.written)) if follows else None
+        draws_short = call.random and any(t.dtype in SHORT for t in call.written)
+        state = torch.get_rng_state() if draws_short else None
 
         out = self._with_memory(lambda: operation(*args, **kwargs))
         if self.references.is_disabled:
-            inputs = None  # which would hold their memory
-
-        for t in written:
+            inputs = None  # they would hold their memory
+        for t in call.written:
             memory = self.references.memory(t)
             memory.version, memory.maker = memory.version + 1, op
-        known = {storage_identity(t.untyped_storage()) for t in given if sk.is_plain(t)}
-        computed = lambda: self.references.computed(operation, name, inputs, out, random)  # noqa: E731
-        made = self._attempt(computed) if inputs is not None else None
+        repeated = lambda: self.references.computed(operation, name, inputs, out, call.random)  # noqa: E731
+        made = self._attempt(repeated) if inputs is not None else None
         if follows:
-            longer = drawn_again(operation, written[0], args, kwargs, state) if state is not None else None
-            followed = made is not None and not random and name not in AS_RECORDED
-            for t in written:
-                self._attempt(partial(self.references.note_write, t, exact and made is not None, followed, longer))
+            self._keep_written(call, made, exact, state)
+        self._keep_new(call, op, out, made, exact, follows, inputs)
+        if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
+            self._note_read_number(out, op.inputs[0])
+        self._end(call, op, out, before)
+        return out
+
+    def _begun(self, call: Call) -> Operation:
+        """The record of an operation that is about to run: who calls it, and what it is given."""
+        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
+        is_view = call.operation.is_view
+        op = Operation(call.name, *caller, [], [], [], "", call.arguments, random=call.random, is_view=is_view)
+        op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read)]
+        op.lanes = _lanes(call.name, call.named, op.inputs)
+        op.inputs += [value for base in call.bases if (value := self.value_of(base)) not in op.inputs]
+        read = call.args[1:] if call.overwritten is not None else call.args
+        self._with_memory(lambda: self.results.find_leaves(read))
+        self._with_memory(lambda: self.results.keep_starts(call.written))
+        return op
+
+    def _keep_written(self, call: Call, made: Nested | None, exact: bool, state: Tensor | None) -> None:
+        """Keep the references of what an operation wrote to."""
+        longer = None
+        if state is not None:
+            longer = drawn_again(call.operation, call.written[0], call.args, call.kwargs, state)
+        followed = made is not None and not call.random and call.name not in AS_RECORDED
+        for t in call.written:
+            self._attempt(partial(self.references.note_write, t, exact and made is not None, followed, longer))
+
+    def _keep_new(
+        self, call: Call, op: Operation, out: Nested, made: Nested | None, exact: bool, follows: bool, inputs: Nested
+    ) -> None:
+        """Keep the references of new tensors, and note who made them."""
+        known = {storage_identity(t.untyped_storage()) for t in call.given if sk.is_plain(t)}
         # Storages that the reference of a result may share with something else.
-        shared = {storage_identity(t.untyped_storage()) for t in find_tensors((inputs, given, out)) if sk.is_plain(t)}
+        others = find_tensors((inputs, call.given, out))
+        shared = {storage_identity(t.untyped_storage()) for t in others if sk.is_plain(t)}
         new: set[int] = set()  # storages; some kernels return views of one
         for t, reference in _paired(out, made):
             storage = storage_identity(t.untyped_storage()) if sk.is_plain(t) else None
-            if storage is not None and storage not in known:
-                if follows:
-                    is_note = made is not None and (not sk.rounds(t) or name in AS_RECORDED)
-                    is_exact = exact and (reference is not None or is_note)
-                    content, is_second = t if reference is None else reference, storage in new
-                    may_own = storage_identity(content.untyped_storage()) not in shared
-                    shared.add(storage_identity(content.untyped_storage()))
-                    self._attempt(partial(self.references.keep, t, content, is_exact, is_second, may_own))
-                self.references.memory(t).maker = op
-                new.add(storage)
-        for t in find_tensors(out):
-            is_copy = bool(given) and name in COPIES and t.dtype == given[0].dtype and self._is_exact(given[0])
-            if follows and not sk.is_plain(t) and not is_copy:  # the references of sparse tensors are not followed
+            if storage is None or storage in known:
+                continue
+            if follows:
+                is_note = made is not None and (not sk.rounds(t) or call.name in AS_RECORDED)
+                is_exact = exact and (reference is not None or is_note)
+                content, is_second = t if reference is None else reference, storage in new
+                may_own = storage_identity(content.untyped_storage()) not in shared
+                shared.add(storage_identity(content.untyped_storage()))
+                self._attempt(partial(self.references.keep, t, content, is_exact, is_second, may_own))
+            self.references.memory(t).maker = op
+            new.add(storage)
+        for t in find_tensors(out) if follows else ():
+            same_type = bool(call.given) and t.dtype == call.given[0].dtype
+            is_copy = same_type and call.name in COPIES and self._is_exact(call.given[0])
+            if not sk.is_plain(t) and not is_copy:  # the references of sparse tensors are not followed
                 for memory in map(self.references.memory, sk.tensors(t)):
                     memory.exact, memory.maker = False, op
-        if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
-            self.numbers_read[out] = op.inputs[0]
-            number = self.values[op.inputs[0]].reference
-            if number is not None and not _is_plain_number(out):
-                self.references.read_numbers[out] = float(number[0])
-        raw_results = returned_or_written(operation, args, out)
-        results = _results(operation, raw_results)
+
+    def _note_read_number(self, number: float, value: str) -> None:
+        """Note that the program read a number from a tensor, so that its reference goes on with the exact number."""
+        self.numbers_read[number] = value
+        reference = self.values[value].reference
+        if reference is not None and not _is_plain_number(number):
+            self.references.read_numbers[number] = float(reference[0])
+
+    def _end(self, call: Call, op: Operation, out: Nested, before: tuple[Sequence[Nested], dict[str, Nested]]) -> None:
+        """Complete the record of an operation that has run, unless it made nothing of numbers."""
+        raw_results = returned_or_written(call.operation, call.args, out)
+        results = _results(call.operation, raw_results)
         if not results:
-            return out
+            return
         op.shape, op.dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
         op.outputs = [self.value_of(t, op) for t in results]
-        changed = [self.value_of(t, op) for t in (*([] if overwritten is not None else written), *bases)]
+        written = call.written if call.overwritten is None else []
+        changed = [self.value_of(t, op) for t in (*written, *call.bases)]
         op.changed = [value for value in dict.fromkeys(changed) if value not in op.outputs]
         rounded = [t for t in results if sk.rounds(t)]
         op.nans = self.measured and any(map(_has_nan, rounded))
-        if self.measured and not random and not operation.is_view and (rounded or name in DEFINITIONS):
-            self._with_memory(lambda: self._measure(operation, op, before, written_to, raw_results))
+        is_measured = self.measured and not call.random and not call.operation.is_view
+        if is_measured and (rounded or call.name in DEFINITIONS):
+            self._with_memory(lambda: self._measure(call.operation, op, before, call.writes, raw_results))
         self.operations.append(op)
         self.tell()
-        return out
 
     def _attempt(self, function: Callable[[], Nested]) -> Nested:
         """What a function of the references returns; None, and no references from here on, where memory is short."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from gpulab.data.base import HELD_OUT, Bytes, Data, Sequence
 from gpulab.data.films import Folder, Video
 from gpulab.data.images import Images, digits, mnist
 from gpulab.data.scenes import MovingDigits, Walk
-from gpulab.errors import UsageError, check_count, extra
+from gpulab.errors import UsageError, check_count, check_counts, extra
 from gpulab.files import JSON
 
 
@@ -126,7 +128,8 @@ def load(
       of frames that are rendered from a seed, the same bytes on every machine.
     - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names (2.png before
       10.png). Each frame is turned as its file says that it is to be shown; its middle is cut out in the shape of
-      `size` and scaled to it.
+      `size` and scaled to it. What does not say how it is to be shown is refused: transparent places, because nothing
+      says what is behind them; amounts of ink (CMYK); numbers that are not from 0 to 255 or of 16 bits.
 
     Args:
         name: One of these.
@@ -148,8 +151,8 @@ def load(
 
     Raises:
         UsageError: For an unknown name, or an option that makes no sense.
-        DataError: For a file or folder that is missing, damaged or of another kind, for grey frames without `grey`, and
-            for a download that fails.
+        DataError: For a file or folder that is missing, damaged or of another kind, for grey frames without `grey`, for
+            frames that do not say how they are to be shown, and for a download that fails.
         GpulabError: Where a library that reads the data is not installed.
 
     Examples:
@@ -169,19 +172,18 @@ def load(
     kind_name, _, place = str(name).partition(":")
     if (f"{kind_name}:" if place else kind_name) not in PREFIXES:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
-    if not (isinstance(size, tuple | list) and len(size) == 2):
-        raise UsageError(f"data {name!r}: size={size!r} must be (height, width)")
-    check_count(f"data {name!r}: height", size[0])
-    check_count(f"data {name!r}: width", size[1])
+    height, width = check_counts(f"data {name!r}: size", size, ("height", "width"))
     if frames is not None:
         check_count(f"data {name!r}: frames", frames)
     check_count(f"data {name!r}: seed", seed, least=0)
-    if not 0 < speed < float("inf"):
-        raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
+    if not (isinstance(speed, numbers.Real) and not isinstance(speed, bool) and 0 < speed < math.inf):
+        raise UsageError(f"data {name!r}: speed={speed!r}: expected a number above 0")
+    if not isinstance(grey, bool | np.bool_):
+        raise UsageError(f"data {name!r}: grey={grey!r}: expected True or False")
     kind = KINDS[kind_name]
     _check_options(name, kind, {"seed": seed, "speed": speed, "grey": grey})
     # The speeds 2 and 2.0 are the same, and must give the same record.
-    return kind.load(Request(place, frames, (size[0], size[1]), seed, float(speed), bool(grey)))
+    return kind.load(Request(place, frames, (height, width), seed, float(speed), bool(grey)))
 
 
 def _check_options(name: str, kind: Kind, options: Mapping[str, float]) -> None:

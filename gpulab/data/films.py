@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from gpulab.data.base import HELD_OUT, Bytes, Sequence, check_folder
 from gpulab.errors import DataError
@@ -31,6 +32,22 @@ FORMATS = "asf,avi,dv,flv,gif,h264,hevc,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegv
 NO_VIDEO = "not a video that can be read"
 DEMUXER_OPTIONS = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
 ASK_FOR_GREY = "ask for grey=True (--option grey=true) to read one channel"
+NOT_READ = "which is not read; put a background behind the frames and save the film without transparency"
+TRANSPARENT = "has transparent places, and nothing says what is behind them;"
+TRANSPARENT_FILM = f"{TRANSPARENT} put a background behind the frames and save the film without transparency"
+TRANSPARENT_IMAGE = (
+    f"{TRANSPARENT} save it with a background, which Pillow adds by "
+    "Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA')).convert('RGB')"
+)
+SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}  # modes of Pillow
+GREY_MODES = {"1", "L", "LA", "La", "I", "F"}  # of Pillow, without what follows a semicolon
+UNREADABLE_MODES = {  # whose numbers do not say how they are to be shown
+    "CMYK": "holds amounts of ink (CMYK), and a screen's colours depend on the printer; save it as RGB",
+    "LAB": "holds colours as L*a*b*; save it as RGB",
+    "HSV": "holds colours as hue, saturation and value; save it as RGB",
+}
+WIDE_MODES = ("I", "F")  # of Pillow: whole numbers of 32 bits or with a sign, and floating-point numbers
+WHITE_IS_ZERO, PHOTOMETRIC = 0, 262  # a value and the number of a note in TIFF
 
 
 class Video(Sequence):
@@ -42,9 +59,9 @@ class Video(Sequence):
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.file, self.grey, name = file, grey, f"video:{file}"
         self.stamps = {file: stamp(file)}
-        count, pixels = _look(file, self.stamps[file])
-        if pixels.startswith("gray") and not grey:
-            raise DataError(f"{file}: is grey ({pixels}); {ASK_FOR_GREY}")
+        count, grey_pixels = _look(file, self.stamps[file])
+        if grey_pixels and not grey:
+            raise DataError(f"{file}: is grey ({grey_pixels}); {ASK_FOR_GREY}")
         super().__init__(name, 1 if grey else 3, size, *_split(name, count, frames))
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
@@ -73,10 +90,34 @@ class Folder(Sequence):
 
 @functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
 def _look(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
-    """How many frames a film has, all of which are decoded, and the format of their pixels."""
+    """How many frames a film has, all of which are decoded, and the format of its grey pixels; "" if it has colour.
+
+    Raises:
+        DataError: For a film with transparent places, or one that ends within a frame.
+    """
+    count, grey_pixels = 0, ""
     with _film(file) as film:
-        formats = [frame.format.name for frame in film.decode(video=0)]
-    return len(formats), formats[0] if formats else ""
+        if film.streams.video[0].metadata.get("alpha_mode", "0") != "0":
+            raise DataError(f"{file}: says beside its frames what is transparent (alpha_mode), {NOT_READ}")
+        for frame in film.decode(video=0):
+            if _has_alpha(frame.format) and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
+                raise DataError(f"{file}: frame {count} {TRANSPARENT_FILM}")
+            if frame.is_corrupt:
+                raise DataError(f"{file}: frame {count} is damaged or incomplete; cut the film before it, or mend it")
+            count += 1
+            grey_pixels = grey_pixels or (frame.format.name if _is_grey(frame.format) else "")
+    return count, grey_pixels
+
+
+def _has_alpha(pixels: av.VideoFormat) -> bool:
+    """Whether pixels of this format say how transparent they are, or their palette does."""
+    return pixels.has_palette or any(component.is_alpha for component in pixels.components)
+
+
+def _is_grey(pixels: av.VideoFormat) -> bool:
+    """Whether pixels of this format have a brightness alone."""
+    colours = [component for component in pixels.components if not component.is_alpha]
+    return len(colours) == 1 and not pixels.has_palette and not pixels.is_rgb
 
 
 def _upright(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
@@ -142,9 +183,35 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
             size = size or shown
             if shown != size:
                 raise DataError(f"{file}: is {shown} pixels, the images before it {size}; all must have one size")
-            if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
+            if (mode := image.mode.partition(";")[0]) in UNREADABLE_MODES:
+                raise DataError(f"{file}: {UNREADABLE_MODES[mode]}")
+            if image.mode in WIDE_MODES:
+                _check_shades(file, np.asarray(image))
+            if mode in GREY_MODES and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); {ASK_FOR_GREY}")
+            if _is_transparent(image):
+                raise DataError(f"{file}: {TRANSPARENT_IMAGE}")
     return stamps
+
+
+def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
+    """Raise `DataError` unless numbers of any size are shades of grey from 0 to 255, as far as can be told."""
+    lowest, highest = shades.min(), shades.max()
+    if (1 < highest <= 255 and lowest >= 0) or not shades.any():  # up to 1, white may be 1
+        return
+    raise DataError(
+        f"{file}: holds numbers ({shades.dtype}) from {lowest:.3g} to {highest:.3g}, and nothing says which is white; "
+        "save it with 8 or 16 bits, or with numbers from 0 to 255"
+    )
+
+
+def _is_transparent(image: PIL.Image.Image) -> bool:
+    """Whether an image lets something be seen that is behind it. Its pixels are read only if they might."""
+    if not image.has_transparency_data:
+        return False
+    if image.mode in SIXTEEN_BITS:  # one shade of grey stands for nothing
+        return bool((np.asarray(image) == image.info["transparency"]).any())
+    return bool(np.asarray(image.convert("RGBA").getchannel("A")).min() < 255)
 
 
 def _natural_key(file: Path) -> tuple[list[str | int], str]:
@@ -172,7 +239,7 @@ def _opened(file: Path) -> Iterator[PIL.Image.Image]:
 def _upright_size(image: PIL.Image.Image) -> tuple[int, int]:
     """(width, height) of an image as it is to be shown: a camera notes (in Exif) how it was held."""
     # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would read all of them.
-    noted = image.format != "TIFF" and "exif" in image.info
+    noted = image.format != "TIFF" and ("exif" in image.info or "xmp" in image.info)
     sideways = noted and image.getexif().get(ORIENTATION, 1) > 4
     return (image.height, image.width) if sideways else image.size
 
@@ -181,8 +248,11 @@ def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
     """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W) bytes."""
     from PIL import Image, ImageOps
 
+    is_negative = image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO  # type: ignore[attr-defined]
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255
-        image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+    if image.mode in SIXTEEN_BITS:  # Pillow would cut 16 bits off at 255, and leaves a negative as it is
+        shades = np.asarray(image).astype(np.uint32)
+        shades = 65535 - shades if is_negative else shades
+        image = Image.fromarray(((shades + 128) // 257).astype(np.uint8))
     image = ImageOps.fit(image.convert("L" if grey else "RGB"), size[::-1], Image.Resampling.BILINEAR)
     return np.ascontiguousarray(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))

@@ -6,8 +6,10 @@ import functools
 import itertools
 import linecache
 import os
+import re
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,41 @@ def innermost_line() -> str:
         if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
             name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
             return f"{name}:{frame.f_lineno}: {line_of(frame).text}"
+    return ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line of an error's traceback that is neither torch's nor gpulab's, its models apart.
+
+    Returns:
+        `file:line: text`; empty where there is none.
+
+    >>> try:
+    ...     torch.ones(2) @ torch.ones(3)
+    ... except RuntimeError as error:
+    ...     line_of_error(error).partition(":")[0]
+    '<doctest gpulab.guards.call_sites.line_of_error[0]>'
+    """
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH + os.sep, PACKAGE, "<frozen")) or file.startswith(PACKAGE + "models"):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{number}: {linecache.getline(file, number).strip()}"
+    return ""
+
+
+def line_of_forward_call(traceback_text: str) -> str:
+    r"""The innermost of the user's lines in a traceback that torch's anomaly detection keeps: `file:line: text`.
+
+    >>> line_of_forward_call('  File "train.py", line 7, in step\n    y = f(x)\n')
+    'train.py:7: y = f(x)'
+    """
+    for file, number, text in reversed(
+        re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]*)', traceback_text)
+    ):
+        if not file.startswith((TORCH + os.sep, PACKAGE, "<")) or file.startswith(PACKAGE + "models"):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{number}: {text.strip()}"
     return ""
 
 

@@ -19,6 +19,8 @@ COPIED = "a pinned tensor, {tensor}: "
 WROTE = "something other than torch wrote there, and another tensor was made of it"
 COPY_IT = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
 GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
+UNKNOWN_WRITER = "; which line wrote is not known, only that it ran after that one"
+LOOK_FOR_WRITER = ' (reads="any" looks for it)'
 CAUSES = {  # what happened, why, and what to do
     "inplace": (
         SAVED,
@@ -91,6 +93,8 @@ class Overwritten:
         explanation: Why it happened, with what shares the memory.
         remedy: What to do.
         count: How often it was found.
+        writers: The line that wrote there; several, of which one did, where several threads were at work; none where it
+            is not known, as under `reads="backward"`, which does not look for it.
 
     Examples:
         >>> import numpy as np
@@ -118,6 +122,7 @@ class Overwritten:
     explanation: str
     remedy: str
     count: int = 1
+    writers: tuple[Line, ...] = ()
 
     @classmethod
     def of(cls, cause: str, operation: str, tensor: Tensor, lines: dict[str, Line], operand: str | None = None) -> Self:
@@ -141,6 +146,13 @@ class Overwritten:
         changer = f"the step of the optimizer {step.optimizer}"
         explanation = f"it is a parameter, which {changer} changed after the forward pass"
         return replace(self.because("step"), lines={**self.lines, "changed by": step.line}, explanation=explanation)
+
+    def written_by(self, writers: list[Line], was_followed: bool) -> Overwritten:
+        """The same finding, with the lines of which one has written; without any, it says what is known."""
+        if writers:
+            return replace(self, writers=tuple(writers))
+        unknown = UNKNOWN_WRITER if was_followed else UNKNOWN_WRITER + LOOK_FOR_WRITER
+        return replace(self, explanation=self.explanation + unknown)
 
     def held_by(self, holder: Holder) -> Overwritten:
         """The same finding, with the variable that shares the memory; a NumPy array that does has written there."""
@@ -169,4 +181,7 @@ class Overwritten:
         lines = [f"  {did} {line}" for did, line in self.lines.items()]
         if self.line.text:
             lines.insert(1, f"      {self.line.text}")
+        for number, line in enumerate(self.writers):
+            words = "  written by" if len(self.writers) == 1 else "  or by" if number else "  written by this line"
+            lines += [f"{words} {line}", *([f"      {line.text}"] if line.text else [])]
         return "\n".join([headline + times, *lines, f"  why: {self.explanation}", f"  do: {self.remedy}"])

@@ -41,12 +41,14 @@ from gpulab._torch_internals import (
     version_of,
 )
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
+from gpulab.guards.blind_spots import BlindSpots
 from gpulab.guards.call_sites import Line, user_line
 from gpulab.guards.findings import Overwritten, Step
 from gpulab.guards.fingerprints import fingerprint
 from gpulab.guards.holders import Holder, nearest_holder, overlap
 from gpulab.guards.reentrancy import at_work, own_work
 from gpulab.guards.shared_reads import SharedReads
+from gpulab.guards.write_lines import now
 
 FORBIDDEN = "torch forbids the guard's hooks here ({}); put it around what calls backward, not around torch.func"
 
@@ -96,6 +98,10 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
       `backward`: compile the model alone there;
     - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
       guard inside `save_on_cpu` takes its place.
+
+    Where such things occur inside the block and can be noticed, the report says so (`Guard.unwatched`). With
+    `reads="any"` a finding names the line that wrote (`Overwritten.writers`), unless a debugger or a measurement of
+    coverage follows the program's lines already.
 
     Args:
         on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends `backward`; `warn`
@@ -158,6 +164,9 @@ class Guard:
         unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
             transform such as vmap, while a CUDA graph is being captured). With `reads="any"` it counts, too, the reads
             of tensors that are no plain memory, such as those of a subclass. `print` says how many there were.
+        unwatched: What ran inside the block and was not watched (other processes and threads, other hooks for saved
+            tensors, CUDA graphs, TorchScript), or ran otherwise because of the guard (compiled code, under
+            `reads="any"`), a sentence each. `print` says them.
 
     Examples:
         >>> import torch
@@ -173,6 +182,7 @@ class Guard:
         self.on, self.reads = on, reads
         self.checked = self._unchecked = self._warned = 0
         self._shared = SharedReads(self._tell)
+        self._blind_spots = BlindSpots()
         self._steps, self._latest_steps = 0, dict[int, Step]()  # of optimizers: how many, and by whose identity
         self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
@@ -191,6 +201,11 @@ class Guard:
         """How many uses and reads were not compared."""
         return self._unchecked + self._shared.unchecked
 
+    @property
+    def unwatched(self) -> list[str]:
+        """What ran inside and was not watched, or ran otherwise because of the guard: a sentence each."""
+        return self._blind_spots.sentences()
+
     def __len__(self) -> int:
         return len(self._findings)
 
@@ -202,7 +217,7 @@ class Guard:
         if self.unchecked:
             why = "because torch does not give the tensor's content away"
             lines.append(f"not compared: {self.unchecked} others, {why}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.unwatched])
 
     @uncompiled
     def __enter__(self) -> Guard:
@@ -214,6 +229,7 @@ class Guard:
             self._steps_seen = register_optimizer_step_post_hook(self._note_step)
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
+        self._blind_spots.start(keeps_compiled=self.reads != "any")
         if self.reads == "any":
             self._shared.__enter__()
         return self
@@ -224,6 +240,7 @@ class Guard:
     ) -> None:
         pop_saved_tensor_hooks()
         self._threads.remove(_thread.ident)
+        self._blind_spots.stop()
         if not self._threads:
             self._steps_seen.remove()
         if self.reads == "any":
@@ -253,7 +270,8 @@ class Guard:
     @own_work
     def _check(self, saved: _Saved, node: Node | None) -> None:
         if version_of(saved.tensor) != saved.version:
-            self._report(saved.finding(node, "step" if saved.is_parameter else "inplace"), saved.span, saved.steps)
+            finding = saved.finding(node, "step" if saved.is_parameter else "inplace")
+            self._report(finding, saved.span, saved.steps, saved.time)
             return
         digest = None if saved.digest is None else fingerprint(saved.tensor)
         with self._lock:
@@ -267,7 +285,7 @@ class Guard:
         cause = "data" if span_of(saved.tensor) == saved.span else "replaced"
         finding = saved.finding(node, cause, name_operand=not later)
         # Which keeps no content of a tensor alive.
-        report = functools.partial(self._report, finding, saved.span, saved.steps)
+        report = functools.partial(self._report, finding, saved.span, saved.steps, saved.time)
         if not later:
             report()
             if birth := self._shared.birth_of(saved.tensor):
@@ -296,26 +314,32 @@ class Guard:
         changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None]
         self._latest_steps[id(optimizer)] = Step(self._steps, type(optimizer).__name__, user_line(), changed)
 
-    def _report(self, finding: Overwritten, span: Span, steps: int) -> None:
+    def _report(self, finding: Overwritten, span: Span, steps: int, time: int) -> None:
         """Tell of a finding of the backward pass, which may be due to a step of an optimizer after so many others."""
         later_steps = (step for step in self._latest_steps.values() if step.number > steps)
         step = next((step for step in later_steps if any(overlap(span, changed) for changed in step.changed)), None)
-        self._tell(finding.changed_by(step) if step else finding, span)
+        self._tell(finding.changed_by(step) if step else finding, span, time)
         if not self._threads:
             self._warn()
 
-    def _tell(self, finding: Overwritten, span: Span = (0, 0)) -> None:
-        """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted."""
+    def _tell(self, finding: Overwritten, span: Span = (0, 0), since: int | None = None) -> None:
+        """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted.
+
+        It is of memory that was right at a time, so the line that wrote there after it is looked for.
+        """
         with self._lock:
             key = finding.operation, *finding.lines.items()  # what findings have in common that are told as one
             earlier_finding = self._findings.get(key)
             if earlier_finding:
-                finding = replace(earlier_finding, count=earlier_finding.count + 1)
+                count = earlier_finding.count + 1
+                finding = replace(earlier_finding, count=count)
             else:
                 holder = self._holders.get(finding.line)
                 if not holder or not overlap(holder.span, span):
                     holder = nearest_holder(span, self._last_thread)
                 finding = finding.held_by(holder) if holder else finding
+            if since is not None and not (finding.writers or "changed by" in finding.lines or earlier_finding):
+                finding = finding.written_by(self._shared.write_lines.lines_since(span, since), self.reads == "any")
             self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)
@@ -331,7 +355,7 @@ class Guard:
 class _Saved:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "version")
+    __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "time", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
         # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`. Others are detached: an
@@ -342,6 +366,7 @@ class _Saved:
         owner = tensor if base is None else base
         self.is_parameter = owner.is_leaf and owner.requires_grad
         self.line, self.steps = line, steps
+        self.time = now()
         self.digest = fingerprint(self.tensor)
         self.span = span_of(self.tensor)
 

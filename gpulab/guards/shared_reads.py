@@ -31,16 +31,19 @@ from gpulab._torch_internals import (
     Span,
     StorageWeakRef,
     UncompiledDispatchMode,
+    is_mutable,
     is_plain,
     span_of,
     storage_identity,
     version_of,
+    written_tensors,
 )
 from gpulab.guards.async_copies import CopiesUnderWay
 from gpulab.guards.call_sites import Line, user_line
 from gpulab.guards.findings import Overwritten
 from gpulab.guards.fingerprints import memory, memory_digest
 from gpulab.guards.torch_patches import add_listener, is_copying, is_listening, remove_listener
+from gpulab.guards.write_lines import WriteLines, now
 
 MADE = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
 OVERWRITING = {"copy_", "fill_", "zero_"}  # whose first argument is not read
@@ -60,9 +63,11 @@ class _Birth:
     line: Line
     digests: dict[int, int] = field(default_factory=dict)  # for each block of the memory, by its address
     content: bytes = b""  # of a small memory
+    time: int = field(default_factory=now)  # when its content was last remembered
 
     def remember(self, span: Span) -> None:
         """Take what is in a part of the memory now for right."""
+        self.time = now()
         self.digests |= self.look(span)
         if self.memory[1] - self.memory[0] <= BLOCK:
             self.content = bytes(memory(*self.memory))
@@ -103,10 +108,12 @@ class SharedReads(UncompiledDispatchMode):
         self.tell = tell
         self.copies = CopiesUnderWay(tell)
         self.checked = self.unchecked = 0
+        self.write_lines = WriteLines()
         self.births: dict[int, list[_Birth]] = {}  # by the address of the memory: who lives, and the latest
 
     def __enter__(self) -> Self:
         add_listener(self)
+        self.write_lines.start()
         return super().__enter__()
 
     def __exit__(
@@ -117,6 +124,7 @@ class SharedReads(UncompiledDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         remove_listener(self)
+        self.write_lines.stop()
         if not is_listening(self):
             self.copies.end()
         if kind is None:
@@ -140,6 +148,8 @@ class SharedReads(UncompiledDispatchMode):
             tensors = [value for value in values if isinstance(value, Tensor) and value.is_cpu]
             self.check(tensors, operation.overloadpacket.__name__)
         result = operation(*args, **kwargs)
+        if is_mutable(operation):
+            self.write_lines.note(written_tensors(operation, args, kwargs))
         self.copies.note(operation, args, kwargs, result)
         return result
 
@@ -157,6 +167,7 @@ class SharedReads(UncompiledDispatchMode):
         memory = address, address + storage.nbytes()
         birth = _Birth(StorageWeakRef(storage), memory, version_of(tensor), user_line())
         birth.remember(memory)
+        self.write_lines.watch(birth.storage, memory)
         if not is_copying():
             with _births_lock:
                 if len(self.births) % FEW == 0:
@@ -166,6 +177,10 @@ class SharedReads(UncompiledDispatchMode):
 
     def on_tensor_created(self, tensor: Tensor) -> None:
         """Note a tensor that may share the memory of another library."""
+        self.birth_of(tensor)
+
+    def on_tensor_shared(self, tensor: Tensor) -> None:
+        """Note a tensor whose memory another library has been given."""
         self.birth_of(tensor)
 
     def on_tensor_read(self, tensor: Tensor, function: str) -> None:
@@ -192,7 +207,7 @@ class SharedReads(UncompiledDispatchMode):
             else:
                 cause = "together" if places.count(birth.memory[0]) > 1 else "stale"
                 lines = {"made by": birth.line, "made again by": latest.line, "read by": user_line()}
-                self.tell(Overwritten.of(cause, name, tensor, lines), span_of(tensor))
+                self.tell(Overwritten.of(cause, name, tensor, lines), span_of(tensor), birth.time)
         self.copies.check(tensors, name)
 
 

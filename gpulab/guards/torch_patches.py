@@ -29,6 +29,9 @@ class Listener(Protocol):
     def on_tensor_created(self, tensor: Tensor) -> None:
         """A tensor was created that may share the memory of another library."""
 
+    def on_tensor_shared(self, tensor: Tensor) -> None:
+        """A function has given the memory of a tensor to another library, which may write there."""
+
     def on_tensor_read(self, tensor: Tensor, function: str) -> None:
         """A function is about to read a tensor without torch."""
 
@@ -96,7 +99,11 @@ def _create_copy(original: Callable[..., Tensor], *args: Nested, **kwargs: Neste
 def _read(original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested) -> Nested:
     for listener in list(_listeners):
         listener.on_tensor_read(tensor, original.__name__)
-    return original(tensor, *args, **kwargs)
+    returned = original(tensor, *args, **kwargs)
+    if original.__name__ == "numpy":
+        for listener in list(_listeners):
+            listener.on_tensor_shared(tensor)
+    return returned
 
 
 def _query(original: Callable[[StreamOrEvent], bool], stream_or_event: StreamOrEvent) -> bool:

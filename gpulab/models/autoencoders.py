@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gpulab.errors import UsageError, check_count
+from gpulab.errors import UsageError, check_count, check_counts
 from gpulab.models.base import Trainable, draw_linear_
 from gpulab.numerics.emulation import float32_products
 
@@ -70,7 +70,7 @@ class Autoencoder(_Images):
         batch_size: How many images an update sees.
 
     Raises:
-        UsageError: For no widths at all, for a width below 1, and for a batch size that is no whole number from 1.
+        UsageError: For no widths at all, and for a width, a size or a batch size that is no whole number from 1.
 
     Examples:
         >>> import torch
@@ -86,11 +86,11 @@ class Autoencoder(_Images):
 
     def __init__(self, hidden: Sequence[int] = (128, 32), size: Size = (28, 28), batch_size: int = 1) -> None:
         super().__init__()
-        if not hidden or min(hidden) < 1:
-            raise UsageError(f"hidden={tuple(hidden)!r}: expected the widths of one or more layers")
+        hidden = check_counts("hidden", hidden)
         check_count("batch_size", batch_size)
-        self.size, self.batch_size = size, batch_size
-        widths = [size[0] * size[1], *hidden]
+        height, width = check_counts("size", size, ("height", "width"))
+        self.size, self.batch_size = (height, width), int(batch_size)
+        widths = [height * width, *hidden]
         widths += widths[-2::-1]
         layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
@@ -231,7 +231,8 @@ class Whitener(_Images):
         covariance: How the covariance is computed.
 
     Raises:
-        UsageError: For an unknown `covariance`, for widths below 1, and for a batch that is not larger than the code.
+        UsageError: For an unknown `covariance`, for widths or a size that are no whole numbers from 1, and for a batch
+            that is not larger than the code.
 
     Examples:
         >>> import torch
@@ -259,12 +260,13 @@ class Whitener(_Images):
         super().__init__()
         if covariance not in COVARIANCES:
             raise UsageError(f"covariance={covariance!r}: expected one of {', '.join(COVARIANCES)}")
-        if min(hidden, code) < 1:
-            raise UsageError(f"hidden={hidden!r}, code={code!r}: expected the widths of two layers, from 1")
+        for name, count in (("hidden", hidden), ("code", code), ("batch_size", batch_size)):
+            check_count(name, count)
         if batch_size <= code:
             raise UsageError(f"batch_size={batch_size!r}: to whiten {code} numbers takes more than {code} images")
-        self.size, self.batch_size, self.covariance = size, batch_size, covariance
-        pixels = size[0] * size[1]
+        height, width = check_counts("size", size, ("height", "width"))
+        self.size, self.batch_size, self.covariance = (height, width), int(batch_size), covariance
+        pixels = height * width
         self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, code), nn.Sigmoid())
         self.decoder = nn.Sequential(nn.Linear(code, hidden), nn.ReLU(), nn.Linear(hidden, pixels), nn.Sigmoid())
         self.draw_weights(torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.data.feed import Feed
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_counts
 from gpulab.models.base import Trainable, draw_normal_
 from gpulab.models.chainer import read_chainer
 
@@ -68,8 +68,8 @@ class PredNet(Trainable):
         lstm: For each layer, its convolutional LSTM.
 
     Raises:
-        UsageError: For a size that cannot be halved so often (the message names the nearest that can), for channels
-            below 1 or none at all, and for an unknown truncation.
+        UsageError: For a size that cannot be halved so often (the message names the nearest that can), for channels or
+            a size that are no whole numbers from 1, and for an unknown truncation.
 
     Examples:
         >>> import torch
@@ -99,11 +99,10 @@ class PredNet(Trainable):
         super().__init__()
         if truncation not in TRUNCATIONS:
             raise UsageError(f"truncation={truncation!r}: expected one of {', '.join(TRUNCATIONS)}")
-        if not channels or min(channels) < 1:
-            raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
-        _check_divides(size, len(channels))
-        height, width = size
-        self.channels, self.size, self.truncation = tuple(channels), (height, width), truncation
+        channels = check_counts("channels", channels)
+        height, width = check_counts("size", size, ("height", "width"))
+        _check_divides((height, width), len(channels))
+        self.channels, self.size, self.truncation = channels, (height, width), truncation
         conv = functools.partial(nn.Conv2d, kernel_size=KERNEL, padding=KERNEL // 2)
         conv_a = [conv(2 * below, here) for below, here in itertools.pairwise(channels)]
         conv_p = [conv(here, here) for here in channels]
@@ -364,7 +363,7 @@ def detached(state: State) -> State:
 
 def _check_divides(size: tuple[int, int], layers: int) -> None:
     step = 2 ** (layers - 1)
-    if len(size) == 2 and all(edge > 0 and edge % step == 0 for edge in size):
+    if all(edge % step == 0 for edge in size):
         return
     below = tuple(max(step, edge // step * step) for edge in size)
     above = tuple(max(step, -(-edge // step) * step) for edge in size)

@@ -37,6 +37,7 @@ from gpulab._torch_internals import (
     without_fused_rnn,
 )
 from gpulab.errors import GpulabError, UsageError
+from gpulab.guards.call_sites import innermost_line
 from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
 from gpulab.numerics.formats import FORMATS, round_to
 
@@ -315,7 +316,8 @@ def float32_products() -> Iterator[None]:
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
 SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
-COMPOSED = {"affine_grid_generator", "_euclidean_dist"}  # whose kernels call others for their products
+# Operations whose kernels call others for their products, which a mode does not see.
+COMPOSED = {"_euclidean_dist", "_trilinear", "affine_grid_generator", "conv_tbc", "linalg_pinv"}
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
@@ -356,8 +358,10 @@ class _Emulator(UncompiledDispatchMode):
         if name is None or not all(x.dtype == torch.float32 and x.layout == torch.strided for x in factors):
             return operation(*args, **kwargs)
         if FUSED.fullmatch(name):
+            if name == "_cdist_forward" and not _multiplies(*args):
+                return operation(*args, **kwargs)
             remedy = "write it with matrix products, or leave it outside the block"
-            raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}")
+            raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}{_at_line()}")
         arithmetic = self.arithmetic if _allows_tf32(name) else self.without_tf32
         if name in CONVOLUTIONS:
             return CONVOLUTIONS[name](operation, args, arithmetic)
@@ -378,6 +382,22 @@ class _Unfused(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         with without_fused_rnn():
             return function(*args, **(kwargs or {}))
+
+
+def _multiplies(a: Tensor, b: Tensor, exponent: float, how: int | None) -> bool:
+    """Whether `torch.cdist` computes distances from a matrix product: if it is told to, or by itself for many points.
+
+    >>> _multiplies(torch.ones(30, 2), torch.ones(3, 2), 2.0, None), _multiplies(*2 * [torch.ones(30, 2)], 1.0, None)
+    (True, False)
+    """
+    is_large = a.shape[-2] > 25 or b.shape[-2] > 25
+    return exponent == 2 and (how == 1 or (not how and is_large))
+
+
+def _at_line() -> str:
+    """The user's line that is being computed, for the end of an error."""
+    line = innermost_line()
+    return f" (at {line})" if line else ""
 
 
 def _allows_tf32(name: str) -> bool:
@@ -471,7 +491,8 @@ def _check_plain(x: Tensor, options: Sequence[Nested]) -> None:
     if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:
         raise GpulabError(
             f"a convolution with dimensions={x.dim() - 2}, {dilation=}, {transposed=}, {groups=}: orders of summation "
-            "are emulated for plain ones over two dimensions; leave `order` away, or the operation outside the block"
+            "are emulated for plain ones over two dimensions; leave out `order`, or leave the operation outside the "
+            f"block{_at_line()}"
         )
 
 

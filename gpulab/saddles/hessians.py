@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
@@ -27,6 +28,7 @@ from gpulab._torch_internals import (
     weight_norm,
 )
 from gpulab.errors import DataError, UnsupportedError, UsageError
+from gpulab.guards.call_sites import line_of_forward_call
 from gpulab.saddles.objectives import Batch, Loss, Objective
 from gpulab.saddles.operators import check_symmetric
 
@@ -231,7 +233,10 @@ def hessian(
             if (leaf := leaf_of(node)) is not None:
                 leaves.add(id(leaf))
             if is_once_differentiable(node):  # whose gradients autograd would take for constants
-                raise UsageError(f"{type(node).__name__} has no second derivatives: it is marked once_differentiable")
+                line = _line_of_node(lambda: objective_of(model), type(node).__name__)
+                raise UsageError(
+                    f"{type(node).__name__} has no second derivatives: it is marked once_differentiable{line}"
+                )
         if captured := [name for name, tensor in selected.items() if id(tensor) in leaves]:
             raise UsageError(
                 f"the loss holds {captured[0]} itself: ask the model for it each time (model.{captured[0]})"
@@ -329,5 +334,30 @@ def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[
         raise
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise UsageError(f"the loss has no second derivatives that torch can compute: {reason}") from error
+        line = _line_of_failure(objective, points)
+        raise UsageError(f"the loss has no second derivatives that torch can compute: {reason}{line}") from error
     return loss.detach(), [gradient.detach() for gradient in gradients], product
+
+
+def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
+    """The user's line whose operation has no second derivative, for the end of an error: torch keeps it if asked to."""
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        torch.autograd.detect_anomaly(check_nan=False),
+        torch.enable_grad(),
+        contextlib.suppress(RuntimeError),
+    ):
+        gradients = torch.autograd.grad(objective(), points, create_graph=True, materialize_grads=True)
+        varying = [gradient.sum() for gradient in gradients if gradient.requires_grad]
+        torch.autograd.grad(varying, points, materialize_grads=True)
+    lines = [line_of_forward_call(str(warning.message)) for warning in caught]
+    return next((f" (at {line})" for line in reversed(lines) if line), "")
+
+
+def _line_of_node(objective: Callable[[], Tensor], name: str) -> str:
+    """The user's line that made a node of autograd's graph, for the end of an error."""
+    with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly(check_nan=False), torch.enable_grad():
+        nodes = [node for node in graph_nodes(objective()) if type(node).__name__ == name]
+    notes: Nested = nodes[0].metadata if nodes else {}
+    line = line_of_forward_call("".join(notes.get("traceback_", ())))
+    return f" (at {line})" if line else ""

@@ -6,7 +6,9 @@ mean of zero (for booleans, McNemar's test), and equivalent where two one-sided 
 (Schuirmann 1987; for booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
 seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit of the standard deviation. Levels whose
 weights equal the reference's to the last bit for every seed are not tested. Several levels are corrected by Holm's
-method (1979), differences and equivalences separately.
+method (1979), differences and equivalences separately. Where the same question is asked up to k times as runs come in,
+each time is at alpha / k, and the limit of the standard deviation at 1 − 0.025 / k (Bonferroni): p values of the same
+runs and some more depend on each other in ways that no other correction holds for, whenever the looks are.
 
 `benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the level.
 """
@@ -119,12 +121,14 @@ class Decisions(Paired):
         alpha: The level of significance.
         rows: The decision on each level other than the reference, in the order of the runs.
         between_seeds: The standard deviation of the metric over seeds under the reference.
+        looks: How often the question may be asked as runs come in.
     """
 
     margin: str | float
     alpha: float
     rows: tuple[LevelDecision, ...]
     between_seeds: float
+    looks: int = 1
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -147,21 +151,22 @@ class Decisions(Paired):
         return min((row.decision for row in self.rows), key=DECISIONS.index, default="inconclusive")
 
 
-def compare_levels(paired: Paired, margin: str | float, alpha: float) -> tuple[LevelDecision, ...]:
+def compare_levels(paired: Paired, margin: str | float, alpha: float, looks: int = 1) -> tuple[LevelDecision, ...]:
     """Compare each level with the reference, and decide on it; `margin` is as it was asked for."""
     levels = paired.by_level()
     losses = paired.losses_of_reference()
     yes_or_no = paired.is_yes_or_no()
-    size = margin_size(margin, losses, yes_or_no)
-    sizes = margin_sizes(margin, losses, SEEDS, yes_or_no)
+    confidence = sd_confidence(looks)
+    size = margin_size(margin, losses, yes_or_no, confidence)
+    sizes = margin_sizes(margin, losses, SEEDS, yes_or_no, confidence)
     runs = paired.runs[paired.factor].value_counts()
     tests = [_test_level(pairs, size, yes_or_no) for pairs in levels.values()]
-    corrected_tests = _correct(tests, alpha)
+    corrected_tests = _correct(tests, alpha, looks)
     rows = []
     for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
         row = _compare_level(level, pairs, test, corrected, size, yes_or_no)
         decision = decide(row, alpha)
-        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, alpha / len(levels), yes_or_no)
+        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, alpha / len(levels) / looks, yes_or_no)
         if decision == "inconclusive":  # the pairs that there are were not enough
             needed = float(max(needed, len(pairs) + 1))
         left_out = int(runs[level] + runs[paired.reference] - 2 * len(pairs))
@@ -219,6 +224,15 @@ def fewest_pairs(alpha: float) -> int:
     return math.ceil(1 - math.log2(alpha))
 
 
+def sd_confidence(looks: int) -> float:
+    """The confidence of the limit that a margin in standard deviations is taken at, so that it holds at each look.
+
+    >>> sd_confidence(1), round(sd_confidence(4), 5)
+    (0.975, 0.99375)
+    """
+    return 1 - (1 - inference.SD_CONFIDENCE) / looks
+
+
 @dataclass(frozen=True)
 class _LevelTests:
     """The tests of one level alone: fields of `LevelDecision`."""
@@ -231,7 +245,7 @@ class _LevelTests:
 
 @dataclass(frozen=True)
 class _CorrectedTests:
-    """The tests of one level after the correction for all levels: fields of `LevelDecision`, and levels of intervals.
+    """The tests of one level after the corrections for looks and for all levels: fields of `LevelDecision`.
 
     Attributes:
         alpha: The level of the interval that belongs to the test of difference.
@@ -265,8 +279,8 @@ def _test_level(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> _LevelTe
     )
 
 
-def _correct(tests: Sequence[_LevelTests], alpha: float) -> list[_CorrectedTests]:
-    """Correct the p values of all levels by Holm's method, and find the levels of the intervals that belong to them.
+def _correct(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list[_CorrectedTests]:
+    """Correct the p values of all levels for looks and by Holm's method, and find the levels of their intervals.
 
     >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
     >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
@@ -275,21 +289,24 @@ def _correct(tests: Sequence[_LevelTests], alpha: float) -> list[_CorrectedTests
     [0.1875, 0.125]
     >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
     (0.0208, 0.0625)
+    >>> looked_at = _correct([five, four], alpha=0.0625, looks=3)
+    >>> [round(test.p_equivalent_holm, 2) for test in looked_at], [test.p_diverged_holm for test in looked_at]
+    ([0.06, 0.6], [0.1875, 0.375])
     """
-    p_different = [test.p_different for test in tests]
-    p_equivalent = [test.p_equivalent for test in tests]
-    p_diverged = np.array([test.p_diverged for test in tests])
+    p_different = looks * np.array([test.p_different for test in tests])
+    p_equivalent = looks * np.array([test.p_equivalent for test in tests])
+    p_diverged = looks * np.array([test.p_diverged for test in tests])
     one_diverged = np.array([test.one_diverged for test in tests], float)
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
-    testable = 2.0 ** (1 - one_diverged) <= alpha
+    testable = looks * 2.0 ** (1 - one_diverged) <= alpha
     difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
     p_different_holm, p_diverged_holm = np.split(difference_family, 2)
-    p_diverged_holm = np.where(testable, p_diverged_holm, p_diverged)
+    p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(p_diverged, 1.0))
     p_equivalent_holm = inference.holm(p_equivalent)
     # Holm has stopped at this level: it rejects what is below, and nothing above.
-    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha)))
-    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha)))
+    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha))) / looks
+    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha))) / looks
     return [
         _CorrectedTests(
             p_different_holm=float(p_different_holm[level]),

@@ -25,11 +25,16 @@ def parse_margin(margin: str | float) -> tuple[float, str]:
     return number, with_unit[2] if with_unit else ""
 
 
-def margin_size(margin: str | float, losses: NDArray[np.float64], yes_or_no: bool = False) -> float:
+def margin_size(
+    margin: str | float,
+    losses: NDArray[np.float64],
+    yes_or_no: bool = False,
+    confidence: float = inference.SD_CONFIDENCE,
+) -> float:
     """A margin in the metric's units; `losses` is the metric under the reference, shape (seeds,).
 
-    One in standard deviations is of their lower 97.5 % limit; NaN where the losses do not differ. Of yes and no a
-    margin is a share of the seeds.
+    One in standard deviations is of their lower limit at `confidence`; NaN where the losses do not differ. Of yes and
+    no a margin is a share of the seeds.
 
     >>> margin_size("10%", np.array([0.0, 1.0]), yes_or_no=True), margin_size("10%", np.array([4.0, 6.0]))
     (0.1, 0.5)
@@ -40,7 +45,7 @@ def margin_size(margin: str | float, losses: NDArray[np.float64], yes_or_no: boo
     Traceback (most recent call last):
     gpulab.errors.UsageError: margin 1: of yes and no it is a share of the seeds below 1, such as 0.1
     """
-    return float(margin_sizes(margin, losses, len(losses), yes_or_no))
+    return float(margin_sizes(margin, losses, len(losses), yes_or_no, confidence))
 
 
 def margin_sizes(
@@ -48,6 +53,7 @@ def margin_sizes(
     losses: NDArray[np.float64],
     n: ArrayLike,
     yes_or_no: bool = False,
+    confidence: float = inference.SD_CONFIDENCE,
 ) -> NDArray[np.float64]:
     """The margins that n seeds would give; only a margin in standard deviations depends on n.
 
@@ -61,7 +67,7 @@ def margin_sizes(
     if yes_or_no and (unit == "sd" or share >= 1):
         raise UsageError(f"margin {margin!r}: of yes and no it is a share of the seeds below 1, such as {USUAL_SHARE}")
     if unit == "sd":
-        return number * inference.sd_lower_limits(losses, n)
+        return number * inference.sd_lower_limits(losses, n, confidence)
     size = share
     if unit == "%" and not yes_or_no:
         size = share * abs(losses.mean()) if losses.any() else math.nan

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 EXACT = 16  # the most differences other than zero for which all 2^n combinations of signs are tried
 FLIPS = 9999  # combinations of signs that are drawn for more differences
+SMALLEST_DRAWN = 1 / (1 + FLIPS)  # the smallest p that these can give
 SD_CONFIDENCE = 0.975  # of the lower limit of a standard deviation; at 0.95 a rare second hump misleads
 APART = 3  # the least width of a gap between losses, in standard deviations of the others
 
@@ -268,7 +269,7 @@ def sd_lower_limit(values: ArrayLike) -> float:
     return float(sd_lower_limits(values, np.size(values)))
 
 
-def sd_lower_limits(values: ArrayLike, n: ArrayLike) -> Floats:
+def sd_lower_limits(values: ArrayLike, n: ArrayLike, confidence: float = SD_CONFIDENCE) -> Floats:
     """The limits that samples of n values would have with this sample's standard deviation and kurtosis.
 
     >>> sd_lower_limits([1, 2, 3, 4], n=[4, 40]).round(4).tolist()
@@ -279,7 +280,7 @@ def sd_lower_limits(values: ArrayLike, n: ArrayLike) -> Floats:
     if not (sd := sample_sd(values)) > 0:
         return np.full(freedom.shape, math.nan)
     kurtosis = max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 else 3.0
-    return sd * np.exp(-scipy.stats.t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((kurtosis - 1) / freedom) / 2)
+    return sd * np.exp(-scipy.stats.t.ppf(confidence, freedom) * np.sqrt((kurtosis - 1) / freedom) / 2)
 
 
 def sample_sd(values: ArrayLike) -> float:

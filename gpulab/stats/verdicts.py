@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 import gpulab.stats.tests as inference
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.stats.decisions import COLUMNS, compare_levels
 from gpulab.stats.margins import USUAL_MARGIN, USUAL_SHARE
 from gpulab.stats.page import VerdictPage
@@ -24,6 +24,8 @@ from gpulab.wording import Level, TextByLevel
 
 if TYPE_CHECKING:
     from gpulab.picture import Picture
+
+MOST_LOOKS = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +51,10 @@ class Verdict(VerdictPage):
         notes: Sentences on rows that were chosen, left out or averaged, and on where `read_table` found what it read.
         source: The file or folder that the table was read from; empty where that is not known.
         between_seeds: The standard deviation of the metric over seeds under the reference.
+        looks: How often the question may be asked as runs come in.
 
-    The table has these columns, after the one of the level. Of each `p_…` there is a twin, `p_…_holm`, after Holm's
-    correction for several tests.
+    The table has these columns, after the one of the level. Of each `p_…` there is a twin, `p_…_holm`, after the
+    correction for looks and Holm's correction for several tests.
 
     - `decision`: `different`, `different but negligible`, `equivalent` or `inconclusive`; see `verdict`.
     - `seeds`: How many pairs finished under both levels.
@@ -59,7 +62,7 @@ class Verdict(VerdictPage):
     - `low`, `high`: The ends of the confidence interval of the difference. It holds zero exactly where
       `p_different_holm` > alpha. They are NaN where so few seeds could show nothing: below six at alpha = 0.05.
     - `confidence`: The level of that interval. It is 1 − alpha, and with several tests 1 − alpha / k, where k is the
-      number of tests that Holm's correction does not reject.
+      number of tests that Holm's correction does not reject; with several looks, 1 minus that level at each look.
     - `p_different`: The p value of the test that the mean difference is zero; NaN for fewer than two pairs, and where
       all pairs have the same bits.
     - `p_equivalent`: The p value of the test that the mean difference is outside ± the margin; NaN likewise, and where
@@ -122,6 +125,7 @@ def verdict(
     margin: str | float | None = None,
     alpha: float = 0.05,
     reference: Level | None = None,
+    looks: int = 1,
     *,
     last: str | None = None,
     best: str | None = None,
@@ -141,6 +145,10 @@ def verdict(
     the two levels only, and by a one-sided 95 % limit more than a tenth of all seeds could, the level is not called
     `equivalent`. Levels that end with the same bits in every weight from every seed are `equivalent` without a test.
 
+    All levels are corrected for their number (Holm): among many candidates against one reference, the chance that any
+    is called `different` though it is not, is at most `alpha`, and so it is with `equivalent`. To compare them in one
+    call is enough. To compare again and again as seeds come in is not: say how often at most with `looks`.
+
     Args:
         frame: A data frame with a row for each run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows
             with `rerun` above 0 are a control; without that column all are first runs. The column `status` says how a
@@ -157,6 +165,12 @@ def verdict(
         alpha: The level of significance, between 0 and 0.5.
         reference: The level that the others are compared with; by default `cpu`, or where there is none the first in
             the frame.
+        looks: How often this question is asked at most as runs come in, this time included. With 4, the decisions of
+            all four looks together have the error `alpha`: each is at alpha / 4. Every look counts at which the results
+            could change whether more seeds are run, and each is asked with the same `looks`. The times need no plan.
+            If what was seen decides when to look again, the error can be a little larger: of four looks 5.6 % at most
+            where alpha is 5 % and the last look has 16 times as many seeds as the first, 5.0 % where it has 8 times as
+            many. The limits of shares, such as of seeds that jump, are those of one look.
         last: For a table with a row for each epoch or step: the column that counts them, such as `epoch`. The last row
             of each run is compared that has the metric. Without `last` or `best` such a table is refused.
         best: In place of `last`, a column such as `val_loss`: the row of each run at which it is best is compared, or
@@ -168,7 +182,7 @@ def verdict(
         The `Verdict`, which prints as sentences; its `table` has all the numbers.
 
     Raises:
-        UsageError: For what is no table of runs, a missing column, a margin or alpha out of range, an unknown
+        UsageError: For what is no table of runs, a missing column, a margin, alpha or looks out of range, an unknown
             reference, runs that learned different things or for different times, a finished run without a finite
             number, first runs of one seed and level that differ in more than numbers, rows for several epochs or steps
             without `last` or `best`, and seeds that are text under one level and other numbers under another.
@@ -181,6 +195,8 @@ def verdict(
         >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.1)
         >>> gl.verdict(pd.concat([cpu, cuda])).decision
         'different'
+        >>> gl.verdict(pd.concat([cpu, cuda]), looks=4).decision  # of four looks, six seeds show nothing
+        'inconclusive'
 
         Of a table with a row for each epoch, the last or the best row of each run is compared:
 
@@ -199,9 +215,14 @@ def verdict(
         an exact test that few seeds switch (Clopper, Pearson 1934, *The use of confidence or fiducial limits
         illustrated in the case of the binomial*, Biometrika 26:404). Several tests are corrected by Holm 1979, *A
         simple sequentially rejective multiple test procedure* (Scandinavian Journal of Statistics 6:65).
+        Repeated looks raise the error of a test (Armitage, McPherson, Rowe 1969, *Repeated significance tests on
+        accumulating data*, Journal of the Royal Statistical Society A 132:235); Bonferroni's inequality bounds it for
+        any test and any times. How far what was seen can raise it by the choice of times follows Proschan, Hunsberger
+        1995, *Designed extension of studies based on conditional power* (Biometrics 51:1315).
     """
     if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
         raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
+    check_count("looks", looks, MOST_LOOKS)
     if factor in COLUMNS:
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     paired = pair(frame, metric, factor, block, reference, RowChoice(last, best, mode))
@@ -211,6 +232,7 @@ def verdict(
         **vars(paired),
         margin=margin,
         alpha=alpha,
-        rows=compare_levels(paired, margin, alpha),
+        rows=compare_levels(paired, margin, alpha, int(looks)),
         between_seeds=inference.sample_sd(paired.losses_of_reference()),
+        looks=int(looks),
     )

@@ -16,6 +16,7 @@ from gpulab.stats.decisions import (
     fewest_pairs,
     is_identical,
     may_diverge_apart,
+    sd_confidence,
 )
 from gpulab.stats.margins import margin_size, parse_margin
 from gpulab.wording import Level, TextByLevel, level_text
@@ -55,7 +56,7 @@ def sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
     """
     if not verdict.rows:
         return [f"Only {_name(verdict, verdict.reference, words)} was run, so there is nothing to compare."]
-    return [*(_sentence(verdict, row, words) for row in verdict.rows), *_without_stuck(verdict)]
+    return [*(_sentence(verdict, row, words) for row in verdict.rows), *_without_stuck(verdict), *_looks(verdict)]
 
 
 def with_numbers(verdict: Decisions) -> str:
@@ -65,7 +66,7 @@ def with_numbers(verdict: Decisions) -> str:
     lines += [f"The standard deviation between {seeds_of} is {verdict.between_seeds:.2g}.", *_without_stuck(verdict)]
     if any(math.isnan(row.margin) for row in verdict.rows):
         lines.append(f"Equivalence was not asked: {seeds_of} have no spread; give a margin in the metric's units.")
-    return "\n".join([*lines, *verdict.notes]).replace(" is nan.", " is unknown.")
+    return "\n".join([*lines, *_looks(verdict), *verdict.notes]).replace(" is nan.", " is unknown.")
 
 
 def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
@@ -232,8 +233,21 @@ def _without_stuck(verdict: Decisions) -> Iterator[str]:
     few = inference.stuck(losses)
     if few.any() and parse_margin(verdict.margin)[1] == "sd":
         who = f"{few.sum()} of {len(losses)} {verdict.block}s that lie far from the others"
-        alone, margin = margin_size(verdict.margin, losses[~few]), margin_size(verdict.margin, losses)
+        confidence = sd_confidence(verdict.looks)
+        alone, margin = (margin_size(verdict.margin, some, confidence=confidence) for some in (losses[~few], losses))
         yield f"Most of this spread comes from {who}: without them the margin would be {alone:.2g}, not {margin:.2g}."
+
+
+def _looks(verdict: Decisions) -> Iterator[str]:
+    """How often the question may be asked, where more than once."""
+    if verdict.looks == 1 or not verdict.rows:
+        return
+    level, each = (f"{100 * alpha:.3g} %" for alpha in (verdict.alpha, verdict.alpha / verdict.looks))
+    corrected = f"each is at a level of {each}, all together at {level}; p values and intervals are corrected for it"
+    yield f"This holds for up to {verdict.looks} looks as {verdict.block}s come in: {corrected}."
+    if any(row.seeds > inference.EXACT and row.confidence > 1 - inference.SMALLEST_DRAWN for row in verdict.rows):
+        fewer = "ask for fewer looks, or compare fewer levels at a time"
+        yield f"With so many, no difference can be shown with more than {inference.EXACT} {verdict.block}s: {fewer}."
 
 
 def _paragraph(verdict: Decisions, row: LevelDecision) -> str:

@@ -48,6 +48,7 @@ class RunRecord(_RequiredRecord, total=False):
     captured: bool
     shared: bool
     diverged_at: int | None
+    windows_after_divergence: int
     resumed_at: int
     arithmetic: dict[str, Any]
     code: str

@@ -28,7 +28,7 @@ from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
 from gpulab.training.progress import FORMAT, RunClock, read_share, show
 from gpulab.training.run import train as train_run
-from gpulab.training.workers import INSIDE, Workers
+from gpulab.training.workers import INSIDE, Workers, ended_by_signals
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +48,7 @@ class Experiment:
 
     Args:
         model: A training of your own, `train(seed, setting)` or `"my_training.py:train"`, as `gpulab.train` describes
-            it; or `autoencoder`, `prednet` or `whitener`.
+            it, which may start processes, such as those of a `DataLoader`; or `autoencoder`, `prednet` or `whitener`.
         settings: The settings to compare, as texts.
         seeds: How many (from 0 on), or the seeds themselves. By default the profile says, and 10 for a training of your
             own.
@@ -162,7 +162,8 @@ class Experiment:
         """
         if INSIDE in os.environ:
             raise UsageError("an experiment began as a worker imported its file: put it under __name__ == '__main__'")
-        finished = self._train(self.jobs(), progress)
+        with ended_by_signals():
+            finished = self._train(self.jobs(), progress)
         frame = tables.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
         frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))

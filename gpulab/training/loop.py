@@ -49,9 +49,12 @@ class Training:
         step: Updates so far.
         history: A note for each window.
         diverged_at: The update whose loss was not finite, if there was one.
+        windows_after_divergence: How many windows were computed after the one with that update, before a look at the
+            losses noticed it. They are not noted, and the weights are those after them.
         gradient_methods: How gradients were computed so far, such as `autograd`.
         inside_window: Whether a window has begun that is not noted yet.
-        look_every: Seconds between two looks at the losses. A look waits for the device, and then that for a window.
+        look_every: Seconds between two looks at the losses. A look waits for the device, and then that for a window, so
+            a GPU is not looked at after every window; a CPU is, and computes none after a divergence.
     """
 
     model: Trainable
@@ -60,6 +63,7 @@ class Training:
     step: int = 0
     history: list[WindowNote] = field(default_factory=list)
     diverged_at: int | None = None
+    windows_after_divergence: int = 0
     gradient_methods: set[str] = field(default_factory=set)
     inside_window: bool = False
     look_every: float = 0.0
@@ -114,6 +118,7 @@ def train(
             before, looked, count = looked, time.perf_counter(), len(unseen)
             while unseen and training.diverged_at is None:
                 training.note(unseen.pop(0).tolist(), (looked - before) / count)
+            training.windows_after_divergence = len(unseen)
             training.inside_window = False
             after_window()
         if training.diverged_at is not None:

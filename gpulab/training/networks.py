@@ -282,6 +282,8 @@ class NetworkRun(PlannedRun):
                 "weights": weights_digest(training.model.state_dict()),
             },
         }
+        if diverged:
+            results["windows_after_divergence"] = training.windows_after_divergence
         if not alone:
             results["shared"] = True
         return results

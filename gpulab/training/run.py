@@ -122,7 +122,9 @@ class Run:
         where = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
         if self.status == "diverged":
             step = record.get("diverged_at")  # a function does not say
-            return f"{where}: diverged{f' at step {step}' if step else ''}"
+            later = record.get("windows_after_divergence")
+            computed = f" ({later} more windows were computed before it was noticed)" if later else ""
+            return f"{where}: diverged{f' at step {step}' if step else ''}{computed}"
         numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
         usual = [f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"]
         speed = f" ({summary['frames_per_second']:.0f} frames/s)" if summary.get("frames_per_second") else ""

@@ -1,31 +1,43 @@
-"""Worker processes for runs, and threads for runs that share a GPU."""
+"""Worker processes for runs, and threads for runs that share a GPU.
+
+A training may start processes itself, such as those of a `DataLoader`: `gpulab.training.worker_process` prepares a
+worker for that. On Linux and macOS a worker leads a process group, to which all that it starts belongs, so that nothing
+is left behind where a worker is killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
+import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 from joblib.externals.loky import ProcessPoolExecutor, process_executor
 
 from gpulab.data import scenes
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
+from gpulab.training import reaper, worker_process
 from gpulab.training.progress import noted_in
 from gpulab.training.run import train
 
-INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
+INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start experiments
 LOOK = 1.0  # seconds after which Ctrl-C is heard where waiting does not hear it, as on Windows
 DEAF = 10.0  # seconds after which a process that was asked to end is killed
 IDLE = 20.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
+SAFE_PATH = "PYTHONSAFEPATH"
 WHOLE_FILM = 100  # chunks of frames: 5,000 frames of 160×120, 288 MB
 
 
@@ -39,6 +51,7 @@ class Workers(contextlib.AbstractContextManager):
     def __init__(self, count: int) -> None:
         self.count, self.stopping = count, threading.Event()
         self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}  # by thread and setting, of one process each
+        self.reaper = Reaper()
 
     def each(
         self, do: Callable[[int], None], jobs: dict[int, dict[str, Any]], tick: Callable[[], None] = lambda: None
@@ -89,20 +102,40 @@ class Workers(contextlib.AbstractContextManager):
             named = getattr(job["net"], "name", job["net"])
             raise GpulabError(f"{named} cannot be sent to a process: {error}") from None
         try:
-            return self._pool(job["setting"]).submit(do_run, pickled, note).result()
+            return self._do_in_process(self._pool(job["setting"]), pickled, note)
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
+
+    def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes, note: Path | None) -> str:
+        """Do a pickled run in a pool's process, and return its id.
+
+        Where the process dies, what it has started is killed. What it has forked holds the pipe by whose end the pool
+        notices a death, so this looks at the process itself.
+        """
+        run = pool.submit(do_run, job, note)
+        processes = process_ids(pool)
+        self.reaper.watch(processes)
+        while not wait([run], LOOK).done:
+            for process in filter(has_died, processes):
+                kill_group(process)
+        if isinstance(run.exception(), process_executor.BrokenProcessPool):
+            for process in processes:
+                kill_group(process)
+        return run.result()
 
     def _pool(self, setting: str) -> ProcessPoolExecutor:
         """This thread's process, with the environment of a setting: a pool of one, whose end costs others nothing."""
         key = threading.get_ident(), setting
         if key not in self.pools:
             # Python does not look in the current folder while it starts, where a queue.py may lie.
-            environment = {**Setting.parse(setting).environment(), INSIDE: "1", "PYTHONSAFEPATH": "1"}
+            environment = {**Setting.parse(setting).environment(), INSIDE: "1", SAFE_PATH: "1"}
             if self.count > 1 and not setting.startswith("cpu"):
                 environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
-            self.pools[key] = ProcessPoolExecutor(1, timeout=IDLE, env=environment, initializer=_begin)
+            here = chosen_start_method(), os.environ.get(SAFE_PATH)
+            self.pools[key] = ProcessPoolExecutor(
+                1, timeout=IDLE, env=environment, initializer=worker_process.begin, initargs=here
+            )
         return self.pools[key]
 
     def check_stopping(self, *_: Any) -> None:
@@ -113,16 +146,55 @@ class Workers(contextlib.AbstractContextManager):
     def stop(self, tasks: set[Future[Any]]) -> None:
         """Have what is under way save checkpoints and end; a process that does not hear is killed."""
         self.stopping.set()
-        for pool in list(self.pools.values()):
-            for process in list(pool._processes.values()):
-                process.terminate()  # SIGTERM
+        pools = list(self.pools.values())
+        processes = [process for pool in pools for process in process_ids(pool)]
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
         deaf = wait(tasks, DEAF)[1]
-        for pool in list(self.pools.values()):
-            pool.shutdown(kill_workers=bool(deaf))
+        for pool in pools:
+            pool.shutdown(wait=False, kill_workers=bool(deaf))
+        wait_for_end(processes)
+        for process in processes:
+            kill_group(process)
 
     def __exit__(self, *_: object) -> None:
         for pool in self.pools.values():
+            processes = process_ids(pool)
             pool.shutdown()
+            for process in processes:
+                kill_group(process, signal.SIGTERM)
+        self.reaper.stop()
+
+
+class Reaper:
+    """A process that ends the workers if this one dies without doing so: `gpulab.training.reaper`.
+
+    There is none on Windows, which has no process groups.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.lock = threading.Lock()
+
+    def watch(self, workers: list[int]) -> None:
+        """Tell it of workers; it is started with the first."""
+        if not hasattr(os, "killpg"):
+            return
+        with self.lock:
+            if self.process is None:
+                # In a session of its own no signal to this process's group ends it. -P: no file beside it is imported.
+                command = [sys.executable, "-P", reaper.__file__, str(os.getpid())]
+                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # where somebody has killed it
+                self.process.stdin.write("".join(f"{worker}\n" for worker in workers).encode())
+
+    def stop(self) -> None:
+        """End it: the workers have ended."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
 
 
 @contextlib.contextmanager
@@ -136,17 +208,71 @@ def sharing(setting: str) -> Iterator[Callable[[], None]]:
 
 def do_run(job: bytes, note: Path | None = None) -> str:
     """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot unpickle its work."""
+    worker_process.begin_run()
     with noted_in(note):
         return train(**cloudpickle.loads(job), progress=False).record["id"]
 
 
-def _begin() -> None:
-    """Ctrl-C in a terminal comes to all processes: what becomes of the runs is for the parent to say, by SIGTERM."""
+def process_ids(pool: ProcessPoolExecutor) -> list[int]:
+    """The ids of a pool's processes."""
+    return list(pool._processes)
 
-    def interrupt(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, interrupt)
-    process_executor._MAX_MEMORY_LEAK_SIZE = math.inf  # loky would begin a new process when a training needs memory
+def has_died(process: int) -> bool:
+    """Whether a process has ended, whoever still waits for it."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for_end(processes: list[int]) -> None:
+    """Wait until processes have ended, and kill those that take too long."""
+    deadline = time.monotonic() + DEAF
+    while not all(map(has_died, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in processes:
+        if not has_died(process):
+            psutil.Process(process).kill()
+
+
+def kill_group(leader: int, number: int | None = None) -> None:
+    """End what a worker that has died had started, on systems with process groups: by SIGKILL, or another signal."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL if number is None else number)
+
+
+def chosen_start_method() -> str | None:
+    """How the user's program has `multiprocessing` start processes, where that is not the system's default."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    return None if method == multiprocessing.get_all_start_methods()[0] else method
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP interrupt what is inside, as Ctrl-C does; then this process ends by the signal.
+
+    Nothing changes outside of the main thread, where Python handles no signals, nor for a signal that the program
+    handles or ignores.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise KeyboardInterrupt
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+        if received:
+            sys.stdout.flush()
+            signal.raise_signal(received[0])

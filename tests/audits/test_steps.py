@@ -286,3 +286,13 @@ def test_a_function_without_the_setting_gets_its_precision_as_torchs_default():
     gl.audit(step, "cpu", "cpu:precision=float64", progress=False)
     assert types == {torch.float32, torch.float64}
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("setting", ["cpu:precision=float64", "cpu:precision=bfloat16"])
+def test_a_step_that_a_setting_does_not_fit_is_refused_with_the_line(setting):
+    def step(setting):
+        weight = torch.ones(4, 2, requires_grad=True)
+        (X.to(setting.dtype) @ weight).sum().backward()
+
+    with pytest.raises(gl.errors.UsageError, match=r"\(at test_steps\.py:\d+: \(X\.to\(setting\.dtype\) @ weight\)"):
+        gl.record(step, setting, progress=False)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_networks import drawn
 from small_steps import Own, audited, seeded
 from torch import nn
@@ -137,3 +138,28 @@ def test_audit_says_which_loss_it_took_of_a_step_without_one():
     report = audited(gl.Step(nn.Linear(6, 2), X))
     assert report.a.notes == {"loss": "the mean square of the output"}
     assert "The loss was the mean square of the output." in str(report).partition("\n")[0]
+
+
+HIDDEN_PRODUCTS = {  # in operations whose kernels call others
+    "affine grid": (lambda x: F.affine_grid(x.view(2, 2, 3), [2, 1, 5, 5], align_corners=False), 12),
+    "affine grid in space": (lambda x: F.affine_grid(x.view(2, 3, 4), [2, 1, 3, 4, 5], align_corners=False), 24),
+    "bilinear": (lambda x: F.bilinear(x.view(8, 3), x.view(8, 3), x[:18].view(2, 3, 3)), 24),
+    "convolution in time": (lambda x: torch.conv_tbc(x.view(9, 3, 3), x[:27].view(3, 3, 3), x[:3], 1), 81),
+    "distances": (lambda x: torch.cdist(x.view(40, 6), x.view(40, 6)[1:] + 1), 240),
+    "pseudoinverse": (lambda x: torch.linalg.pinv(x.view(8, 3)), 24),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_PRODUCTS)
+def test_emulated_products_inside_other_operations_are_reduced_precision(name):
+    function, size = HIDDEN_PRODUCTS[name]
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+    def step(setting):
+        x = drawn.to(setting.dtype).requires_grad_()
+        function(x).square().sum().backward()
+        return {"gradient": x.grad}
+
+    report = gl.audit(step, "cpu", "cpu:emulate=tf32", progress=False)
+    assert {finding.kind for finding in report.findings} == {"reduced precision", "rounding"}
+    assert any(finding.phase == "forward" for finding in report.findings if finding.kind == "reduced precision")

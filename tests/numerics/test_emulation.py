@@ -119,7 +119,11 @@ def test_emulated_float32_does_not_pass_tensor_cores():
 
 REACHED = {
     "affine grid": (lambda x: F.affine_grid(x, [2, 1, 5, 5], align_corners=False), (2, 2, 3)),
+    "affine grid in space": (lambda x: F.affine_grid(x, [2, 1, 3, 4, 5], align_corners=False), (2, 3, 4)),
+    "bilinear": (lambda x: F.bilinear(x, x, x.new_ones(3, 6, 6) / 3), (40, 6)),
+    "convolution in time": (lambda x: torch.conv_tbc(x, x[:3, :3].mT.contiguous() / 3, x.new_ones(3), 1), (9, 3, 3)),
     "distances": (lambda x: torch.cdist(x, x), (40, 6)),
+    "pseudoinverse": (torch.linalg.pinv, (40, 6)),
     "linear": (nn.Linear(6, 3), (40, 6)),
     "LSTM": (nn.LSTM(8, 8, num_layers=2), (5, 3, 8)),
     "Transformer": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (5, 3, 8)),
@@ -142,8 +146,25 @@ def test_emulation_reaches_composite_operations_and_fused_layers(name, mode):
 
 
 def test_emulation_refuses_fused_operations_that_it_cannot_reach():
-    with pytest.raises(gl.GpulabError, match="inside linalg_matrix_exp: write it"), emulate("tf32"):
+    words = r"inside linalg_matrix_exp: write it .* \(at test_emulation\.py:\d+: torch\.linalg\.matrix_exp\(draw"
+    with pytest.raises(gl.GpulabError, match=words), emulate("tf32"):
         torch.linalg.matrix_exp(draw(2, 2, 2))
+
+
+def test_refusal_of_an_order_names_the_line():
+    words = r"dilation=\[2, 2\].* \(at test_emulation\.py:\d+: F\.conv2d\(draw"
+    with pytest.raises(gl.GpulabError, match=words), emulate("tf32", order="tensor-core"):
+        F.conv2d(draw(1, 1, 9, 9), draw(1, 1, 3, 3), dilation=2)
+
+
+@pytest.mark.parametrize(
+    ("points", "options"), [(40, {"p": 1.0}), (5, {}), (40, {"compute_mode": "donot_use_mm_for_euclid_dist"})]
+)
+def test_emulation_leaves_distances_without_products_alone(points, options):
+    x = draw(points, 6)
+    plain = torch.cdist(x, x, **options)
+    with emulate("tf32"):
+        assert torch.equal(torch.cdist(x, x, **options), plain)
 
 
 # --- orders of summation ---------------------------------------------------------------------------------

@@ -145,3 +145,46 @@ def test_what_cannot_be_is_one_clear_line(words):
     with pytest.raises(gl.UsageError if words in REQUESTS else gl.DataError, match=words) as error:
         (REQUESTS | DATA)[words]()
     assert "\n" not in str(error.value)
+
+
+class SquareOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+class Layered(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def once(x):
+    return SquareOnce.apply(x)  # refused
+
+
+def largest_in_bags(x):
+    return nn.functional.embedding_bag(torch.tensor([[0, 1], [2, 3]]), x, mode="max")  # refused
+
+
+def ctc(x):
+    scores = x[:, None].log_softmax(-1)
+    lengths = torch.tensor([6]), torch.tensor([2])
+    return nn.functional.ctc_loss(scores, torch.tensor([[1, 2]]), *lengths)  # refused
+
+
+@pytest.mark.parametrize("function", [once, largest_in_bags, ctc])
+def test_refusal_of_an_operation_inside_a_module_names_the_line(function):
+    with pytest.raises(
+        gl.UsageError, match=r"no second derivatives.*\(at test_refusals\.py:\d+: return .*  # refused\)$"
+    ):
+        gl.hessian(Layered(function), lambda output, _: output.square().mean(), (torch.ones(6, 6), torch.zeros(1)))

@@ -339,8 +339,10 @@ def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(machine,
     while not Path("begun").exists():
         assert killed.poll() is None, "it ended"
         time.sleep(0.01)
+    started = psutil.Process(killed.pid).children(recursive=True)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
+    assert not psutil.wait_procs(started, 60)[1], "what a killed driver has started ends"
     Path("begun").unlink()
     Path("go").touch()
     (mark,) = Path("runs/.claims").iterdir()

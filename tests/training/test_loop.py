@@ -82,6 +82,8 @@ def test_a_loss_that_is_not_finite_ends_it_also_when_looked_at_seldom(wrong):
         seconds = [note.seconds for note in training.history]
         assert seconds == sorted(seconds)
         assert (training.diverged_at, training.inside_window) == (6, False)
+        assert training.windows_after_divergence == (2 if look_every else 0)
+        assert spec.summarize(training, math.nan)["windows_after_divergence"] == training.windows_after_divergence
     assert str(notes[0]) == str(notes[1]) == str([(0, 2, 2.0), (1, 4, 2.0), (2, 6, wrong)])
     assert looks == [0.0, 0.0, 0.0, 1000.0], "after each window; and once, where the end is the first look"
 

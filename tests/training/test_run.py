@@ -13,6 +13,7 @@ from torch import nn
 import gpulab as gl
 from gpulab.store import runs as stores
 from gpulab.store.tensors import read_tensors, write_tensors
+from gpulab.training import networks
 from gpulab.training.experiment import plan_job
 from gpulab.training.run import train
 
@@ -129,6 +130,21 @@ def test_too_high_a_learning_rate_diverges(model, frames, step, tmp_path):
     (row,) = gl.runs(tmp_path).itertuples()
     assert (row.status, row.diverged_at) == ("diverged", step)
     assert math.isnan(row.final_loss)
+    assert str(run).endswith(f": diverged at step {step}"), "a CPU is looked at after every window"
+
+
+def test_a_run_says_how_many_windows_were_computed_after_it_diverged(monkeypatch):
+    supervise = networks.supervise
+
+    def supervise_with_rare_looks(training, *arguments, **options):  # as on a GPU
+        training.look_every = 1000.0
+        supervise(training, *arguments, **options)
+
+    monkeypatch.setattr(networks, "supervise", supervise_with_rare_looks)
+    run = trained("prednet", frames=200, learning_rate=1e38)
+    assert run.record["windows_after_divergence"] == 8
+    assert len(run.history) == 2
+    assert str(run).endswith("diverged at step 2 (8 more windows were computed before it was noticed)")
 
 
 def interrupted(run, after, error=KeyboardInterrupt):

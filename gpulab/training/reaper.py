@@ -1,0 +1,54 @@
+"""A program that ends the workers of an experiment whose own process has died, with all that they have started.
+
+It reads the ids of workers from its standard input, one a line, and ends when it is killed or has done its work. A
+thread of a worker could not do this: a worker that hangs at its end runs no threads.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+
+import psutil
+
+LOOK_SECONDS = 0.5  # between two looks at whether the parent lives
+END_SECONDS = 10.0  # after which a worker that does not end by itself is killed
+
+
+def main(parent: int) -> None:
+    """Wait for the end of the parent, and end the workers."""
+    workers: dict[int, psutil.Process] = {}
+    unread = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], LOOK_SECONDS)[0]:
+            continue
+        received = os.read(0, 4096)
+        if not received:  # the parent has closed its end, as it died
+            break
+        *lines, unread = (unread + received).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                workers[int(line)] = psutil.Process(int(line))
+    end(list(workers.values()))
+
+
+def end(workers: list[psutil.Process]) -> None:
+    """Have workers save checkpoints and end; then kill what is left of their process groups."""
+    living = [worker for worker in workers if worker.is_running()]  # and is no other process with the same id
+    leaders = []
+    for worker in living:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(worker.pid) == worker.pid:
+                leaders.append(worker.pid)
+            worker.terminate()
+    for worker in psutil.wait_procs(living, END_SECONDS)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,119 @@
+"""Verdicts that hold if the same question is asked several times as seeds come in."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from stats_runs import BASE, runs_of, shifted
+from typer.testing import CliRunner
+
+import gpulab as gl
+from gpulab.cli import app
+from gpulab.stats import tests as inference
+
+RUNS = runs_of({"cpu": BASE, "cuda": shifted(0.1)})
+LOOKS = 4
+
+
+def normal_runs(n, shift, seed=0, levels=1):
+    generator = np.random.default_rng(seed)
+    losses = generator.normal(size=n)
+    others = {f"cuda:{k}": losses + shift + 0.3 * generator.normal(size=n) for k in range(levels)}
+    return runs_of({"cpu": losses, **others})
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+@pytest.mark.parametrize("shift", [0.0, 0.2, 0.5])
+def test_each_of_several_looks_is_a_verdict_at_a_part_of_the_level(levels, shift):
+    runs = normal_runs(12, shift, levels=levels)
+    once = gl.verdict(runs, margin=0.4, alpha=0.05 / LOOKS).table
+    looked_at = gl.verdict(runs, margin=0.4, looks=LOOKS).table
+    for column in ("p_different_holm", "p_equivalent_holm", "p_diverged_holm"):
+        assert looked_at[column].tolist() == pytest.approx(np.minimum(LOOKS * once[column], 1).tolist())
+    same = ["decision", "low", "high", "confidence", "equivalent_low", "equivalent_high", "equivalent_confidence"]
+    same += ["difference", "p_different", "p_equivalent", "seeds_needed", "moved"]
+    pd.testing.assert_frame_equal(looked_at[same], once[same])
+
+
+def test_one_look_is_what_it_was():
+    usual, one = gl.verdict(RUNS), gl.verdict(RUNS, looks=1)
+    pd.testing.assert_frame_equal(usual.table, one.table)
+    assert str(usual) == str(one)
+    assert "looks" not in str(one)
+
+
+def test_a_margin_in_standard_deviations_holds_at_each_look_and_one_in_units_stays():
+    margin = gl.verdict(RUNS, looks=LOOKS).table.margin[0]
+    confidence = 1 - (1 - inference.SD_CONFIDENCE) / LOOKS
+    losses = np.array(BASE)
+    assert margin == pytest.approx(0.25 * float(inference.sd_lower_limits(losses, len(losses), confidence)))
+    assert margin < gl.verdict(RUNS).table.margin[0]
+    assert gl.verdict(RUNS, margin=0.3, looks=LOOKS).table.margin[0] == 0.3
+
+
+def test_it_says_for_how_many_looks_it_holds():
+    verdict = gl.verdict(RUNS, looks=LOOKS)
+    expected = "This holds for up to 4 looks as seeds come in: each is at a level of 1.25 %, all together at 5 %; "
+    assert expected in str(verdict)
+    assert expected in verdict.sentences()[-1]
+    assert verdict.looks == LOOKS
+    assert "98.8 % interval" in str(verdict)
+
+
+def test_too_few_seeds_are_said_for_the_level_of_a_look():
+    runs = normal_runs(7, 5.0)
+    assert gl.verdict(runs).decision == "different"
+    verdict = gl.verdict(runs, looks=LOOKS)
+    assert verdict.decision == "inconclusive"
+    assert "7 seeds are too few to show a difference, 8 are enough" in str(verdict)
+    assert gl.verdict(normal_runs(8, 5.0), looks=LOOKS).decision == "different"
+
+
+def test_it_says_where_looks_and_levels_are_so_many_that_nothing_can_be_shown():
+    runs = normal_runs(20, 5.0)
+    assert gl.verdict(runs, looks=100).decision == "different"
+    verdict = gl.verdict(runs, looks=1000)
+    assert verdict.decision == "inconclusive"
+    assert "no difference can be shown with more than 16 seeds: ask for fewer looks" in str(verdict)
+
+
+def test_diverged_runs_and_yes_and_no_are_corrected_too():
+    diverged = runs_of({"cpu": [0.5] * 9, "cuda": [0.5] * 2 + [np.nan] * 7})
+    once, looked_at = gl.verdict(diverged).table, gl.verdict(diverged, looks=LOOKS).table
+    assert (once.decision[0], looked_at.decision[0]) == ("different", "inconclusive")
+    assert looked_at.p_diverged_holm[0] == pytest.approx(LOOKS * once.p_diverged[0])
+    learned = runs_of({"cpu": [True] * 30, "cuda": [True] * 30}).rename(columns={"final_loss": "learned"})
+    assert gl.verdict(learned, metric="learned", looks=1).decision == "equivalent"
+    assert gl.verdict(learned, metric="learned", looks=LOOKS).decision == "inconclusive"
+
+
+@pytest.mark.parametrize("looks", [0, -1, 2.5, 4.0, "4", True, None, float("nan"), [4], 10**400])
+def test_looks_are_a_whole_number(looks):
+    with pytest.raises(gl.UsageError, match=r"looks=.*: expected a whole number from 1 to 1,000,000"):
+        gl.verdict(RUNS, looks=looks)
+
+
+def test_a_number_of_numpys_is_a_whole_number():
+    assert gl.verdict(RUNS, looks=np.int64(LOOKS)).looks == LOOKS
+
+
+def test_the_command_line_asks_for_looks(tmp_path):
+    file = tmp_path / "runs.csv"
+    RUNS.to_csv(file)
+    done = CliRunner().invoke(app, ["verdict", str(file), "--looks", "4"])
+    assert "This holds for up to 4 looks" in done.stdout
+    assert CliRunner().invoke(app, ["verdict", str(file), "--looks", "0"]).exit_code == 2
+
+
+@pytest.mark.slow("makes 1,200 verdicts")
+@pytest.mark.parametrize(("shift", "wrong"), [(0.0, "different"), (0.3, "equivalent")])
+def test_four_looks_together_are_seldom_wrong(shift, wrong):
+    """Differences of a margin's size, or none: 150 experiments, of which 5 % are wrong at most."""
+    counts = {1: 0, LOOKS: 0}
+    for seed in range(150):
+        generator = np.random.default_rng(seed)
+        differences = shift + 0.3 * generator.normal(size=12)
+        runs = runs_of({"cpu": np.linspace(1, 2, 12), "cuda": np.linspace(1, 2, 12) + differences})
+        for looks in counts:
+            decisions = [gl.verdict(runs[runs.seed < n], margin=0.3, looks=looks).decision for n in (8, 9, 10, 12)]
+            counts[looks] += any(decision.startswith(wrong) or "negligible" in decision for decision in decisions)
+    assert counts[LOOKS] <= 0.05 * 150 < counts[1]
