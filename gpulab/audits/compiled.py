@@ -46,7 +46,10 @@ SHORT_NUDGES = 4  # the same in bfloat16 and float16, where they are moved less 
 FEW_NUMBERS = 64  # the norm of fewer numbers varies much from draw to draw
 NO_REFERENCE = "There was no float64 reference:"
 NO_DIGIT = 0.5  # a result that roundings move by this much of its size has no digit that could be compared
-KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"
+KEEP_OUT = (
+    "keep it uncompiled meanwhile, by torch.compiler.disable, and show the compiler's developers this module (where an "
+    "nn.Sequential calls it, that is not compiled either)"
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from operator import attrgetter
 import torch
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.comparison import Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
+from gpulab.audits.comparison import INFINITY, Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
 from gpulab.audits.findings import ADVICE, Finding, described, named, placed
 from gpulab.audits.graphs import Node
 from gpulab.audits.rounding import FLUSHED
@@ -40,6 +40,10 @@ KEEP_UPDATES = (
 )
 FIX_FIRST = "fix this first, because no difference can be measured beside it: "
 CLEAR = "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which tensor has it"
+BEYOND = (
+    "look for numbers beyond the range of {}: scale them down, subtract the largest before an exponential, or compute "
+    "them in a longer format"
+)
 LOOK_FOR = (  # what turns finite numbers into NaN or infinity, by the operation that makes it
     (r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)", "look for a logarithm or square root of zero or less"),
     (r"div|reciprocal", "look for a division by zero"),
@@ -125,6 +129,9 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
     """Where to look for what made NaN or infinity; anywhere, if the operation does not tell."""
     if not origin.made:
         return FIX_FIRST + CLEAR
+    if not origin.in_reference:
+        has_infinity = origin.what == INFINITY or origin.infinity is not None
+        return FIX_FIRST + BEYOND.format(origin.first.dtype) if has_infinity else ADVICE["not finite"]
     for op in filter(None, (origin.infinity, origin.op)):
         for pattern, words in LOOK_FOR:
             if re.fullmatch(pattern, op.name.rstrip("_")):
@@ -586,8 +593,8 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     here = "this line" if op.line else op.module or "the loss"
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
-    is_gradient_of_short = op.name == "_to_copy" and op.phase == "backward"  # what comes before was converted to float32
-    if is_gradient_of_short and op.dtype in (setting.autocast, setting.precision):
+    is_of_converted = op.name == "_to_copy" and op.phase == "backward"  # the gradient of a conversion to float32
+    if is_of_converted and op.dtype in (setting.autocast, setting.precision):
         return f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in float32 as well"
     if op.dtype in tol.SHORT and setting.autocast == op.dtype:
         keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
