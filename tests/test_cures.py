@@ -122,7 +122,7 @@ def a_layer_under_autocast_in_a_function(cured):
         with torch.autocast("cpu", enabled=False):
             return layer(h.float())
 
-    def step(setting):
+    def step():
         loss = F.cross_entropy(weighted(lambda: TwoLayers(in_float32 if cured else plainly))(X), LABELS)
         with torch.autocast("cpu", enabled=False) if cured else nullcontext():
             loss.backward()
@@ -163,7 +163,7 @@ def an_emulated_product(cured):
 
 @cure("reduced precision", r"gpulab.float32_products\(\) around `backward`, in a step that is a function")
 def emulated_products_of_the_backward_pass(cured):
-    def step(setting):
+    def step():
         loss = F.cross_entropy(weighted(lambda: TwoLayers(plainly))(X), LABELS)
         with gl.float32_products() if cured else nullcontext():
             loss.backward()
@@ -485,6 +485,48 @@ def a_frame_that_numpy_overwrites(cured):
     return audited(step, PLAIN, ONE_THREAD)
 
 
+@cure("reduced precision", "leave out the conversion in this line")
+def a_conversion_of_the_program(cured):
+    def step(setting):
+        x = X if cured else X.to(setting.dtype)
+        return x.cos().float().sum()
+
+    return audited(step, PLAIN, BFLOAT16)
+
+
+@cure("mismatch", "compare the kernels registered for both settings")
+def a_kernel_that_differs_and_has_no_float64(cured):
+    with torch.library._scoped_library("gpulab_cures", "FRAGMENT") as library:
+
+        def waves(x):
+            if x.dtype == DOUBLE:
+                raise RuntimeError("waves is not implemented for 'Double'")
+            return x.sin() * (1.1 if torch.get_num_threads() == 1 and not cured else 1.0)
+
+        library.define("waves(Tensor x) -> Tensor")
+        library.impl("waves", waves, "CompositeExplicitAutograd")
+        return audited(lambda setting: torch.ops.gpulab_cures.waves(X.to(setting.dtype)).sum(), PLAIN, ONE_THREAD)
+
+
+@cure("cannot be told", "let it compute in float64 where its inputs are float64")
+def steps_of_an_operation_without_float64(cured):
+    with torch.library._scoped_library("gpulab_cures", "FRAGMENT") as library:
+
+        def waves(x):
+            if x.dtype == DOUBLE and not cured:
+                raise RuntimeError("waves is not implemented for 'Double'")
+            return x.sin()
+
+        library.define("waves(Tensor x) -> Tensor")
+        library.impl("waves", waves, "CompositeExplicitAutograd")
+
+        def step(setting):
+            product = drawn(64, 64, dtype=setting.dtype) @ drawn(64, 64, seed=1, dtype=setting.dtype)
+            return (1e5 * torch.ops.gpulab_cures.waves(product)).round().remainder(7).sum(0)
+
+        return audited(step, "cpu:order=sequential", "cpu:order=pairwise")
+
+
 def finite(name, advice, call):
     """A case of NaN or infinity in a network's last layer."""
 
@@ -556,6 +598,40 @@ def test_a_cause_gives_findings_of_its_kind_alone(name):
     assert {f.kind for f in report.findings} == {CURES[name].kind, "rounding"}, str(report)
 
 
+def test_a_loss_that_does_not_depend_on_which_answer_is_given_is_equal_to_rounding():
+    basis = torch.linalg.qr(drawn(64, 64))[0]  # whose products are all equal but for roundings
+
+    def step(independent):
+        def of(setting):
+            x = basis.to(setting.dtype)
+            vectors = torch.linalg.eigh(x @ x.T)[1]
+            return (vectors @ vectors.T)[0].square().sum() if independent else vectors[:, 0].tanh().sum()
+
+        return of
+
+    orders = "cpu:order=sequential", "cpu:order=pairwise"
+    report = audited(step(False), *orders)
+    assert report.kind == "another valid answer"
+    assert "nothing, unless the loss depends on" in report.findings[0].advice
+    assert "such as the outer product of a vector with itself" in report.findings[0].advice
+    assert audited(step(True), *orders).kind == "rounding"
+
+
+def test_deterministic_algorithms_repeat_what_threads_add_up_in_any_order():
+    places, numbers = torch.arange(2_000_000) % 3, drawn(2_000_000)
+
+    def step(setting):
+        sums = torch.zeros(3, dtype=setting.dtype)
+        return sums.index_put((places,), numbers.to(setting.dtype), accumulate=True)
+
+    found = [f for f in audited(step, PLAIN, "cpu:threads=2,denormals=on").findings if f.kind == "nondeterminism"]
+    if not found:
+        pytest.skip("the threads of this machine came in the same order twice")
+    assert found[0].advice.startswith("if runs must repeat, use deterministic=on")
+    cured = audited(step, PLAIN + ",deterministic=on", "cpu:threads=2,denormals=on,deterministic=on")
+    assert cured.kind == "rounding"
+
+
 @pytest.mark.parametrize("setting", ["cpu", "cpu:deterministic=on"])
 def test_an_operation_of_ones_own_is_not_told_that_deterministic_makes_it_repeat(setting):
     with torch.library._scoped_library("gpulab_cures", "FRAGMENT") as library:
@@ -615,7 +691,7 @@ class Between(nn.Module):
 def compiler_of_wrong_sines():
     """A backend of torch.compile that makes cosines of sines."""
 
-    def backend(graph, inputs):
+    def backend(graph, _):
         for node in graph.graph.nodes:
             if node.target == "sin":
                 node.target = "cos"
@@ -797,11 +873,11 @@ WITHOUT_BEST = EPOCHS.assign(val_loss=EPOCHS.final_loss.mask(EPOCHS.seed == 3))
 AT_ANOTHER_EPOCH = EPOCHS.assign(
     val_loss=EPOCHS.epoch, acc=EPOCHS.epoch, final_loss=EPOCHS.final_loss.mask(EPOCHS.epoch == 0)
 )
-TWICE = pd.concat([runs(lr=lambda table: "1e-3"), runs(lr=lambda table: "1e-2")])
+TWICE = pd.concat([runs(lr=lambda _: "1e-3"), runs(lr=lambda _: "1e-2")])
 NAMED = pd.concat(
     [
-        runs(3, run=lambda table: "a" + table.seed.astype(str), lr=lambda table: "1e-3"),
-        runs(3, run=lambda table: "b" + table.seed.astype(str), lr=lambda table: "1e-2"),
+        runs(3, run=lambda table: "a" + table.seed.astype(str), lr=lambda _: "1e-3"),
+        runs(3, run=lambda table: "b" + table.seed.astype(str), lr=lambda _: "1e-2"),
     ]
 )
 FRAMES = RUNS.assign(frames=np.where(RUNS.seed < 4, 100, 200))
@@ -1218,9 +1294,7 @@ class AsksForFloat32(nn.Module):
 
 
 def test_a_compiled_step_that_takes_its_format_from_the_inputs_has_a_float64_reference():
-    refused, cured = (
-        audited(step_of(weighted(lambda: AsksForFloat32(cured))), "cpu", "cpu:compile=aot_eager").headline
-        for cured in (False, True)
-    )
+    steps = [step_of(weighted(lambda: AsksForFloat32(False))), step_of(weighted(lambda: AsksForFloat32(True)))]
+    refused, cured = (audited(step, "cpu", "cpu:compile=aot_eager").headline for step in steps)
     assert "Take the format from the inputs (x.dtype) or the weights" in refused
     assert "There was no float64 reference" not in cured

@@ -35,8 +35,7 @@ GIVEN_OTHER_VALUES = (
     "from the same weights and optimizer state"
 )
 KEEP_UPDATES = (
-    "keep the weights in {longer}, {how}: a {dtype} number cannot represent a relative change of less than about "
-    "{unit:.0e}"
+    "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than about {unit:.0e}"
 )
 FIX_FIRST = "fix this first, because no difference can be measured beside it: "
 CLEAR = "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which tensor has it"
@@ -207,10 +206,10 @@ def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
         f"{UPDATE_LOST}: {numbers:,} of the {moved:,} numbers in {names} that change in float64 keep their old value "
         f"(in {len(lost)} of {len(updates)} updated tensors)"
     )
-    longer, how = "float32", "and cast them for the forward pass, as autocast does"
+    how = "float32 and cast them for the forward pass, as autocast does"
     if dtype not in tol.SHORT:
-        longer, how = "float64, as precision=float64 does", "or collect updates and apply them together"
-    advice = KEEP_UPDATES.format(longer=longer, how=how, dtype=dtype, unit=unit)
+        how = "float64, as precision=float64 does, or collect updates and apply them together"
+    advice = KEEP_UPDATES.format(how=how, dtype=dtype, unit=unit)
     yield _finding_of(comparison, "reduced precision", blamed, detail, advice, size=math.nan)
 
 
@@ -277,7 +276,7 @@ def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Fin
             continue  # beside other numbers nobody can tell another way to compute from another function
         if given_anew and (is_data or any(node.op.anew for node in source.nodes)):
             continue  # nondeterminism says so
-        if not (is_data or is_drawn) and _follows(comparison, source, elsewhere):
+        if not (is_data or is_drawn) and _follows(source, elsewhere):
             continue  # of other numbers it makes other numbers
         finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
@@ -304,7 +303,7 @@ def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Va
     return found
 
 
-def _follows(comparison: Comparison, source: Source, elsewhere: set[Value]) -> bool:
+def _follows(source: Source, elsewhere: set[Value]) -> bool:
     """Whether a source was given such values, and is called as on the other side."""
     a, b = source.a, source.b
     if a is not None and b is not None and kernel(a.op) == kernel(b.op) and differing_arguments(a.op, b.op):
@@ -348,8 +347,9 @@ def _of_operations(comparison: Comparison, source: Source) -> Finding:
     a, b = (node.op if node else None for node in (source.a, source.b))
     are_alike = a is not None and b is not None and kernel(a) == kernel(b)
     drawn = next((node.op for node in source.nodes if node.op.random), None)
-    if a is not None and b is not None and are_alike and (arguments := differing_arguments(a, b)):
-        if drawn is None or arguments.keys() != {"size"}:
+    if a is not None and b is not None and are_alike:
+        arguments = differing_arguments(a, b)
+        if arguments and (drawn is None or arguments.keys() != {"size"}):
             return _of_arguments(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _other_draw(comparison, drawn, gap)
@@ -600,6 +600,8 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
         keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
         given = ".float() on what it is given and `backward` outside of autocast"
         return f"{setting} asks for it; {keep}, with {given}, keeps it in float32"
+    if op.name == "_to_copy" and setting.precision == op.dtype:
+        return f"{setting} asks for it; if it matters, leave out the conversion in {here}"
     if op.dtype in tol.SHORT and setting.precision == op.dtype:
         keep = f".float() on all that {here} is given, parameters too"
         return f"{setting} asks for it; if it matters, {keep}, keeps it in float32"
