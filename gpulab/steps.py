@@ -151,8 +151,7 @@ class PreparedStep:
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-        # As in trainings. Inside of autocast, products of the backward pass would be rounded whose forward pass is not.
-        with torch.autocast(self.setting.kind, enabled=False):
+        with torch.autocast(loss.device.type, enabled=False):  # as torch advises: what was cast is followed back
             loss.backward()
         return loss.detach()
 
