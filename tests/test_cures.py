@@ -236,9 +236,7 @@ def next_to_one(rate, updates=1):
     return step
 
 
-@cure(
-    "reduced precision", "keep the weights in float32 and cast them for the forward pass, as autocast does"
-)
+@cure("reduced precision", "keep the weights in float32 and cast them for the forward pass, as autocast does")
 def updates_that_bfloat16_loses(cured):
     return audited(next_to_one(1e-3), PLAIN, AUTOCAST if cured else BFLOAT16)
 

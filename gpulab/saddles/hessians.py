@@ -243,8 +243,8 @@ def hessian(
             if is_once_differentiable(node):  # whose gradients autograd would take for constants
                 line = _line_of_node(lambda: objective_of(model), type(node).__name__)
                 raise UsageError(
-                    f"{type(node).__name__} has no second derivatives: it is marked once_differentiable{line}; if "
-                    "torch can differentiate all that its backward does, remove the mark"
+                    f"{type(node).__name__} has no second derivatives: it is marked once_differentiable; if torch "
+                    f"can differentiate all that its backward does, remove the mark{line}"
                 )
         if captured := [name for name, tensor in selected.items() if id(tensor) in leaves]:
             raise UsageError(
@@ -346,7 +346,7 @@ def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[
         reason = str(error).partition("\n")[0]
         line = _line_of_failure(objective, points)
         cure = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
-        message = f"the loss has no second derivatives that torch can compute: {reason}{line}; {cure}"
+        message = f"the loss has no second derivatives that torch can compute: {reason}; {cure}{line}"
         raise UsageError(message) from error
     return loss.detach(), [gradient.detach() for gradient in gradients], product
 

@@ -265,7 +265,8 @@ PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the ve
         [0.1],
         [0.2],
         "cuda against cpu, 1 seed: inconclusive. Between cuda and cpu nothing can be compared: only one seed "
-        "finished under both.\nThe standard deviation between seeds under cpu is unknown.\nEquivalence was not "
+        "finished under both; run the same seeds under both, 6 or more.\nThe standard deviation between seeds under "
+        "cpu is unknown.\nEquivalence was not "
         "asked: seeds under cpu have no spread; give a margin in the metric's units.",
     ),
     "a loss of zero": (
