@@ -215,9 +215,9 @@ class Setting:
                 also = f", and with emulate={' or '.join(TF32_CARDS)}" if name == "tf32" else ""
                 raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only{also}")
         if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
-            raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
+            raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision out")
         if "autocast" in values and {"precision", "emulate", "order"} & set(values):
-            raise UsageError("autocast rounds float32 numbers in its own way: leave precision, emulate and order away")
+            raise UsageError("autocast rounds float32 numbers in its own way: leave precision, emulate and order out")
         if "compile" in values and {"isa", "emulate", "order"} & set(values):
             raise UsageError(
                 "compiled code chooses its instructions itself, and hides its operations from an emulation"

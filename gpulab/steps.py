@@ -151,7 +151,8 @@ class PreparedStep:
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-        loss.backward()
+        with torch.autocast(loss.device.type, enabled=False):  # as torch advises: what was cast is followed back
+            loss.backward()
         return loss.detach()
 
 

@@ -82,7 +82,7 @@ def test_setting_and_its_text_are_inverse(device, data):
         ("cpu:threads=1,threads=2", ["'threads'", "twice"]),
         ("cpu:colour=red", ["'colour'", "threads, isa, tf32, cudnn, denormals, deterministic, precision"]),
         ("cpu:tf32=off,emulate=tf32", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
-        ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave precision away"]),
+        ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave precision out"]),
         ("cpu:compile=", ["''", "inductor"]),
         ("cpu:compile=inductor,emulate=tf32", ["hides its operations"]),
         ("cpu:compile=inductor,isa=avx2", ["instructions"]),

@@ -29,6 +29,7 @@ from gpulab.audits.findings import KINDS, Finding, placed
 from gpulab.audits.graphs import Node
 from gpulab.audits.traces import Operation
 from gpulab.audits.values import Value
+from gpulab.settings import Setting
 
 # What is found where results differ in float64. No rounding explains that.
 FROM_SOURCES = ("mismatch", "other data", "different random numbers", "cause not found", "cannot be told")
@@ -248,10 +249,13 @@ def _rounded_data(comparison: Comparison, attribution: Attribution) -> list[Find
             f"was given data or weights that are {value.deviation:.1e} (relative) from those in float32, as rounding "
             f"them to {value.dtype} makes it"
         )
+        setting = Setting.parse(trace.setting)
         advice = (
             f"keep what {op.module or op.line or 'the step'} is given in float32 if it was meant to be: it is a "
             "parameter or buffer, or in the batch"
         )
+        if setting.precision == value.dtype:
+            advice = f"{setting} asks for it; autocast={value.dtype} keeps parameters, buffers and the batch in float32"
         share = amount / attribution.total
         before = found.get((trace.title, op.module))
         if before is not None:

@@ -46,7 +46,10 @@ SHORT_NUDGES = 4  # the same in bfloat16 and float16, where they are moved less 
 FEW_NUMBERS = 64  # the norm of fewer numbers varies much from draw to draw
 NO_REFERENCE = "There was no float64 reference:"
 NO_DIGIT = 0.5  # a result that roundings move by this much of its size has no digit that could be compared
-KEEP_OUT = "keep it uncompiled meanwhile, by torch.compiler.disable, and show torch's developers this module"
+KEEP_OUT = (
+    "keep it uncompiled meanwhile, by torch.compiler.disable, and show the compiler's developers this module (where an "
+    "nn.Sequential calls it, that is not compiled either)"
+)
 
 
 @dataclass(frozen=True)
@@ -343,7 +346,7 @@ def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting
             f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
         yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
-    if compiled.compile == "inductor":
+    if compiled.compile == "inductor" and not _torch_internals.draws_as_uncompiled():
         yield from _other_random_numbers(step, whole, plain, compiled)
 
 
@@ -367,7 +370,10 @@ def _other_random_numbers(step: Step, whole: Compared, plain: Setting, compiled:
             "draws different random numbers from uncompiled code with the same seed: the loss differs by "
             f"{differences['loss']:.1e} (relative)"
         )
-        advice = "nothing; torch._inductor.config.fallback_random draws the same, and all else was compared with it"
+        advice = (
+            "nothing, unless runs must have the same random numbers: torch._inductor.config.fallback_random = True "
+            "draws them as uncompiled code does, and all else was compared with it"
+        )
         yield _finding("different random numbers", str(compiled), step.model, detail, advice)
 
 

@@ -9,6 +9,7 @@ people asked in public, or a fault of `tests/audits/fault_catalogue.py`.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,13 +18,14 @@ from operator import attrgetter
 import torch
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.comparison import Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
+from gpulab.audits.comparison import INFINITY, Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
 from gpulab.audits.findings import ADVICE, Finding, described, named, placed
 from gpulab.audits.graphs import Node
 from gpulab.audits.rounding import FLUSHED
-from gpulab.audits.sources import Source
+from gpulab.audits.sources import Source, same_call
 from gpulab.audits.traces import RESULT, Json, Operation, Trace
 from gpulab.audits.twins import DEFINITIONS
+from gpulab.audits.values import Value
 from gpulab.settings import Setting
 
 ANOTHER_FUNCTION = "it computes a different function there"
@@ -33,8 +35,18 @@ GIVEN_OTHER_VALUES = (
     "from the same weights and optimizer state"
 )
 KEEP_UPDATES = (
-    "keep the weights in float32 and cast them for the forward pass, as autocast does, or use stochastic rounding: "
-    "a {dtype} number cannot represent a relative change of less than about {unit:.0e}"
+    "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than about {unit:.0e}"
+)
+FIX_FIRST = "fix this first, because no difference can be measured beside it: "
+CLEAR = "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which tensor has it"
+BEYOND = (
+    "look for numbers beyond the range of {}: scale them down, subtract the largest before an exponential, or compute "
+    "them in a longer format"
+)
+LOOK_FOR = (  # what turns finite numbers into NaN or infinity, by the operation that makes it
+    (r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)", "look for a logarithm or square root of zero or less"),
+    (r"div|reciprocal", "look for a division by zero"),
+    (r".*(softmax|scaled_dot_product|attention).*", "look for a row that is masked out entirely"),
 )
 COUNTED = "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to 2,048"
 UPDATE_LOST = "update lost"
@@ -109,7 +121,23 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
         detail += "; the same happens in float64"
     elif first.name not in ("gradient", "updated"):
         detail += "; in float64, the loss is finite"
-    return _finding_of(comparison, "not finite", origin.op, detail)
+    return _finding_of(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
+
+
+def _advice_on_not_finite(origin: NotFinite) -> str:
+    """Where to look for what made NaN or infinity; anywhere, if the operation does not tell."""
+    if not origin.made:
+        return FIX_FIRST + CLEAR
+    if not origin.in_reference:
+        has_infinity = origin.what == INFINITY or origin.infinity is not None
+        return FIX_FIRST + BEYOND.format(origin.first.dtype) if has_infinity else ADVICE["not finite"]
+    for op in filter(None, (origin.infinity, origin.op)):
+        for pattern, words in LOOK_FOR:
+            if re.fullmatch(pattern, op.name.rstrip("_")):
+                if op.phase == "backward":
+                    words += ", or a derivative that is infinite, as that of a square root at zero"
+                return FIX_FIRST + words
+    return ADVICE["not finite"]
 
 
 def _not_finite_alone(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
@@ -127,12 +155,15 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
     `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
     """
     if op.anew:
-        detail = "received different values in the second execution, which no operation of the step produced"
+        detail = (
+            "received different values or arguments in the second execution, which no operation of the step produced"
+        )
         yield _finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
     elif op.repeats is False:
         apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
         detail = f"gave different bits in the second execution{apart}"
-        yield _finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
+        size = math.nan if op.spread is None else op.spread
+        yield _finding_of(comparison, "nondeterminism", op, detail, _advice_on_repetition(comparison, op), size=size)
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
     if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
@@ -175,7 +206,10 @@ def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
         f"{UPDATE_LOST}: {numbers:,} of the {moved:,} numbers in {names} that change in float64 keep their old value "
         f"(in {len(lost)} of {len(updates)} updated tensors)"
     )
-    advice = KEEP_UPDATES.format(dtype=dtype, unit=unit)
+    how = "float32 and cast them for the forward pass, as autocast does"
+    if dtype not in tol.SHORT:
+        how = "float64, as precision=float64 does, or collect updates and apply them together"
+    advice = KEEP_UPDATES.format(how=how, dtype=dtype, unit=unit)
     yield _finding_of(comparison, "reduced precision", blamed, detail, advice, size=math.nan)
 
 
@@ -233,14 +267,17 @@ def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Fin
     findings: dict[tuple[str, ...], Finding] = {}
     given_anew = any(op.anew for trace in comparison.traces for op in trace.operations)
     is_foreign = any(s.data_a or s.data_b or any(node.op.random for node in s.nodes) for s in sources)
+    elsewhere = _from_elsewhere(comparison, sources)
     for source in sources:
         is_data = source.data_a is not None or source.data_b is not None
         is_drawn = any(node.op.random for node in source.nodes)
         one_kernel = source.a is not None and source.b is not None and kernel(source.a.op) == kernel(source.b.op)
         if is_foreign and not (is_data or is_drawn or one_kernel):
             continue  # beside other numbers nobody can tell another way to compute from another function
-        if given_anew and is_data:
+        if given_anew and (is_data or any(node.op.anew for node in source.nodes)):
             continue  # nondeterminism says so
+        if not (is_data or is_drawn) and _follows(source, elsewhere):
+            continue  # of other numbers it makes other numbers
         finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
     if not sources and comparison.differing and not given_anew and not skips_updates(comparison):
@@ -253,6 +290,25 @@ def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Fin
         if paired:
             findings["cause not found",] = _cause_not_found(comparison, paired)
     return list(findings.values())
+
+
+def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
+    """What follows from other data, from values that are given anew, and from random numbers of one side alone."""
+    drawn = {node for source in sources for node in source.nodes if node.op.random}
+    data = {value for source in sources for value in (source.data_a, source.data_b) if value is not None}
+    found: set[Value] = set()
+    for graph in comparison.graphs:
+        begin = (value for node in graph.nodes if node.op.anew or node in drawn for value in node.outputs)
+        found |= graph.following(data.union(begin))
+    return found
+
+
+def _follows(source: Source, elsewhere: set[Value]) -> bool:
+    """Whether a source was given such values, and is called as on the other side."""
+    a, b = source.a, source.b
+    if a is not None and b is not None and kernel(a.op) == kernel(b.op) and differing_arguments(a.op, b.op):
+        return False
+    return any(not elsewhere.isdisjoint(node.inputs) for node in source.nodes)
 
 
 def _effect(comparison: Comparison) -> str:
@@ -290,11 +346,19 @@ def _of_operations(comparison: Comparison, source: Source) -> Finding:
     gap = _gap_of(comparison, source)
     a, b = (node.op if node else None for node in (source.a, source.b))
     are_alike = a is not None and b is not None and kernel(a) == kernel(b)
-    if a is not None and b is not None and are_alike and (arguments := differing_arguments(a, b)):
-        return _of_arguments(comparison, (a, b), arguments, gap)
     drawn = next((node.op for node in source.nodes if node.op.random), None)
+    if a is not None and b is not None and are_alike:
+        arguments = differing_arguments(a, b)
+        if arguments and (drawn is None or arguments.keys() != {"size"}):
+            return _of_arguments(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _other_draw(comparison, drawn, gap)
+    for node in source.nodes:  # a limit of float32 that limits nothing makes the same values on that side
+        if (other := same_call(comparison, node)) is not None:
+            both = (other.op, node.op) if comparison.side_of[node.op] else (node.op, other.op)
+            arguments = differing_arguments(*both)
+            if _are_of_formats(comparison, both, arguments):
+                return _of_arguments(comparison, both, arguments, gap)
     if a is not None and b is not None and are_alike and a.name in DEFINITIONS and _are_right(a, b):
         detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
         return _finding_between(comparison, "another valid answer", b, gap, detail)
@@ -319,13 +383,28 @@ def _of_arguments(
     here, there = (", ".join(f"{name}={both[side]!r}" for name, both in arguments.items()) for side in (1, 0))
     line = f", at {a.line}" if a.line != b.line else ""
     detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}{_effect(comparison)}"
-    if all(_is_of_format(x, a.dtype) and _is_of_format(y, b.dtype) for x, y in arguments.values()):
-        short = b if b.dtype in tol.SHORT else a
+    if _are_of_formats(comparison, operations, arguments):
         detail += "; both are properties of the number formats"
-        advice = f"take the number from torch.float32 and not from {short.dtype} if it matters"
-        return _finding_between(comparison, "reduced precision", short, gap, detail, advice)
+        advice = "take the number from torch.float32 under both settings if it matters"
+        return _finding_between(comparison, "reduced precision", b, gap, detail, advice)
     advice = f"check why {_place_of(b)} calls it with different arguments under {comparison.trace_of(b).title}: "
     return _finding_between(comparison, "mismatch", b, gap, detail, advice + ANOTHER_FUNCTION)
+
+
+def _are_of_formats(
+    comparison: Comparison, operations: tuple[Operation, Operation], arguments: dict[str, tuple[Json, Json]]
+) -> bool:
+    """Whether arguments differ as the machine epsilons and limits of two formats do, those of what each was given."""
+    formats = [
+        {op.dtype, *(value.dtype for value in given)}
+        for op in operations
+        for given in [[comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]]
+    ]
+    return bool(arguments) and all(
+        any(_is_of_format(number, dtype) for dtype in dtypes)
+        for both in arguments.values()
+        for number, dtypes in zip(both, formats, strict=True)
+    )
 
 
 def _is_of_format(number: object, dtype: str) -> bool:
@@ -494,23 +573,47 @@ def _place_of(op: Operation) -> str:
     return op.module or op.line or "the step"
 
 
+def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
+    """How to let an operation repeat itself, if that can be done."""
+    setting = Setting.parse(comparison.trace_of(op).setting)
+    if not hasattr(torch.ops.aten, op.name):
+        return (
+            "if runs must repeat, let its kernel seed what it draws and add up in a fixed order: deterministic=on "
+            "reaches the operations of torch alone"
+        )
+    if setting.deterministic:
+        return "compare settings only over many seeds, with gpulab.verdict: deterministic=on does not reach it"
+    return ADVICE["nondeterminism"]
+
+
 def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     """How to let an operation keep all digits, by what had rounded them. What a setting asks for is no surprise."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     convolution = op.name.startswith("convolution")
+    here = "this line" if op.line else op.module or "the loss"
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
+    is_of_converted = op.name == "_to_copy" and op.phase == "backward"  # the gradient of a conversion to float32
+    if is_of_converted and op.dtype in (setting.autocast, setting.precision):
+        return f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in float32 as well"
     if op.dtype in tol.SHORT and setting.autocast == op.dtype:
-        keep = f"torch.autocast({setting.kind!r}, enabled=False)"
-        return f"{setting} asks for it; {keep} around this line keeps it in float32"
+        keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
+        given = ".float() on what it is given and `backward` outside of autocast"
+        return f"{setting} asks for it; {keep}, with {given}, keeps it in float32"
+    if op.name == "_to_copy" and setting.precision == op.dtype:
+        return f"{setting} asks for it; if it matters, leave out the conversion in {here}"
     if op.dtype in tol.SHORT and setting.precision == op.dtype:
-        return f"{setting} asks for it; if it matters, .float() before this line computes it in float32"
+        keep = f".float() on all that {here} is given, parameters too"
+        return f"{setting} asks for it; if it matters, {keep}, keeps it in float32"
     if op.dtype in tol.SHORT:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
+    if op.rounded_before and op.format in (setting.autocast, setting.precision):
+        return f"nothing here; {setting} rounds what comes before {here} to {op.format}: keep that in float32 as well"
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
     if setting.emulated:
-        return f"{setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
+        here = "`backward`, in a step that is a function," if op.phase == "backward" else here
+        return f"{setting} asks for it; gpulab.float32_products() around {here} keeps it in float32"
     if setting.kind == "cuda":
         backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"

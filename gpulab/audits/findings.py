@@ -47,8 +47,8 @@ ADVICE = {
     ),
     "other data": "use the same batch, the same weights and the same seeds on both sides",
     "cannot be told": (
-        "compare this operation by hand, or let it compute in the setting's own type (setting.dtype), so that it can "
-        "be repeated in float64"
+        "compare this operation by hand, or let it compute in float64 where its inputs are float64, so that it can be "
+        "repeated"
     ),
     "rounding": "nothing to do",
     "cause not found": (

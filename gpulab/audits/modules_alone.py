@@ -135,7 +135,8 @@ class _Alone(_Whole):
         self.model(*args, **kwargs)
         followed = {name: out for name, out in self.outputs.items() if name in gradients and out.requires_grad}
         if followed:
-            torch.autograd.backward([*followed.values()], [gradients[name] for name in followed])
+            with torch.autocast(self.setting.kind, enabled=False):
+                torch.autograd.backward([*followed.values()], [gradients[name] for name in followed])
         return self.outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
 
 

@@ -12,6 +12,7 @@ import torch
 
 from gpulab._torch_internals import ctc_lengths_as_lists, is_compiled
 from gpulab.audits import count_sketch as sk
+from gpulab.audits.comparison import differing_arguments
 from gpulab.audits.tracer import Tracer
 from gpulab.audits.traces import RESULT, Trace, aligned
 from gpulab.errors import GpulabError, OverwrittenWarning, UsageError
@@ -177,6 +178,7 @@ def _short(value: object) -> str:
 def _compare_executions(first: Trace, trace: Trace) -> None:
     """Mark operations that gave other results from the same inputs the second time, and those given other inputs."""
     made_before, made = _values_made(first), _values_made(trace)
+    varies = False  # whether an operation before gave something else, which later ones may have been told
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue
@@ -184,9 +186,12 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
         if before is not None and _contents(first, before.inputs) != _contents(trace, op.inputs):
             pairs = zip(_contents(first, before.inputs), _contents(trace, op.inputs), strict=False)
             op.anew = any(x != y and x not in made_before and y not in made for x, y in pairs)
+        elif before is not None and differing_arguments(before, op):
+            op.anew = not varies
         elif before is not None:
             same = _contents(first, before.outputs) == _contents(trace, op.outputs)
             if not same:
+                varies = True
                 sketches = ([t.values[v].sketch for v in o.outputs] for t, o in ((first, before), (trace, op)))
                 op.spread = max(op.spread or 0.0, sk.spread(*sketches))
         op.repeats = op.repeats is not False and same and not op.anew

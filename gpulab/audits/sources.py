@@ -237,15 +237,21 @@ def _with_same_call(comparison: Comparison, source: Source) -> Source:
     if len(source.nodes) == 2:
         return source
     (node,) = source.nodes
+    other = same_call(comparison, node)
+    if other is None:
+        return source
+    return Source(a=other, b=node) if comparison.side_of[node.op] else Source(a=node, b=other)
+
+
+def same_call(comparison: Comparison, node: Node) -> Node | None:
+    """The operation of the same line on the other side, if there is just one."""
     side = comparison.side_of[node.op]
 
     def call(other: Node) -> tuple[str, ...]:
         return kernel(other.op), other.op.phase, other.op.module, other.op.line
 
     here, there = ([n for n in comparison.graphs[s].nodes if call(n) == call(node)] for s in (side, 1 - side))
-    if len(here) != 1 or len(there) != 1:
-        return source
-    return Source(a=there[0], b=node) if side else Source(a=node, b=there[0])
+    return there[0] if len(here) == len(there) == 1 else None
 
 
 def _seen_through_views(graph: Graph, node: Node) -> set[Value]:

@@ -46,6 +46,11 @@ except ModuleNotFoundError as error:  # everything works without that folder, on
 Product = Callable[..., list[Tensor]]
 Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
+SECOND_DERIVATIVES = {  # how to have them, by a word of torch's error
+    "attention": "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
+    "inplace": "use the operation that is not in place",
+    "": "write it with operations that torch can differentiate twice",
+}
 MOST_AT_ONCE = 10
 
 
@@ -127,7 +132,10 @@ class Hessian:
             shape = tuple(getattr(vectors, "shape", ())) or type(vectors).__name__
             raise UsageError(f"H @ {shape}: expected a tensor of shape ({self.shape[0]},) or ({self.shape[0]}, k)")
         if (vectors.dtype, vectors.device) != (self.dtype, self.device):
-            raise UsageError(f"H @ v: v is {vectors.dtype} on {vectors.device}, H {self.dtype} on {self.device}")
+            raise UsageError(
+                f"H @ v: v is {vectors.dtype} on {vectors.device}, H {self.dtype} on {self.device}: use "
+                "v.to(H.device, H.dtype)"
+            )
         if vectors.ndim == 1:
             return self._rows(vectors[None])[0]
         products = torch.empty_like(vectors)
@@ -235,7 +243,8 @@ def hessian(
             if is_once_differentiable(node):  # whose gradients autograd would take for constants
                 line = _line_of_node(lambda: objective_of(model), type(node).__name__)
                 raise UsageError(
-                    f"{type(node).__name__} has no second derivatives: it is marked once_differentiable{line}"
+                    f"{type(node).__name__} has no second derivatives: it is marked once_differentiable{line}; if "
+                    "torch can differentiate all that its backward does, remove the mark"
                 )
         if captured := [name for name, tensor in selected.items() if id(tensor) in leaves]:
             raise UsageError(
@@ -272,7 +281,8 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
             selected_ids |= matching
         selected = {name: tensor for name, tensor in every.items() if id(tensor) in selected_ids}
     if not selected:
-        raise UsageError(f"{type(model).__name__} has no parameters that require gradients")
+        name = type(model).__name__
+        raise UsageError(f"{name} has no parameters that require gradients: call requires_grad_() on those meant")
     kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
     if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
         raise UsageError(f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one device")
@@ -335,7 +345,9 @@ def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         line = _line_of_failure(objective, points)
-        raise UsageError(f"the loss has no second derivatives that torch can compute: {reason}{line}") from error
+        cure = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
+        message = f"the loss has no second derivatives that torch can compute: {reason}{line}; {cure}"
+        raise UsageError(message) from error
     return loss.detach(), [gradient.detach() for gradient in gradients], product
 
 

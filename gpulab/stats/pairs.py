@@ -161,7 +161,8 @@ def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd
     """The level that others are compared with: as asked for, or else `cpu`, or the first."""
     if not levels:
         there = sorted(set(unfinished["status"]))
-        why = f"none is finished or diverged, but {there}" if there else "the table has no rows"
+        why = f"none is finished or diverged, but {there}; write 'finished' into `status` of those that did"
+        why = why if there else "the table has no rows"
         raise UsageError(f"no runs to compare: {why}")
     if reference is None:
         return "cpu" if "cpu" in levels else levels[0]
@@ -235,7 +236,10 @@ def _numbers(column: pd.Series) -> Metric:
     numbers = pd.to_numeric(text, errors="coerce").astype(float)
     if len(wrong := text[numbers.isna() & column.notna() & (text.str.lower() != "nan")]):
         first = f"index {wrong.index[0]!r} has {wrong.iloc[0]!r}"
-        raise UsageError(f"metric {column.name!r} is not of numbers or booleans: {first}")
+        raise UsageError(
+            f"metric {column.name!r} is not of numbers or booleans: {first}; leave cells without a number empty, or "
+            "choose another metric="
+        )
     values = numbers.to_numpy(float)
     return Metric(values, column.notna().to_numpy(bool) & ~np.isfinite(values), may_be_lost=False)
 

@@ -28,7 +28,8 @@ EFFECT = "{here} the {metric} is {average} {there}"
 MOST_NAMED = 8  # seeds in one sentence
 SENTENCES = {  # templates by decision, or by the special case that takes precedence over it
     "diverged": "{here} {diverged} of {runs} runs diverged, {there} {reference_diverged} of {reference_runs}.",
-    "too few pairs": "Between {level} and {reference} nothing can be compared: {shared} finished {preposition} both.",
+    "too few pairs": "Between {level} and {reference} nothing can be compared: {shared} finished {preposition} both; "
+    "run the same {block}s {preposition} both, {fewest} or more.",
     "same bits": "{here} every {block} ends with the same bits as {there}, so there is nothing to test.",
     "not one digit": "{here} not one {block} differs by a digit from that {there}: "
     "make sure that the {factor} reached the training.",
@@ -147,6 +148,7 @@ def _names(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> dict[s
         "factor": verdict.factor,
         "block": block,
         "shared": f"only one {block}" if row.seeds else f"no {block}",
+        "fewest": fewest_pairs(verdict.alpha / len(verdict.rows) / verdict.looks),
     }
 
 
