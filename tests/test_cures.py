@@ -846,7 +846,7 @@ def test_remedy_of_a_guard_removes_the_finding(name):
 
 def test_reads_any_finds_the_line_that_wrote_where_the_guard_says_so():
     (found,) = found_by_guard(a_buffer_of_numpy_as_a_tensor, False, "backward")
-    assert 'reads="any" looks for it' in found.explanation
+    assert 'gpulab.guard(reads="any") looks for it' in found.explanation
     (found,) = found_by_guard(a_buffer_of_numpy_as_a_tensor, False, "any")
     assert [line.text for line in found.writers] == ["buffer[:] = 2"]
 

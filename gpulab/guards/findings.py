@@ -20,7 +20,7 @@ WROTE = "something other than torch wrote there, and another tensor was made of 
 COPY_IT = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
 GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
 UNKNOWN_WRITER = "; which line wrote is not known, only that it ran after that one"
-LOOK_FOR_WRITER = ' (reads="any" looks for it)'
+LOOK_FOR_WRITER = ' (gpulab.guard(reads="any") looks for it)'
 CAUSES = {  # what happened, why, and what to do
     "inplace": (
         SAVED,

@@ -77,7 +77,9 @@ def test_it_says_where_looks_and_levels_are_so_many_that_nothing_can_be_shown():
 
 
 def test_diverged_runs_and_yes_and_no_are_corrected_too():
-    diverged = runs_of({"cpu": [0.5] * 9, "cuda": [0.5] * 2 + [np.nan] * 7})
+    diverged = runs_of({"cpu": [0.5] * 9, "cuda": [0.5] * 2 + [np.nan] * 7}).assign(
+        status=lambda runs: runs.final_loss.map(lambda loss: "finished" if loss == loss else "diverged")
+    )
     once, looked_at = gl.verdict(diverged).table, gl.verdict(diverged, looks=LOOKS).table
     assert (once.decision[0], looked_at.decision[0]) == ("different", "inconclusive")
     assert looked_at.p_diverged_holm[0] == pytest.approx(LOOKS * once.p_diverged[0])
