@@ -140,7 +140,7 @@ def test_stale_read_names_the_line_that_filled_the_array_again():
 def test_a_writer_that_is_not_looked_for_is_said_to_be_unknown():
     finding = finding_of(slice_assignment, reads="backward")
     assert finding.writers == ()
-    assert 'which line wrote is not known, only that it ran after that one (gpulab.guard(' in finding.explanation
+    assert "which line wrote is not known, only that it ran after that one (gpulab.guard(" in finding.explanation
 
 
 def test_lines_are_not_followed_where_somebody_else_follows_them():
