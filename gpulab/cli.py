@@ -269,10 +269,10 @@ def verdict(
     `diverged`, or whose cell is empty, is left out, which is said. Of a table with a row for each epoch, --last or
     --best says which counts.
     """
-    from gpulab.stats.pairs import rows_where
+    from gpulab.stats.pairs import select_rows
     from gpulab.stats.verdicts import verdict as compare
 
-    frame = rows_where(runs_or_table(file), pairs(where))
+    frame = select_rows(runs_or_table(file), pairs(where))
     given_margin = value(margin) if margin else None
     chosen = {"last": last, "best": best, "mode": mode}
     answer = compare(frame, metric, factor, block, given_margin, alpha, reference, looks, **chosen)
@@ -291,7 +291,7 @@ def runs(
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
     """List the runs in a store."""
-    from gpulab.stats.pairs import rows_where
+    from gpulab.stats.pairs import select_rows
     from gpulab.store import runs as stores
     from gpulab.store import tables
 
@@ -300,7 +300,7 @@ def runs(
         is_there = recorded or folder.exists()
     if not is_there:
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
-    frame = rows_where(tables.recorded_runs() if recorded else tables.runs(folder), pairs(where))
+    frame = select_rows(tables.recorded_runs() if recorded else tables.runs(folder), pairs(where))
     if csv:
         say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
