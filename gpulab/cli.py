@@ -47,8 +47,8 @@ def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     from gpulab.store import tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
-    frame = tables.without_empty_losses(frame)
-    of_functions = [name for name in frame.columns if name not in (*tables.COLUMNS, "options", "loss")]
+    frame = tables.drop_empty_losses(frame)
+    of_functions = [name for name in frame.columns if name not in (*tables.RUN_COLUMNS, "options", "loss")]
     columns = [
         "experiment",
         "profile",
@@ -163,7 +163,7 @@ def runs_or_table(names: list[Path]) -> pd.DataFrame:
 
     if len(names) == 1:
         (file,) = names
-        is_store = os.path.isdir(file) and tables.holds_runs(file)
+        is_store = os.path.isdir(file) and tables.has_runs(file)
         if file.suffix == ".parquet" and not os.path.isdir(file):
             with contextlib.suppress(DataError):
                 is_store = bool(recorded.read_packed(file))

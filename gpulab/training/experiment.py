@@ -168,7 +168,7 @@ class Experiment:
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
         frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))
         frame = frame.sort_values(["setting", "seed"], ignore_index=True, kind="stable")
-        frame = tables.without_empty_losses(frame)
+        frame = tables.drop_empty_losses(frame)
         frame.attrs["source"] = str(self.folder)
         return frame
 
@@ -283,4 +283,4 @@ def seed_runs(
         run = train_run(**job | {"store": None}, progress=False)
         row = {"setting": job["setting"], "seed": job["seed"], "status": run.status, "final_loss": run.final_loss}
         rows.append(row | run.metrics)
-    return tables.without_empty_losses(pd.DataFrame(rows))
+    return tables.drop_empty_losses(pd.DataFrame(rows))

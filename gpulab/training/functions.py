@@ -25,7 +25,7 @@ from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
 from gpulab.steps import seeded
 from gpulab.store.runs import StoredRun
-from gpulab.store.tables import COLUMNS, OPEN
+from gpulab.store.tables import OVERRIDABLE_COLUMNS, RUN_COLUMNS
 from gpulab.training.loop import WindowNote
 from gpulab.training.planned_run import Options, PlannedRun, Restored, TrainingOutcome, Watch, as_json, check_repetition
 from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
@@ -181,7 +181,7 @@ class FunctionRun(PlannedRun):
         return Restored(None, None)
 
     def _check_metric_names(self, metrics: dict[str, Any]) -> None:
-        taken = ({*COLUMNS, "options", *self.function.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys()
+        taken = ({*RUN_COLUMNS, "options", *self.function.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys()
         if taken:
             clash = f"a metric cannot be called {min(taken)!r}, a column of gpulab.runs or an option"
             raise GpulabError(f"{clash}; give it another name")
@@ -240,6 +240,6 @@ def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Param
             f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where wanted "
             "setting, and options"
         )
-    if taken := ({*COLUMNS, "options"} - OPEN) & (parameters.keys() - set(GIVEN)):
+    if taken := ({*RUN_COLUMNS, "options"} - OVERRIDABLE_COLUMNS) & (parameters.keys() - set(GIVEN)):
         raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
     return parameters

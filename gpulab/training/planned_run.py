@@ -17,7 +17,7 @@ import torch
 from gpulab.errors import UsageError, check_count
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.store.identities import Identity, identified
+from gpulab.store.identities import Identity, identify_run
 from gpulab.store.runs import StoredRun
 from gpulab.training.loop import WindowNote
 
@@ -148,7 +148,7 @@ class PlannedRun(ABC):
         contents = dict(self.contents)
         if self.unknown_content:
             contents["unknown"] = uuid.uuid4().hex  # equal to no other run
-        return identified(asked, passport, contents)
+        return identify_run(asked, passport, contents)
 
     def command(self) -> str | None:
         """Return the command line that makes this run, or None where there is none."""

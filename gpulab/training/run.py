@@ -25,7 +25,7 @@ from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.store.identities import Identity
-from gpulab.store.runs import WORK, History, begin_record, find_run, store_folder, write_run
+from gpulab.store.runs import WORK_FOLDER, History, begin_record, find_run, store_folder, write_run
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.planned_run import PlannedRun, Watch
 from gpulab.training.planning import plan_run
@@ -257,7 +257,7 @@ def train(
         identity = planned.identity(passport(), kept=folder is not None)
         if folder is None:
             return _train(planned, begin_record(identity, passport(), **notes), None, watch, progress)
-        checkpoint = folder / WORK / f"{identity.id}.safetensors"
+        checkpoint = folder / WORK_FOLDER / f"{identity.id}.safetensors"
         run = _load(planned, folder, identity, keep_weights)
         if run is None:
             run = _train(planned, begin_record(identity, passport(), **notes), checkpoint, watch, progress)

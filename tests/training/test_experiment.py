@@ -244,7 +244,7 @@ def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(traine
 @pytest.mark.slow("waits for the first checkpoint of a training in another process")
 def test_interrupted_process_saves_a_checkpoint_ends_and_goes_on(tmp_path):
     exp = experiment(tmp_path, options={"frames": 40_000})
-    with ctrl_c(lambda: [*tmp_path.glob(f"{stores.WORK}/*.safetensors")]):
+    with ctrl_c(lambda: [*tmp_path.glob(f"{stores.WORK_FOLDER}/*.safetensors")]):
         exp.run(progress=False)
     assert gl.runs(tmp_path).empty
     run = gl.train(**exp.jobs()[0], progress=False)
