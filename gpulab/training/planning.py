@@ -8,7 +8,7 @@ from typing import Any
 from gpulab.data.base import Data
 from gpulab.models.base import Trainable
 from gpulab.settings import Setting
-from gpulab.training.functions import FunctionRun, TrainingFunction, function_of
+from gpulab.training.functions import FunctionRun, TrainingFunction, as_training_function
 from gpulab.training.networks import NetworkRun
 from gpulab.training.planned_run import Options, check_options
 
@@ -42,7 +42,7 @@ def plan_run(
         {'power': 1}
     """
     lengths: Options = {"frames": frames, "window": window, "learning_rate": learning_rate}
-    function = function_of(net)
+    function = as_training_function(net)
     if function is None:
         return NetworkRun.plan(
             net,

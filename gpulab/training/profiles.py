@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpulab.errors import UsageError
 
 PROFILES = ("smoke", "quick", "paper")
-LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
+FINAL_LOSS_DIVISOR = 5  # the final loss is the mean over the last 1/5 of the windows
 
 
 class Protocol(NamedTuple):
