@@ -69,7 +69,7 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
     spec = NetworkRun.plan("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
     training = spec.init_training()
     plain = AutogradEngine(training, Loader("window", setting))
-    engine = fastest(plain).uncaptured() if fast else plain
+    engine = fastest(plain).choose_uncaptured_engine() if fast else plain
     frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
     _, state = engine.update([frames], None)
     if not (fast and setting.kind == "cuda"):
