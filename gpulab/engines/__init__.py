@@ -80,7 +80,7 @@ class FastestEngine:
 
 
 class AnalyticEngine:
-    """Computes windows of a PredNet that `Windows.follows`.
+    """Computes windows of a PredNet that `Windows.supports`.
 
     Args:
         autograd_engine: The engine whose updates are made, with analytic gradients. The loader is `window` or `copied`;

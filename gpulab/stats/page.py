@@ -71,8 +71,8 @@ class VerdictPage(Decisions, Report):
         picture = self.picture()
         heading = Markup("<h3>{}</h3>").format(_title_text(self))
         about = Markup('<p class="ga-faint">{}</p>').format("\N{NO-BREAK SPACE}· ".join(_describe_source(self)))
-        head = Markup('<div class="gpulab-result">{}{}</div>').format(heading, about)
-        first_part = style() + head + self._render_answer() + ("" if picture else self._render_details())
+        heading_element = Markup('<div class="gpulab-result">{}{}</div>').format(heading, about)
+        first_part = style() + heading_element + self._render_answer() + ("" if picture else self._render_details())
         display({"text/plain": str(self), "text/html": first_part}, raw=True)
         if picture:
             picture.show()

@@ -77,16 +77,17 @@ def pair_runs(
     Where runs have a row for each epoch or step, `choice` says which of them counts.
     """
     columns = (metric, factor, block)
-    checked = check_runs(frame, *columns, choice)
-    has_ended = checked["status"].isin(("finished", "diverged"))
-    ended, unfinished = checked[has_ended], checked[~has_ended]
-    first_runs = ended[ended["rerun"] == 0]
+    checked_runs = check_runs(frame, *columns, choice)
+    has_ended = checked_runs["status"].isin(("finished", "diverged"))
+    ended_runs = checked_runs[has_ended]
+    unfinished_runs = checked_runs[~has_ended]
+    first_runs = ended_runs[ended_runs["rerun"] == 0]
     runs = _average_repeated_rows(first_runs, *columns)
-    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished, factor)
+    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished_runs, factor)
     reference_runs = runs[runs[factor] == reference]
     other_runs = runs[runs[factor] != reference]
 
-    reruns = ended[(ended["rerun"] > 0) & (ended[factor] == reference)]
+    reruns = ended_runs[(ended_runs["rerun"] > 0) & (ended_runs[factor] == reference)]
     return PairedRuns(
         metric=metric,
         factor=factor,
@@ -95,29 +96,31 @@ def pair_runs(
         runs=runs,
         pairs=_merge_with_reference(other_runs, reference_runs, *columns),
         reruns=_merge_with_reference(reruns, reference_runs, *columns),
-        source=str(checked.attrs.get("source", "")),
+        source=str(checked_runs.attrs.get("source", "")),
         notes=(
-            *checked.attrs.get("chosen", ()),
-            *_missing_run_notes(checked, unfinished, factor),
+            *checked_runs.attrs.get("chosen", ()),
+            *_missing_run_notes(checked_runs, unfinished_runs, factor),
             *_averaged_row_notes(first_runs, runs, *columns),
-            *_skipped_rerun_notes(len(ended) - len(first_runs) - len(reruns), reference),
-            *checked.attrs.get("notes", ()),
+            *_skipped_rerun_notes(len(ended_runs) - len(first_runs) - len(reruns), reference),
+            *checked_runs.attrs.get("notes", ()),
         ),
     )
 
 
-def _missing_run_notes(checked: pd.DataFrame, unfinished: pd.DataFrame, factor: str) -> Iterator[str]:
+def _missing_run_notes(checked_runs: pd.DataFrame, unfinished_runs: pd.DataFrame, factor: str) -> Iterator[str]:
     """Yield notes on runs that cannot be read, and on those that did not finish."""
-    n_damaged = checked.attrs.get("damaged", 0)
+    n_damaged = checked_runs.attrs.get("damaged", 0)
     if n_damaged:
         runs_text = "1 damaged run" if n_damaged == 1 else f"{n_damaged} damaged runs"
         yield f"{runs_text} cannot be read, and may be missing from this."
-    if len(unfinished):
-        counts = unfinished.groupby([factor, "status"]).size()
-        where = ", ".join(f"{level_text(level, factor)} {count} {status}" for (level, status), count in counts.items())
+    if len(unfinished_runs):
+        counts = unfinished_runs.groupby([factor, "status"]).size()
+        counts_text = ", ".join(
+            f"{level_text(level, factor)} {count} {status}" for (level, status), count in counts.items()
+        )
         bias = f"if it was the {factor} that stopped them, what is left flatters it"
-        yield f"Left out, because they did not finish: {len(unfinished)} ({where}); {bias}."
-        if (unfinished["status"] == "missing").any() and checked.attrs.get("has_ambiguous_nan"):
+        yield f"Left out, because they did not finish: {len(unfinished_runs)} ({counts_text}); {bias}."
+        if (unfinished_runs["status"] == "missing").any() and checked_runs.attrs.get("has_ambiguous_nan"):
             yield "An empty cell or NaN counts as missing; `diverged` in a column `status` says that runs diverged."
 
 
@@ -135,10 +138,10 @@ def _averaged_row_notes(
             yield f"If {counting_columns[0]!r} counts along a training, the mean says nothing about its end: {choices}."
 
 
-def _skipped_rerun_notes(skipped: int, reference: Level) -> Iterator[str]:
+def _skipped_rerun_notes(n_skipped: int, reference: Level) -> Iterator[str]:
     """Yield notes on repeated runs under other levels than the reference."""
-    if skipped:
-        yield f"Not compared: {skipped:,} rows with `rerun` above 0 that are not under {reference}."
+    if n_skipped:
+        yield f"Not compared: {n_skipped:,} rows with `rerun` above 0 that are not under {reference}."
 
 
 def _average_repeated_rows(runs: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:

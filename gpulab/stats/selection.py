@@ -158,9 +158,9 @@ def choose_rows(
         return table.best_rows(choice.best, mode, choice.mode, counters, is_diverged, filled_rows)
     if choice.last is not None:
         return table.last_rows(choice.last, counters, is_diverged, filled_rows)
-    differing = table.counters(filled_rows)
-    if differing:
-        table.refuse(differing, filled_rows)
+    differing_counters = table.counters(filled_rows)
+    if differing_counters:
+        table.refuse(differing_counters, filled_rows)
     return ChosenRows(filled_rows, is_diverged[filled_rows])
 
 
@@ -323,7 +323,7 @@ class _RunTable:
         self,
         best: str,
         mode: Mode,
-        asked_mode: str | None,
+        given_mode: str | None,
         counters: Sequence[str],
         is_diverged: NDArray[np.bool_],
         filled_rows: NDArray[np.intp],
@@ -348,9 +348,9 @@ class _RunTable:
             best_row = rows[np.argmin(signed[rows])]
             rows_at_best = self._rows_at(best_row, candidates, counters)
             if not len(rows_at_best):
-                where = f" {counters[0]} {self._count_text(counters[0], best_row)}" if counters else " that row"
+                position = f" {counters[0]} {self._count_text(counters[0], best_row)}" if counters else " that row"
                 raise UsageError(
-                    f"{self._run_text(best_row)} has no {self.metric} at{where}, where {best} is best: "
+                    f"{self._run_text(best_row)} has no {self.metric} at{position}, where {best} is best: "
                     "take the last by last=, or the best of another column"
                 )
             if is_diverged[candidates].any() and not is_diverged[rows_at_best].any():
@@ -358,7 +358,7 @@ class _RunTable:
             chosen_rows.append(rows_at_best)
         positions = np.sort(np.concatenate(chosen_rows))
         superlative, comparative = DIRECTIONS[mode]
-        reason = "" if asked_mode else f" ({comparative} is better, by its name)"
+        reason = "" if given_mode else f" ({comparative} is better, by its name)"
         description = f"the row with the {superlative} {best}{reason}"
         counter = counters[0] if counters else ""
         counts = self.numbers(counter) if counter else None
@@ -491,14 +491,14 @@ def direction_of(name: str) -> Mode | None:
 
 def _choose_direction(best: str, mode: str | None) -> Mode:
     """The direction as asked for, or by the name; `UsageError` where that does not tell."""
-    given_mode = next((known for known in MODES if known == mode), None)
-    mode_or_none = given_mode or direction_of(best)
-    if mode_or_none is None:
+    valid_mode = next((candidate for candidate in MODES if candidate == mode), None)
+    direction = valid_mode or direction_of(best)
+    if direction is None:
         raise UsageError(
             f"best={best!r}: its name does not tell whether lower or higher is better; "
             "give mode='min' or mode='max' (--mode min)"
         )
-    return mode_or_none
+    return direction
 
 
 def _word_list(name: str) -> list[str]:

@@ -184,9 +184,9 @@ def sign_flips(n: int) -> Iterator[NDArray[np.integer]]:
         yield np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
         return
     generator = np.random.default_rng(0)
-    at_once = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
-    for start in range(0, N_DRAWN_FLIPS, at_once):
-        flips = min(at_once, N_DRAWN_FLIPS - start)
+    flips_per_batch = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
+    for start in range(0, N_DRAWN_FLIPS, flips_per_batch):
+        flips = min(flips_per_batch, N_DRAWN_FLIPS - start)
         yield np.unpackbits(generator.integers(0, 256, (flips, -(-n // 8)), np.uint8), axis=1)[:, :n]
 
 

@@ -84,7 +84,7 @@ def list_entries(store: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """A run that a store lists: its record, and how to read the rest of it.
 
     Attributes:
@@ -114,7 +114,7 @@ class StoredRun(NamedTuple):
     weights: Tensors | None
 
 
-def read_entry(path: str) -> list[Entry]:
+def read_entry(path: str) -> list[RunEntry]:
     """Read the records below a path: of the one run in a folder, or of all runs in a file of packed ones.
 
     Raises:
@@ -122,7 +122,7 @@ def read_entry(path: str) -> list[Entry]:
     """
     if not os.path.isdir(path):
         return [
-            Entry(check_record(path, record), path, path, read_history)
+            RunEntry(check_record(path, record), path, path, read_history)
             for record, read_history in recorded.read_packed(Path(path))
         ]
     file = os.path.join(path, RECORD_FILE)  # paths as objects would take as long as the reading
@@ -132,7 +132,7 @@ def read_entry(path: str) -> list[Entry]:
     results = os.path.join(path, RESULTS_FILE)
     if not os.path.isfile(results):
         raise DataError(f"{results}: no such file")
-    return [Entry(record, path, file, lambda: read_results(path)[0])]
+    return [RunEntry(record, path, file, lambda: read_results(path)[0])]
 
 
 def begin_record(identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None) -> dict[str, Any]:

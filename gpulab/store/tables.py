@@ -18,7 +18,7 @@ from gpulab.passports import machine
 from gpulab.run_options import FACTORS
 from gpulab.store import recorded
 from gpulab.store.records import RunRecord, device_of, factors_of_record, learning_task
-from gpulab.store.runs import RECORD_FILE, RESULTS_FILE, Entry, list_entries, read_entry, store_folder
+from gpulab.store.runs import RECORD_FILE, RESULTS_FILE, RunEntry, list_entries, read_entry, store_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -269,7 +269,7 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
     return frame
 
 
-def _build_row(entry: Entry) -> Row:
+def _build_row(entry: RunEntry) -> Row:
     """Build the row of a run in the table; `DataError`, naming the file, for a record that it cannot be built from."""
     record = entry.record
     configuration = record["configuration"]

@@ -110,8 +110,8 @@ class Experiment:
         check_count("reruns", reruns)
         check_count("workers", workers)
         if not (self.settings and self.seeds and self.variants):
-            asked = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
-            raise UsageError(f"{asked}: an experiment needs one of each at least")
+            request = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
+            raise UsageError(f"{request}: an experiment needs one of each at least")
 
     def __repr__(self) -> str:
         name = self.function.name if self.function else self.model
@@ -163,7 +163,7 @@ class Experiment:
         if WORKER_VARIABLE in os.environ:
             raise UsageError("an experiment began as a worker imported its file: put it under __name__ == '__main__'")
         with end_on_signals():
-            finished = self._train(self.jobs(), progress)
+            finished = self._train_missing(self.jobs(), progress)
         frame = tables.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
         frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))
@@ -172,7 +172,7 @@ class Experiment:
         frame.attrs["source"] = str(self.folder)
         return frame
 
-    def _train(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
+    def _train_missing(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
         """Do the runs that the store has not, and return the ids of all."""
         machine_passport = passport()
         identities = [plan_job(job).identity(machine_passport) for job in jobs]  # `UsageError` for what has no identity
@@ -195,26 +195,26 @@ class Experiment:
                 try:
                     if not find_run(self.folder, identity):
                         clock.begin(number)
-                        if workers.run_job(job, notes / str(number)) != identity.id:
-                            changed = "its function or data were changed while the experiment ran; run it again"
-                            raise GpulabError(changed)
+                        if workers.run_job(job, share_folder / str(number)) != identity.id:
+                            problem = "its function or data were changed while the experiment ran; run it again"
+                            raise GpulabError(problem)
                         clock.end(number)
                     done.add(number)
                 except Exception as error:
-                    kind = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
-                    failures[number] = f"{job['setting']} seed {job['seed']}: {kind}{error}"
+                    prefix = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
+                    failures[number] = f"{job['setting']} seed {job['seed']}: {prefix}{error}"
                 clock.skip(number)
 
         def pending_jobs() -> dict[int, dict[str, Any]]:
             return {number: job for number, job in enumerate(jobs) if number not in done and number not in failures}
 
         def update_progress() -> None:
-            shares = {number: read_share(notes / str(number)) for number in list(clock.started)}
+            shares = {number: read_share(share_folder / str(number)) for number in list(clock.started)}
             update_bar(bar, clock, len(done) + len(failures), shares, started_at)
 
         bar = Progress(total=len(jobs), unit="run", leave=False, disable=not progress, bar_format=BAR_FORMAT)
         with tempfile.TemporaryDirectory() as folder, Workers(self.workers) as workers, bar:
-            notes = Path(folder)
+            share_folder = Path(folder)
             pending = pending_jobs()
             while pending:
                 workers.run_each(train_run_if_missing, pending, update_progress)

@@ -27,7 +27,15 @@ from gpulab.steps import seeded
 from gpulab.store.runs import StoredRun
 from gpulab.store.tables import OVERRIDABLE_COLUMNS, RUN_COLUMNS
 from gpulab.training.loop import WindowRecord
-from gpulab.training.planned_run import Options, PlannedRun, Restored, TrainingOutcome, Watch, as_json, check_repetition
+from gpulab.training.planned_run import (
+    Options,
+    PlannedRun,
+    RestoredRun,
+    TrainingOutcome,
+    Watch,
+    as_json,
+    check_repetition,
+)
 from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
 
 FILLED_PARAMETERS = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
@@ -41,7 +49,7 @@ class TrainingFunction:
         name: `file.py:name`, or the name alone for a function typed into a notebook.
         options: Its keyword parameters with their defaults, which say what was trained.
         source: A digest of the text that it is written in.
-        unknown: What has no text; empty where all has one.
+        unknown_source: What has no readable source; empty if all of it has.
         text: What it was called by, if by a text.
 
     Raises:
@@ -62,11 +70,11 @@ class TrainingFunction:
         self.filled_parameters = [name for name in FILLED_PARAMETERS if name in parameters]
         self.options = {name: p.default for name, p in parameters.items() if name not in FILLED_PARAMETERS}
         self.source = ""
-        self.unknown = ""
+        self.unknown_source = ""
         try:
             self.source = files.digest(source_of(train, self.file))
         except UnknownSourceError as error:
-            self.unknown = f"{self.name} ({error}: write all of it into a file)"
+            self.unknown_source = f"{self.name} ({error}: write all of it into a file)"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Another process reads a file itself; what was typed has its text here alone."""
@@ -164,7 +172,7 @@ class FunctionRun(PlannedRun):
     @property
     def unknown_content(self) -> str:
         """The function, if its source cannot be read."""
-        return self.function.unknown
+        return self.function.unknown_source
 
     def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:  # noqa: ARG002
         """Call the function. It keeps no checkpoint and shows its own progress."""
@@ -179,9 +187,9 @@ class FunctionRun(PlannedRun):
         first_metric = float(next(iter(metrics.values()), math.nan))
         return TrainingOutcome([WindowRecord(0, 1, first_metric, seconds)], _summarize_metrics(metrics, seconds))
 
-    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored:  # noqa: ARG002
+    def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun:  # noqa: ARG002
         """Return nothing: a function keeps its network and data to itself."""
-        return Restored(None, None)
+        return RestoredRun(None, None)
 
     def _check_metric_names(self, metrics: dict[str, Any]) -> None:
         allowed = {DEFAULT_METRIC, "heldout_loss", "loss"}

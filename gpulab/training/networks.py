@@ -32,7 +32,7 @@ from gpulab.training.loop import AutogradEngine, Engine, Training
 from gpulab.training.planned_run import (
     Options,
     PlannedRun,
-    Restored,
+    RestoredRun,
     TrainingOutcome,
     Watch,
     as_json,
@@ -126,16 +126,16 @@ class NetworkRun(PlannedRun):
         experiment = net if isinstance(net, str) else type(net).__name__.lower()
         defaults = protocol(experiment, profile)
         lengths: Options = {"frames": frames, "window": window, "learning_rate": learning_rate}
-        given = {name: value for name, value in (lengths | factors).items() if value is not None}
+        given_options = {name: value for name, value in (lengths | factors).items() if value is not None}
         frames = check_option("frames", defaults.frames if frames is None else frames)
         window = check_option("window", defaults.window if window is None else window)
         rate = check_option("learning_rate", defaults.learning_rate if learning_rate is None else learning_rate)
         _check_lengths(frames, window, rate)
         factors = factors_of_run(**{name: value for name, value in factors.items() if value is not None})
-        model, described = _make_model(net, defaults, model_options)
+        model, model_description = _make_model(net, defaults, model_options)
         check_weight(model, factors["flip"])
         _check_loader(factors["loader"], model)
-        loaded = _load_data(data, model, defaults, frames, data_options)
+        loaded_data = _load_data(data, model, defaults, frames, data_options)
         command_net = net if isinstance(net, str) and not isinstance(data, Data) else None
         named_data = {"data": data} if isinstance(data, str) else {}
         return cls(
@@ -145,12 +145,12 @@ class NetworkRun(PlannedRun):
             profile=profile,
             rerun=rerun,
             command_net=command_net,
-            command_options=named_data | given | model_options,
+            command_options=named_data | given_options | model_options,
             command_data_options=data_options,
             model=model,
-            model_options=described,
-            data=loaded,
-            data_content=loaded.content if type(loaded).__module__.startswith("gpulab.") else None,
+            model_options=model_description,
+            data=loaded_data,
+            data_content=loaded_data.content if type(loaded_data).__module__.startswith("gpulab.") else None,
             frames=frames,
             window=window,
             learning_rate=rate,
@@ -198,9 +198,9 @@ class NetworkRun(PlannedRun):
             if self.setting.threads is None and self.model.threads:
                 torch.set_num_threads(min(self.model.threads, torch.get_num_threads()))
             if self.setting.compile:
-                part = self.model.compiled_part
-                setattr(self.model, part, self.setting.compiled(getattr(self.model, part)))
-                stack.callback(delattr, self.model, part)  # a copy of the model would call this one's
+                attribute = self.model.compiled_part
+                setattr(self.model, attribute, self.setting.compiled(getattr(self.model, attribute)))
+                stack.callback(delattr, self.model, attribute)  # a copy of the model would call this one's
             yield
 
     def draw_weights(self) -> None:
@@ -289,12 +289,12 @@ class NetworkRun(PlannedRun):
             results["shared"] = True
         return results
 
-    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored | None:
+    def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
         """Load the stored weights into the model."""
         if stored.weights:
             self.model.to(dtype=self.setting.dtype).load_state_dict(stored.weights)
-            return Restored(self.model, self.data)
-        return None if keep_weights else Restored(None, self.data)
+            return RestoredRun(self.model, self.data)
+        return None if keep_weights else RestoredRun(None, self.data)
 
     def _command_profile(self) -> list[str]:
         return ["--profile", self.profile]
@@ -317,8 +317,8 @@ def _check_net(net: object, model_options: Options) -> Trainable | str:
 def _check_lengths(frames: int, window: int, learning_rate: float) -> None:
     if 2 <= window <= frames and 0 <= learning_rate < math.inf:
         return
-    given = f"window={window}, frames={frames}, learning_rate={learning_rate}"
-    raise UsageError(f"{given}: expected window >= 2, frames >= window and a finite learning_rate >= 0")
+    lengths = f"window={window}, frames={frames}, learning_rate={learning_rate}"
+    raise UsageError(f"{lengths}: expected window >= 2, frames >= window and a finite learning_rate >= 0")
 
 
 def _check_loader(loader: str, model: Trainable) -> None:
@@ -345,16 +345,16 @@ def _make_model(net: Trainable | str, defaults: Protocol, options: Options) -> t
         attributes = {name: value for name, value in vars(model).items() if name[0] != "_" and name != "training"}
         weights = None if model.fresh else weights_digest(model.state_dict())
         return model, {"layers": repr(model), "held": json.loads(as_json(attributes)), "weights": weights}
-    described = {"size": defaults.size, **defaults.model, **options}
+    model_options = {"size": defaults.size, **defaults.model, **options}
     try:
         with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
-            model = MODELS[net](**described)
+            model = MODELS[net](**model_options)
     except TypeError as error:
         raise UsageError(f"model {net!r} with {options}: {error}") from None
     factors = {name: getattr(model, name, option.usual) for name, option in FACTORS.items() if option.of == "model"}
     return model, {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in (described | factors).items()
+        for name, value in (model_options | factors).items()
         if name not in factors or value != FACTORS[name].usual
     }
 

@@ -46,7 +46,7 @@ class TrainingOutcome:
     data: Data | None = None
 
 
-class Restored(NamedTuple):
+class RestoredRun(NamedTuple):
     """What belongs to a stored run beside its record and history.
 
     Attributes:
@@ -83,7 +83,7 @@ class PlannedRun(ABC):
     command_net: str | None = None
     command_options: Options = field(default_factory=dict)
 
-    # What a network and a function answer differently
+    # Defined by networks and by functions
 
     @property
     @abstractmethod
@@ -116,10 +116,10 @@ class PlannedRun(ABC):
         """
 
     @abstractmethod
-    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored | None:
+    def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
         """Return the network and the data of a stored run; None if weights are asked for that were not kept."""
 
-    # What they have in common
+    # Common to both
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ def plan_run(
     model_options = check_options("model_options", model_options)
     check_options("data_options", data_options)
     arguments = {"data": data, **lengths, "data_options": data_options}
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given_arguments = {name: value for name, value in arguments.items() if value is not None}
     without_value = {name: None for name, value in factors.items() if value is None}
-    options = without_value | given | factors | model_options
+    options = without_value | given_arguments | factors | model_options
     return FunctionRun.plan(function, Setting.parse(setting), seed, rerun, options)

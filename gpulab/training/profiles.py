@@ -77,6 +77,8 @@ def protocol(model: str, name: str) -> Protocol:
         5000
     """
     if (model, name) not in PROTOCOLS:
-        known = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
-        raise UsageError(f"model {model!r}, profile {name!r}: expected one of {known}, or my.py:train, one of yours")
+        protocols = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
+        raise UsageError(
+            f"model {model!r}, profile {name!r}: expected one of {protocols}, or my.py:train, one of yours"
+        )
     return PROTOCOLS[model, name]

@@ -171,6 +171,7 @@ def _minutes(seconds: float) -> str:
     >>> _minutes(5.4), _minutes(83), _minutes(7384)
     ('0:05', '1:23', '2:03:04')
     """
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    total_seconds = round(seconds)
+    hours = total_seconds // 3600
+    minutes = total_seconds // 60 % 60
+    return f"{hours}:{minutes:02d}:{total_seconds % 60:02d}" if hours else f"{minutes}:{total_seconds % 60:02d}"

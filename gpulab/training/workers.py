@@ -93,13 +93,13 @@ class Workers(contextlib.AbstractContextManager):
         may_share = isinstance(job["net"], str) and setting.kind == "cuda" and not setting.compile
         return job["setting"] if may_share and self.count > 1 else ""
 
-    def run_job(self, job: dict[str, Any], note: Path | None = None) -> str:
+    def run_job(self, job: dict[str, Any], share_file: Path | None = None) -> str:
         """Do a run, and return its id when it is stored. Raises `GpulabError` if its process ends by itself.
 
-        A network of gpulab's writes meanwhile into the file `note` how much of the run is done.
+        The training of a network of gpulab's own writes into `share_file` how much of the run is done.
         """
         if self._shared_setting(job):
-            with write_share_to(note):
+            with write_share_to(share_file):
                 return train(**job, watch=self.check_stopping, progress=False).record["id"]
         try:
             pickled = cloudpickle.dumps(job)  # what is typed into a notebook goes by value
@@ -107,18 +107,18 @@ class Workers(contextlib.AbstractContextManager):
             name = getattr(job["net"], "name", job["net"])
             raise GpulabError(f"{name} cannot be sent to a process: {error}") from None
         try:
-            return self._do_in_process(self._pool(job["setting"]), pickled, note)
+            return self._do_in_process(self._pool(job["setting"]), pickled, share_file)
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
 
-    def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes, note: Path | None) -> str:
+    def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes, share_file: Path | None) -> str:
         """Do a pickled run in a pool's process, and return its id.
 
         Where the process dies, what it has started is killed. What it has forked holds the pipe by whose end the pool
         notices a death, so this looks at the process itself.
         """
-        run = pool.submit(do_run, job, note)
+        run = pool.submit(train_job, job, share_file)
         processes = process_ids(pool)
         self.reaper.watch(processes)
         while not wait([run], POLL_SECONDS).done:
@@ -217,10 +217,10 @@ def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
         yield lambda: torch.cuda.set_stream(torch.cuda.Stream(parsed.device)) if on_gpu else None
 
 
-def do_run(job: bytes, note: Path | None = None) -> str:
+def train_job(job: bytes, share_file: Path | None = None) -> str:
     """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot unpickle its work."""
     worker_process.reset_start_method()
-    with write_share_to(note):
+    with write_share_to(share_file):
         return train(**cloudpickle.loads(job), progress=False).record["id"]
 
 
@@ -276,13 +276,13 @@ def end_on_signals() -> Iterator[None]:
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     in_main_thread = threading.current_thread() is threading.main_thread()
-    handled = [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]
-    for number in handled:
+    handled_numbers = [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled_numbers:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in handled:
+        for number in handled_numbers:
             signal.signal(number, signal.SIG_DFL)
         if received:
             sys.stdout.flush()
