@@ -265,7 +265,7 @@ def _looks_sentences(verdict: Decisions) -> Iterator[str]:
     if verdict.looks == 1 or not verdict.rows:
         return
     all_looks = f"{100 * verdict.alpha:.3g} %"
-    one_look = f"{100 * verdict.alpha / verdict.looks:.3g} %"
+    one_look = f"{100 * (verdict.alpha / verdict.looks):.3g} %"
     levels = f"each is at a level of {one_look}, all together at {all_looks}"
     correction = f"{levels}; p values and intervals are corrected for it"
     yield f"This holds for up to {verdict.looks} looks as {verdict.block}s come in: {correction}."
