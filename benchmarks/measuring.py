@@ -128,9 +128,9 @@ def made_by() -> str:
 
 def keep(file: Path | None, device: str, **tables: Any) -> dict[str, Any]:
     """What was measured, with passport, machine and command; in a file, too, where one is named."""
-    document = recorded.measured(device, **tables)
+    document = recorded.make_measurement(device, **tables)
     if file:
-        recorded.write_json(file, document)
+        recorded.write_document(file, document)
     return document
 
 

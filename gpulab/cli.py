@@ -47,8 +47,8 @@ def say_runs(frame: pd.DataFrame, where: str = "") -> None:
     from gpulab.store import tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
-    frame = tables.without_empty_losses(frame)
-    of_functions = [name for name in frame.columns if name not in (*tables.COLUMNS, "options", "loss")]
+    frame = tables.drop_empty_losses(frame)
+    of_functions = [name for name in frame.columns if name not in (*tables.RUN_COLUMNS, "options", "loss")]
     columns = [
         "experiment",
         "profile",
@@ -163,7 +163,7 @@ def runs_or_table(names: list[Path]) -> pd.DataFrame:
 
     if len(names) == 1:
         (file,) = names
-        is_store = os.path.isdir(file) and tables.holds_runs(file)
+        is_store = os.path.isdir(file) and tables.has_runs(file)
         if file.suffix == ".parquet" and not os.path.isdir(file):
             with contextlib.suppress(DataError):
                 is_store = bool(recorded.read_packed(file))
@@ -269,10 +269,10 @@ def verdict(
     `diverged`, or whose cell is empty, is left out, which is said. Of a table with a row for each epoch, --last or
     --best says which counts.
     """
-    from gpulab.stats.pairs import rows_where
+    from gpulab.stats.pairs import select_rows
     from gpulab.stats.verdicts import verdict as compare
 
-    frame = rows_where(runs_or_table(file), pairs(where))
+    frame = select_rows(runs_or_table(file), pairs(where))
     given_margin = value(margin) if margin else None
     chosen = {"last": last, "best": best, "mode": mode}
     answer = compare(frame, metric, factor, block, given_margin, alpha, reference, looks, **chosen)
@@ -291,7 +291,7 @@ def runs(
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
     """List the runs in a store."""
-    from gpulab.stats.pairs import rows_where
+    from gpulab.stats.pairs import select_rows
     from gpulab.store import runs as stores
     from gpulab.store import tables
 
@@ -300,7 +300,7 @@ def runs(
         is_there = recorded or folder.exists()
     if not is_there:
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
-    frame = rows_where(tables.recorded_runs() if recorded else tables.runs(folder), pairs(where))
+    frame = select_rows(tables.recorded_runs() if recorded else tables.runs(folder), pairs(where))
     if csv:
         say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:

@@ -81,7 +81,7 @@ def test_train_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_
     assert output("runs", ".") == "no runs in .\n"
     assert re.search(r"1 runs\n.*cpu:threads=1", output("runs"), re.DOTALL)
     frame = pd.read_csv(io.StringIO(output("runs", "runs", "--csv")), float_precision="round_trip")
-    assert list(frame.columns) == tables.COLUMNS
+    assert list(frame.columns) == tables.RUN_COLUMNS
     assert (frame.weights.tolist(), frame.final_loss.tolist()) == ([run.weights], [run.final_loss])
 
 
@@ -327,7 +327,7 @@ def test_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tm
     one = output("train", "own.py:train", "--seed", "1", "--option", "learning_rate=0.5")
     assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", one)
     assert re.search("5 runs.*learning_rate.*size", output("runs"), re.DOTALL)
-    ((record, _),) = tables.with_histories(gl.runs(tmp_path / "runs").query("learning_rate == 0.5"))
+    ((record, _),) = tables.read_histories(gl.runs(tmp_path / "runs").query("learning_rate == 0.5"))
     command = "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
     assert record["command"] == command
     output(*own, "--seeds", "0,1", "--picture", "runs.png")

@@ -101,7 +101,9 @@ def flipped_p(moved: np.ndarray) -> np.ndarray:
     for part in np.array_split(np.arange(len(moved)), max(1, len(moved) // 500)):
         limit = np.abs(moved[part].sum(axis=1)) - 1e-12 * np.abs(moved[part]).sum(axis=1)
         extreme = (np.abs(moved[part] @ signs) >= limit[:, None]).sum(axis=1)
-        p[part] = extreme / signs.shape[1] if n <= inference.EXACT else (1 + extreme) / (1 + inference.FLIPS)
+        is_exact = n <= inference.MAX_EXACT_DIFFERENCES
+        p[part] = extreme / signs.shape[1] if is_exact else (1 + extreme) / (1 + inference.N_DRAWN_FLIPS)
+
     return p
 
 

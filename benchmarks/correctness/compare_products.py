@@ -36,7 +36,7 @@ from benchmarks.measuring import RESULTS, keep, markdown, run, show
 from gpulab.numerics.emulation import PRECISIONS, Arithmetic, emulate
 from gpulab.numerics.formats import round_to
 from gpulab.report import Progress
-from gpulab.store.recorded import read_json, recorded_folder
+from gpulab.store.recorded import read_document, recorded_folder
 
 RECORDED = recorded_folder("measured") / "products-nvidia-h200.json"
 SAMPLE = 1024  # elements of each result that are compared
@@ -166,7 +166,7 @@ def found_arithmetic() -> dict[Case, Arithmetic]:
 
     A library chooses its kernel by the shape, not by the numbers: those found for normal ones stand for all.
     """
-    found = {fit.pop("case"): fit for fit in read_json(RECORDED.with_name("products-found.json"))["found"]}
+    found = {fit.pop("case"): fit for fit in read_document(RECORDED.with_name("products-found.json"))["found"]}
     arithmetic = {}
     for case in cases():
         fit = dict(found[str(replace(case, inputs=INPUTS[0]))])
@@ -263,7 +263,7 @@ def main(
     show("Emulated products beside those of a GPU", page, short=shown(summarize(frame)), differ=shown(differ))
     if write:
         rows = json.loads(summarize(frame[frame.inputs == INPUTS[0]]).to_json(orient="records"))
-        gpu = read_json(RECORDED)["passport"]["gpus"][0]["name"]
+        gpu = read_document(RECORDED)["passport"]["gpus"][0]["name"]
         keep(RECORDED.with_name("products-comparison.json"), "cpu", gpu=gpu, inputs=INPUTS[0], comparison=rows)
 
 

@@ -16,7 +16,7 @@ from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
 from gpulab.training.networks import NetworkRun
-from gpulab.training.profiles import LAST_FIFTH
+from gpulab.training.profiles import FINAL_LOSS_DIVISOR
 
 PRECISIONS = (None, "float32", "float64")
 
@@ -70,7 +70,7 @@ def weights_of(spec: NetworkRun) -> dict[str, npt.NDArray[Any]]:
 def final_loss(losses: Iterable[float]) -> float:
     """The mean of the last fifth of the windows' losses, as `gpulab.train` has it."""
     values = list(losses)
-    last = values[-max(1, len(values) // LAST_FIFTH) :]
+    last = values[-max(1, len(values) // FINAL_LOSS_DIVISOR) :]
     return sum(last) / len(last)
 
 

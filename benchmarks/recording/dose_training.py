@@ -58,7 +58,7 @@ def gradient(spec: NetworkRun, training: Training, window: Window, loader: str) 
 
 def final_loss(spec: NetworkRun, look: Callable[[Training], None] = lambda _: None) -> float:
     """Train to the end, with a look before the first window and after each; NaN for a training that diverged."""
-    training = spec.set_up()
+    training = spec.init_training()
     look(training)
     loop.train(training, spec.remaining_windows(training), spec.select_engine(training), lambda: look(training))
     loss = spec.summarize(training, spec.evaluate(training))["summary"]["final_loss"]

@@ -38,7 +38,7 @@ from gpulab.engines import fastest
 from gpulab.engines.graphs import Graph
 from gpulab.settings import Setting
 from gpulab.store import recorded
-from gpulab.training.loop import Plain
+from gpulab.training.loop import AutogradEngine
 from gpulab.training.networks import NetworkRun
 
 app = command_line(__doc__)
@@ -67,9 +67,9 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
     batch, count, height, width, channels = shape
     options = {"channels": list(channels), "size": (height, width)}
     spec = NetworkRun.plan("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
-    training = spec.set_up()
-    plain = Plain(training, Loader("window", setting))
-    engine = fastest(plain).uncaptured() if fast else plain
+    training = spec.init_training()
+    plain = AutogradEngine(training, Loader("window", setting))
+    engine = fastest(plain).choose_uncaptured_engine() if fast else plain
     frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
     _, state = engine.update([frames], None)
     if not (fast and setting.kind == "cuda"):
@@ -143,8 +143,11 @@ def peak(setting: Setting) -> float:
 def autoencoder_window(setting: Setting, fast: bool) -> Step:
     """A window as `gpulab.train` does it."""
     spec = NetworkRun.plan("autoencoder", setting=setting, profile="quick", fast=fast)
-    training, images = spec.set_up(), np.random.default_rng(0).integers(256, size=(IMAGES, 1, 28, 28), dtype=np.uint8)
-    plain = Plain(training, Loader("window", setting))
+    training, images = (
+        spec.init_training(),
+        np.random.default_rng(0).integers(256, size=(IMAGES, 1, 28, 28), dtype=np.uint8),
+    )
+    plain = AutogradEngine(training, Loader("window", setting))
     engine = fastest(plain) if fast else plain
 
     def step() -> None:

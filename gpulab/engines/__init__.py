@@ -1,9 +1,9 @@
-"""Faster ways to the same numbers. Without this folder everything works, only slower, which a test holds.
+"""Optional, faster engines. Without this package everything works, only slower (`tests/engines/test_hidden.py`).
 
 `fastest` computes the windows of a training: PredNet's gradient by formulas in fewer operations (`prednet_windows`,
 `prednet_kernels`), and on a GPU a window's updates as one CUDA graph (`graphs`). `hessian_product` works out the
-derivative of a gradient once, for any number of vectors (`hessian_forward`). No other room knows an engine by name,
-and this one knows nothing of trainings and stores: what it is given has the few attributes that it uses.
+derivative of a gradient once, for any number of vectors (`hessian_forward`). No other package uses an engine by name.
+This package does not import trainings or stores: the protocols here list the attributes that it uses.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gpulab._torch_internals import Nested, has_computation_observers
-from gpulab.engines.graphs import Captured, WindowEngine
+from gpulab.engines.graphs import CudaGraphEngine, WindowEngine
 from gpulab.engines.hessian_forward import linearize_gradient as hessian_product
-from gpulab.engines.prednet_windows import Windows, is_plain
+from gpulab.engines.prednet_windows import Windows, is_unmodified
 from gpulab.models import MODELS, PredNet
 
 __all__ = ["fastest", "hessian_product"]
@@ -30,72 +30,78 @@ class NotingEngine(WindowEngine, Protocol):
     used_methods: set[str]
 
 
-class Fastest:
-    """Computes each window the fastest way that gives what `plain` gives, up to rounding, and notes which it was.
+class FastestEngine:
+    """Computes each window by the fastest engine that gives the same up to rounding, and notes which it was.
 
     Args:
-        plain: The engine that computes windows as they were published, with its `model`, `loader` and `update`; see
-            `gpulab.training.loop.BatchEngine`.
-        alone: Whether no other training keeps the device busy.
+        autograd_engine: The engine that computes windows as they were published, with its `model`, `loader` and
+            `update`; see `gpulab.training.loop.BatchEngine`.
+        has_exclusive_device: Whether no other training keeps the device busy.
     """
 
-    def __init__(self, plain: NotingEngine, alone: bool = True) -> None:
-        self.plain, self.loader = plain, plain.loader
+    def __init__(self, autograd_engine: NotingEngine, has_exclusive_device: bool = True) -> None:
+        self.autograd_engine = autograd_engine
+        self.loader = autograd_engine.loader
         self.on_gpu = self.loader.device.startswith("cuda")
-        # On a CPU a buffer that is reused is shown at work, by autograd; so is what that is compared with.
-        followed = ("window", "copied", "imitated") if self.on_gpu else ("window",)
-        self.followed = self.loader.name in followed
-        self.written_out = WrittenOut(plain, streams=alone)
-        self.captured: dict[WindowEngine, Captured] = {}  # by the engine whose updates each captures
+        # On a CPU, autograd computes reused buffers, because their effect is to be shown, and the comparison to them.
+        supported_loaders = ("window", "copied", "imitated") if self.on_gpu else ("window",)
+        self.supports_loader = self.loader.name in supported_loaders
+        self.analytic_engine = AnalyticEngine(autograd_engine, streams=has_exclusive_device)
+        self.graph_engines: dict[WindowEngine, CudaGraphEngine] = {}  # by the engine whose updates each captures
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
         """As of `gpulab.training.loop.Engine`."""
-        engine = self.choose(state)
-        self.plain.used_methods |= engine.gradient_methods
+        engine = self.choose_engine(state)
+        self.autograd_engine.used_methods |= engine.gradient_methods
         return engine.train_window(frames, state)
 
-    def choose(self, state: Nested) -> WindowEngine | Captured:
-        """The engine for the next window, whose state is this; another may be, once somebody watches."""
-        engine = self.uncaptured()
+    def choose_engine(self, state: Nested) -> WindowEngine | CudaGraphEngine:
+        """The engine for the next window, which begins from `state`; it may change when an observer is activated."""
+        engine = self.choose_uncaptured_engine()
         if not self.on_gpu or not self.may_be_fast():
             return engine
         # A graph is captured for a state of tensors; with None, a sequence begins.
-        begins = self.plain.model.sequential and state is None
-        ours = engine is self.written_out or (type(self.plain.model) in MODELS.values() and is_plain(self.plain.model))
-        return self.captured.setdefault(engine, Captured(engine)) if ours and not begins else engine
+        model = self.autograd_engine.model
+        begins_sequence = model.sequential and state is None
+        is_known = engine is self.analytic_engine or (type(model) in MODELS.values() and is_unmodified(model))
+        if begins_sequence or not is_known:
+            return engine
+        return self.graph_engines.setdefault(engine, CudaGraphEngine(engine))
 
-    def uncaptured(self) -> WindowEngine:
+    def choose_uncaptured_engine(self) -> WindowEngine:
         """The engine for the next window where each operation is launched by itself."""
-        follows = self.may_be_fast() and Windows.follows(self.plain.model)
-        return self.written_out if follows else self.plain
+        has_analytic_gradient = self.may_be_fast() and Windows.supports(self.autograd_engine.model)
+        return self.analytic_engine if has_analytic_gradient else self.autograd_engine
 
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
-        unseen = self.followed and not has_computation_observers()
-        return unseen and (self.loader.name == "window" or Windows.follows(self.plain.model))
+        is_unobserved = self.supports_loader and not has_computation_observers()
+        return is_unobserved and (self.loader.name == "window" or Windows.supports(self.autograd_engine.model))
 
 
-class WrittenOut:
-    """Computes windows of a PredNet that `Windows.follows`.
+class AnalyticEngine:
+    """Computes windows of a PredNet that `Windows.supports`.
 
     Args:
-        plain: The engine whose updates it does, with its own gradients. The loader is `window` or `copied`; or
-            `imitated`, for the gradients of frames that lie in one memory.
-        streams: Whether kernels run beside each other on a GPU: not where other networks keep it busy.
+        autograd_engine: The engine whose updates are made, with analytic gradients. The loader is `window` or `copied`;
+            or `imitated`, for the gradients of frames that share memory.
+        streams: Whether kernels run concurrently on a GPU, which helps only if no other network keeps it busy.
     """
 
     gradient_methods = frozenset({"written out"})
 
-    def __init__(self, plain: WindowEngine, streams: bool = True) -> None:
-        self.model, self.loader, self.streams = plain.model, plain.loader, streams
-        self.plain = copy.copy(plain)
-        self.plain.gradients = self.gradients  # type: ignore[attr-defined]  # no evaluation computes any
-        self.update = self.plain.update
-        self.changed_tensors = self.plain.changed_tensors
+    def __init__(self, autograd_engine: WindowEngine, streams: bool = True) -> None:
+        self.model = autograd_engine.model
+        self.loader = autograd_engine.loader
+        self.streams = streams
+        updating_engine = copy.copy(autograd_engine)
+        updating_engine.gradients = self.gradients  # type: ignore[attr-defined]  # an evaluation does not call it
+        self.update = updating_engine.update
+        self.changed_tensors = updating_engine.changed_tensors
         self.windows: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """As of `gpulab.training.loop.Engine`. Frames of every loader come in one tensor: the formulas know where."""
+        """As of `gpulab.training.loop.Engine`. The frames of every loader come in one tensor."""
         return self.update(self.model.batches(self.loader.window(frames)), state)
 
     def gradients(self, batch: Tensor, state: Nested) -> tuple[Tensor, Nested]:
@@ -106,4 +112,4 @@ class WrittenOut:
         return self.windows[1](batch, state)
 
 
-fastest = Fastest
+fastest = FastestEngine

@@ -1,4 +1,4 @@
-"""What Python launches kernel by kernel, launched at once: a window's updates, or a linear map, as one CUDA graph."""
+"""CUDA graphs, which launch many kernels at once: a window's updates, or a linear map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpulab.models.base import Trainable
 GraphPool: TypeAlias = Any
 
 # Capturing waits for the whole device and changes what all graphs share, so threads do it one at a time.
-CAPTURING = threading.Lock()
+CAPTURE_LOCK = threading.Lock()
 
 
 class WindowEngine(Protocol):
@@ -44,7 +44,7 @@ class WindowEngine(Protocol):
         """Return the tensors, besides gradients and states, that `update` changes."""
 
 
-class Captured:
+class CudaGraphEngine:
     """An engine that computes windows as another one does, whose updates it captures for each new shape of windows.
 
     Of that engine it uses `update` and the window on the device: one that overrides `batches` to change frames, or
@@ -68,17 +68,17 @@ class Captured:
         """What is captured: from bytes to losses, with the state left where the next window finds it."""
         scaled = self.engine.loader.scaled
         assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
-        losses, after = self.engine.update(self.engine.model.batches(scaled[window.int()]), state)
-        _fill(state, after)
+        losses, new_state = self.engine.update(self.engine.model.batches(scaled[window.int()]), state)
+        _copy_into(state, new_state)
         return losses, state
 
 
-def _fill(held: Nested, given: Nested) -> None:
+def _copy_into(targets: Nested, sources: Nested) -> None:
     """Copy nested tensors into those that a graph holds."""
-    for tensor, new in zip(tree_leaves(held), tree_leaves(given), strict=True):
-        if isinstance(tensor, Tensor) and tensor is not new:
+    for target, source in zip(tree_leaves(targets), tree_leaves(sources), strict=True):
+        if isinstance(target, Tensor) and target is not source:
             # From memory that the device reads by itself, nobody waits for the copy.
-            tensor.copy_(new if new.is_cuda else new.pin_memory(), non_blocking=True)
+            target.copy_(source if source.is_cuda else source.pin_memory(), non_blocking=True)
 
 
 class Graph:
@@ -88,7 +88,7 @@ class Graph:
         function: It may not wait for the device. What it reads and writes has to stay as long as this: a graph knows
             addresses, and holds on to nothing.
         inputs: Tensors on a CUDA device, also in lists and tuples; and None.
-        changed: Every tensor that `function` changes: capturing calls it once to warm up, and puts these back.
+        changed_tensors: Every tensor that `function` changes. It is called once to warm up, and these are restored.
         pool: Of the memory that it works in, which graphs can share that are replayed one after the other.
 
     References:
@@ -99,31 +99,31 @@ class Graph:
         self,
         function: Callable[..., Nested],
         inputs: Sequence[Nested],
-        changed: Iterable[Tensor] = (),
+        changed_tensors: Iterable[Tensor] = (),
         pool: GraphPool | None = None,
     ) -> None:
         self.inputs = tree_map_only(Tensor, torch.clone, tuple(inputs))
-        kept = [(tensor, tensor.detach().clone()) for tensor in changed]
-        current = torch.cuda.current_stream()
-        # A thread's own stream, which no other thread launches on; or one beside the default, which is never captured.
-        aside = current if current != torch.cuda.default_stream() else torch.cuda.Stream()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        saved = [(tensor, tensor.detach().clone()) for tensor in changed_tensors]
+        current_stream = torch.cuda.current_stream()
+        # The current stream of a thread, or a new one in place of the default stream, which cannot be captured.
+        side_stream = current_stream if current_stream != torch.cuda.default_stream() else torch.cuda.Stream()
+        side_stream.wait_stream(current_stream)
+        with torch.cuda.stream(side_stream):
             function(*self.inputs)
-        current.wait_stream(aside)
+        current_stream.wait_stream(side_stream)
         with torch.no_grad():
-            while kept:  # whose memory capturing needs
-                Tensor.copy_(*kept.pop())
+            while saved:  # each copy is released at once, because capturing needs its memory
+                Tensor.copy_(*saved.pop())
         self.graph = torch.cuda.CUDAGraph()
-        with CAPTURING:
+        with CAPTURE_LOCK:
             # cuBLAS has a workspace a stream: another graph captured on this one would use it, too.
             clear_cublas_workspaces()
-            with torch.cuda.graph(self.graph, pool=pool, stream=aside, capture_error_mode="relaxed"):
+            with torch.cuda.graph(self.graph, pool=pool, stream=side_stream, capture_error_mode="relaxed"):
                 self.outputs = function(*self.inputs)
             clear_cublas_workspaces()
 
     def __call__(self, *inputs: Nested) -> Nested:
         """What the function returns for inputs of the same shapes, valid until the next call."""
-        _fill(self.inputs, inputs)
+        _copy_into(self.inputs, inputs)
         self.graph.replay()
         return self.outputs

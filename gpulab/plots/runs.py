@@ -18,7 +18,7 @@ from gpulab.plots.drawing import drawn
 from gpulab.plots.theme import BESIDE, FAINT, INK, Look
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
-from gpulab.training.profiles import LAST_FIFTH
+from gpulab.training.profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import AGAIN, Level, TextByLevel, metric_label, names
 
 SEEDS = "one seed against another"
@@ -117,7 +117,7 @@ def curves(
         axes.set_xlabel(x_label)
         axes.xaxis.label.set_visible(True)
     final = histories.groupby(["name", "id"]).loss.agg(
-        lambda losses: losses.tail(max(1, len(losses) // LAST_FIFTH)).mean()
+        lambda losses: losses.tail(max(1, len(losses) // FINAL_LOSS_DIVISOR)).mean()
     )
     means = final.groupby("name").mean().sort_values()
     headline = f"{histories.seed.nunique()} seeds: the runs end up to {final.max() / final.min():.1f}-fold apart"

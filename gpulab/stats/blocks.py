@@ -13,11 +13,11 @@ import pandas as pd
 from gpulab.errors import UsageError
 from gpulab.wording import level_text
 
-NUMBER = re.compile(r"\s*[+-]?\d{1,300}(\.\d*)?([eE][+-]?\d{1,2})?\s*", re.ASCII)
-MOST_NAMED = 3  # types and examples in one sentence
+NUMBER_PATTERN = re.compile(r"\s*[+-]?\d{1,300}(\.\d*)?([eE][+-]?\d{1,2})?\s*", re.ASCII)
+MAX_EXAMPLES = 3  # types and examples in one sentence
 
 
-def with_common_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
+def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
     """A table whose blocks, and whose levels, are equal where they are the same numbers: `"3"` and `3` are one seed.
 
     Text that is a number becomes that number where other rows have numbers, or write it otherwise, such as `"3.0"`. A
@@ -28,34 +28,35 @@ def with_common_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFr
 
     Examples:
         >>> table = pd.DataFrame({"setting": list("aabb"), "seed": [0, 1, "0", "1"]})
-        >>> with_common_types(table, "setting", "seed").seed.tolist()
+        >>> unify_types(table, "setting", "seed").seed.tolist()
         [0, 1, 0, 1]
-        >>> with_common_types(table.replace({"seed": {"0": "x", "1": "y"}}), "setting", "seed")
+        >>> unify_types(table.replace({"seed": {"0": "x", "1": "y"}}), "setting", "seed")
         Traceback (most recent call last):
         gpulab.errors.UsageError: seed is numbers under a (0, 1) and text under b ('x', 'y'); write them in one way
     """
-    frame = frame.assign(**{factor: _unified(frame[factor])})
-    frame = frame.assign(**{block: _unified(frame[block], frame[factor])})
-    kinds = {level: _kinds(values) for level, values in frame.groupby(factor, sort=False)[block]}
-    if len(set().union(*kinds.values())) > 1 and not set.intersection(*map(set, kinds.values())):
-        said = [_said(frame, factor, block, level, kinds[level]) for level in list(kinds)[:MOST_NAMED]]
-        raise UsageError(f"{block} is {' and '.join(said)}; write them in one way")
+    frame = frame.assign(**{factor: _unify_numbers(frame[factor])})
+    frame = frame.assign(**{block: _unify_numbers(frame[block], frame[factor])})
+    types_by_level = {level: _type_names(values) for level, values in frame.groupby(factor, sort=False)[block]}
+    if len(set().union(*types_by_level.values())) > 1 and not set.intersection(*map(set, types_by_level.values())):
+        shown_levels = list(types_by_level)[:MAX_EXAMPLES]
+        descriptions = [_describe_types(frame, factor, block, level, types_by_level[level]) for level in shown_levels]
+        raise UsageError(f"{block} is {' and '.join(descriptions)}; write them in one way")
     return frame
 
 
-def _said(frame: pd.DataFrame, factor: str, block: str, level: Hashable, kinds: set[str]) -> str:
+def _describe_types(frame: pd.DataFrame, factor: str, block: str, level: Hashable, type_names: set[str]) -> str:
     """Which types a level has, with examples."""
-    values = list(dict.fromkeys(frame[block][frame[factor] == level]))[:MOST_NAMED]
+    values = list(dict.fromkeys(frame[block][frame[factor] == level]))[:MAX_EXAMPLES]
     preposition = "under" if factor == "setting" else "with"
     examples = ", ".join(repr(value) if isinstance(value, str) else str(value) for value in values)
-    return f"{' and '.join(sorted(kinds))} {preposition} {level_text(level, factor)} ({examples})"
+    return f"{' and '.join(sorted(type_names))} {preposition} {level_text(level, factor)} ({examples})"
 
 
-def _kinds(values: pd.Series) -> set[str]:
-    return {_kind(value) for value in values.unique()}
+def _type_names(values: pd.Series) -> set[str]:
+    return {_type_name(value) for value in values.unique()}
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     """The type of a block in words."""
     if isinstance(value, (bool, np.bool_)):
         return "booleans"
@@ -66,38 +67,42 @@ def _kind(value: object) -> str:
     return "dates" if isinstance(value, datetime.date) else f"of type {type(value).__name__}"
 
 
-def _unified(column: pd.Series, levels: pd.Series | None = None) -> pd.Series:
+def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Series:
     """A column whose texts are numbers where that makes values equal that are written in several ways.
 
     With `levels`, texts such as `"3"` and `"3.0"` are equal, too, unless both occur under one level.
     """
-    distinct = list(dict.fromkeys(column))
-    found = {value: number for value in distinct if (number := _number(value)) is not None}
-    plain = {value for value in found if not isinstance(value, str)}
-    texts = [value for value in found if isinstance(value, str)]
+    parsed = {value: _parse_number(value) for value in dict.fromkeys(column)}
+    numbers_by_value = {value: number for value, number in parsed.items() if number is not None}
+    plain_numbers = {value for value in numbers_by_value if not isinstance(value, str)}
+    texts = [value for value in numbers_by_value if isinstance(value, str)]
     if levels is None:
-        texts = [text for text in texts if found[text] in plain]
-    elif len({found[text] for text in texts} | plain) == len(found):
+        texts = [text for text in texts if numbers_by_value[text] in plain_numbers]
+    elif len({numbers_by_value[text] for text in texts} | plain_numbers) == len(numbers_by_value):
         return column
-    if not texts or (levels is not None and _has_two_names(column, levels, found)):
+    if not texts or (levels is not None and _has_duplicate_spellings(column, levels, numbers_by_value)):
         return column
-    return column.map(lambda value: found[value] if value in texts else value).infer_objects()
+    return column.map(lambda value: numbers_by_value[value] if value in texts else value).infer_objects()
 
 
-def _has_two_names(column: pd.Series, levels: pd.Series, found: dict[Hashable, int | float]) -> bool:
+def _has_duplicate_spellings(
+    column: pd.Series, levels: pd.Series, numbers_by_value: dict[Hashable, int | float]
+) -> bool:
     """Whether some level has two texts of one number, such as "01" and "1", which are two names then."""
     for _, values in column.groupby(levels, sort=False):
-        texts = {value for value in values.unique() if isinstance(value, str) and value in found}
-        if len({found[text] for text in texts}) < len(texts):
+        texts = {value for value in values.unique() if isinstance(value, str) and value in numbers_by_value}
+        if len({numbers_by_value[text] for text in texts}) < len(texts):
             return True
     return False
 
 
-def _number(value: object) -> int | float | None:
+def _parse_number(value: object) -> int | float | None:
     """A number, or what a text writes as one; None for anything else."""
     if isinstance(value, str):
-        if not NUMBER.fullmatch(value):
+        if not NUMBER_PATTERN.fullmatch(value):
             return None
+        if value.strip().lstrip("+-").isdigit():
+            return int(value)
         number = float(value)
-        return int(value) if value.strip().lstrip("+-").isdigit() else int(number) if number.is_integer() else number
-    return value if _kind(value) == "numbers" else None  # type: ignore[return-value]
+        return int(number) if number.is_integer() else number
+    return value if _type_name(value) == "numbers" else None  # type: ignore[return-value]

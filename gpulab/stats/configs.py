@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 
 # In the order of importance: what was given on Hydra's command line, then what it came to.
 OVERRIDES = ".hydra/overrides.yaml"
-CONFIGS = (OVERRIDES, ".hydra/config.yaml", "hparams.yaml", "config.yaml")
-LARGEST_CONFIG = 1 << 20  # bytes
-MOST_SETTINGS = 10_000  # in one file: aliases of YAML may stand for far more than the file has bytes
-DEEPEST = 40  # levels of nesting
+CONFIG_FILES = (OVERRIDES, ".hydra/config.yaml", "hparams.yaml", "config.yaml")
+MAX_CONFIG_BYTES = 1 << 20
+MAX_SETTINGS = 10_000  # in one file: aliases of YAML may stand for far more than the file has bytes
+MAX_NESTING = 40  # levels of nesting
 # YAML 1.1 takes 1e-3 for text, because it has no point; Hydra and everybody else take it for a number.
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # ${optimizer.lr}, another setting of the same file
+NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+REFERENCE_PATTERN = re.compile(r"\$\{([\w.]+)\}")  # ${optimizer.lr}, another setting of the same file
 
-LONGEST_TEXT = 500  # characters of a list, or of what is no plain value
-LISTS = reprlib.Repr()  # writes lists whose aliases stand for others without end, in part
-LISTS.maxlevel, LISTS.maxlist, LISTS.maxdict = 4, 64, 64
-LISTS.maxstring = LISTS.maxlong = LISTS.maxother = LONGEST_TEXT
+MAX_TEXT_LENGTH = 500  # characters of a list, or of what is no plain value
+LIST_REPR = reprlib.Repr()  # writes a part of lists whose aliases refer to each other without end
+LIST_REPR.maxlevel = 4
+LIST_REPR.maxlist = 64
+LIST_REPR.maxdict = 64
+LIST_REPR.maxstring = MAX_TEXT_LENGTH
+LIST_REPR.maxlong = MAX_TEXT_LENGTH
+LIST_REPR.maxother = MAX_TEXT_LENGTH
 
 Value = str | int | float | bool
 # What YAML has: mappings, lists and plain values. Whoever reads one checks what it needs.
@@ -51,16 +55,16 @@ def read_settings(file: Path) -> dict[str, Value]:
         >>> read_settings(file)
         {'seed': 3, 'optimizer.lr': 0.001, 'optimizer.betas': '[0.9, 0.99]'}
     """
-    content = files.read(file, LARGEST_CONFIG)
+    content = files.read(file, MAX_CONFIG_BYTES)
     with files.reading(file, "cannot be read as YAML"):
         node = load_yaml(content)
         if file.name == Path(OVERRIDES).name and isinstance(node, list):
-            return dict(_overrides(node))
+            return dict(_parse_overrides(node))
         if node is None:
             return {}
         if not isinstance(node, dict):
             raise ValueError(f"expected settings by name, got a {type(node).__name__}")
-        return _resolved(dict(_flat(node)))
+        return _resolve_references(dict(_flatten(node)))
 
 
 def load_yaml(content: bytes | str) -> Node:
@@ -72,59 +76,59 @@ def load_yaml(content: bytes | str) -> Node:
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
             super().flatten_mapping(node)
-            if len(node.value) > MOST_SETTINGS:  # merged from other mappings, which were merged themselves
-                raise ValueError(f"more than {MOST_SETTINGS:,} settings")
+            if len(node.value) > MAX_SETTINGS:  # merged from other mappings, which were merged themselves
+                raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
-    def plain(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Node:
+    def construct_plain(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Node:
         if isinstance(node, yaml.MappingNode):
             return loader.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
             return loader.construct_sequence(node, deep=True)
         return loader.construct_scalar(node)
 
-    PlainLoader.add_multi_constructor("", plain)
+    PlainLoader.add_multi_constructor("", construct_plain)
     return yaml.load(content, PlainLoader)
 
 
-def _flat(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
+def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
     """Yield each setting with its full name."""
-    waiting: list[tuple[str, Node, int]] = [("", settings, 0)]
-    for _ in range(MOST_SETTINGS):
-        if not waiting:
+    pending: list[tuple[str, Node, int]] = [("", settings, 0)]
+    for _ in range(MAX_SETTINGS):
+        if not pending:
             return
-        name, node, depth = waiting.pop()
+        name, node, depth = pending.pop()
         if isinstance(node, dict) and name and "value" in node and set(node) <= {"value", "desc"}:
             node = node["value"]  # as in the files of Weights & Biases
         if not isinstance(node, dict):
-            yield name, plain_value(node)
+            yield name, as_cell_value(node)
             continue
-        if depth > DEEPEST:
-            raise ValueError(f"settings are nested more than {DEEPEST} deep")
-        inner = [(f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in node.items()]
-        waiting += reversed([item for item in inner if not item[0].startswith("_wandb")])
-    raise ValueError(f"more than {MOST_SETTINGS:,} settings")
+        if depth > MAX_NESTING:
+            raise ValueError(f"settings are nested more than {MAX_NESTING} deep")
+        children = [(f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in node.items()]
+        pending += reversed([item for item in children if not item[0].startswith("_wandb")])
+    raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
 
-def plain_value(value: Node) -> Value:
+def as_cell_value(value: Node) -> Value:
     """A value as a cell of a table.
 
-    >>> [plain_value(value) for value in (1, True, "1e-3", None, [1, "a"], "cpu")]
+    >>> [as_cell_value(value) for value in (1, True, "1e-3", None, [1, "a"], "cpu")]
     [1, True, 0.001, 'null', "[1, 'a']", 'cpu']
     """
     if value is None:
         return "null"
-    if isinstance(value, str) and NUMBER.fullmatch(value):
+    if isinstance(value, str) and NUMBER_PATTERN.fullmatch(value):
         return float(value)
     if isinstance(value, (list, set, tuple)):
-        return LISTS.repr(list(value))
-    return value if isinstance(value, (str, int, float, bool)) else str(value)[:LONGEST_TEXT]
+        return LIST_REPR.repr(list(value))
+    return value if isinstance(value, (str, int, float, bool)) else str(value)[:MAX_TEXT_LENGTH]
 
 
-def _overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
+def _parse_overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
     """Yield what was given on Hydra's command line, such as `optimizer=adam` and `+seed=3`."""
     for line in lines:
-        name, sign, text = str(line).partition("=")
-        if sign and not name.startswith("~"):
+        name, separator, text = str(line).partition("=")
+        if separator and not name.startswith("~"):
             yield name.lstrip("+"), parse_value(text)
 
 
@@ -140,21 +144,21 @@ def parse_value(text: str) -> Value:
         node = load_yaml(text)
     except (yaml.YAMLError, RecursionError):
         return text
-    return text if isinstance(node, dict) else plain_value(node)
+    return text if isinstance(node, dict) else as_cell_value(node)
 
 
-def _resolved(settings: dict[str, Value]) -> dict[str, Value]:
+def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
     """The settings, with those that only name another one in its place."""
     for name in settings:
         for _ in range(5):
-            found = REFERENCE.fullmatch(str(settings[name]))
-            if not found or found[1] not in settings:
+            match = REFERENCE_PATTERN.fullmatch(str(settings[name]))
+            if not match or match[1] not in settings:
                 break
-            settings[name] = settings[found[1]]
+            settings[name] = settings[match[1]]
     return settings
 
 
-def settings_beside(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]], list[DataError]]:
+def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]], list[DataError]]:
     """The settings of the run whose table this is, each with the file it comes from, and what could not be read.
 
     Configuration files are looked for in the table's folder and in those above it up to `root`. The nearest counts.
@@ -165,17 +169,17 @@ def settings_beside(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Pat
     while folders[-1] != root and root in folders[-1].parents:
         folders.append(folders[-1].parent)
     for folder in folders:
-        for name in CONFIGS:
+        for name in CONFIG_FILES:
             file = folder / name
             try:
                 with files.reading(file):
-                    is_there = file.is_file()
-                if not is_there:
+                    is_file = file.is_file()
+                if not is_file:
                     continue
-                found = read_settings(file)
+                file_settings = read_settings(file)
             except DataError as error:
                 errors.append(error)
                 continue
-            for setting, value in found.items():
+            for setting, value in file_settings.items():
                 settings.setdefault(setting, (value, file))
     return settings, errors

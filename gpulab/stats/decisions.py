@@ -27,20 +27,20 @@ from numpy.typing import NDArray
 
 import gpulab.stats.tests as inference
 from gpulab.stats.margins import margin_size, margin_sizes
-from gpulab.stats.pairs import Paired
+from gpulab.stats.pairs import PairedRuns
 from gpulab.wording import Level
 
 Decision = Literal["different", "different but negligible", "inconclusive", "equivalent"]
 DECISIONS: tuple[Decision, ...] = get_args(Decision)
 
-DIVERGED_APART = 0.1  # share of the seeds: where more may diverge under one level only, it is not called equivalent
-POWER = 0.8  # of a comparison with as many seeds as are said to be needed
-FOR_SKEWNESS = 1  # seeds: the cost of the correction for skewness where differences are normal (by simulation)
-MOST_SEEDS = 100_000  # the most seeds that are said to be needed
-SEEDS = np.unique(  # the numbers of seeds that are tried
-    np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MOST_SEEDS, 800)]))
+MAX_DISCORDANT_SHARE = 0.1  # of the seeds; a level is not equivalent if more may diverge under only one of the two
+POWER = 0.8  # of a comparison with `seeds_needed` seeds
+EXTRA_SEEDS_FOR_SKEWNESS = 1  # the cost of the correction for skewness where differences are normal (by simulation)
+MAX_SEEDS = 100_000  # above this `seeds_needed` is infinite
+SEED_COUNTS = np.unique(  # the numbers of seeds that are tried
+    np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MAX_SEEDS, 800)]))
 ).astype(int)
-TINY = 1e-150  # in the metric's units: the least standard deviation that a margin is divided by
+MIN_SD = 1e-150  # in the metric's units: the least standard deviation that a margin is divided by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +109,11 @@ class LevelDecision:
     seeds_needed: float = math.nan
 
 
-COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")  # after the factor's
+DECISION_COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")  # after the factor's
 
 
 @dataclass(frozen=True, eq=False)
-class Decisions(Paired):
+class Decisions(PairedRuns):
     """Runs paired by seed, and the decision on each level. `gpulab.stats.Verdict` adds words and a figure.
 
     Attributes:
@@ -132,9 +132,9 @@ class Decisions(Paired):
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """A data frame of `rows`, with the levels in a column of the factor's name before `COLUMNS`."""
+        """A data frame of `rows`, with the levels in a column of the factor's name before `DECISION_COLUMNS`."""
         cells = [tuple(vars(row).values()) for row in self.rows]
-        return pd.DataFrame(cells, columns=[self.factor, *COLUMNS])
+        return pd.DataFrame(cells, columns=[self.factor, *DECISION_COLUMNS])
 
     @property
     def decisions(self) -> dict[Level, str]:
@@ -151,26 +151,27 @@ class Decisions(Paired):
         return min((row.decision for row in self.rows), key=DECISIONS.index, default="inconclusive")
 
 
-def compare_levels(paired: Paired, margin: str | float, alpha: float, looks: int = 1) -> tuple[LevelDecision, ...]:
+def compare_levels(paired: PairedRuns, margin: str | float, alpha: float, looks: int = 1) -> tuple[LevelDecision, ...]:
     """Compare each level with the reference, and decide on it; `margin` is as it was asked for."""
     levels = paired.by_level()
-    losses = paired.losses_of_reference()
-    yes_or_no = paired.is_yes_or_no()
+    losses = paired.reference_losses()
+    is_binary = paired.is_binary()
     confidence = sd_confidence(looks)
-    size = margin_size(margin, losses, yes_or_no, confidence)
-    sizes = margin_sizes(margin, losses, SEEDS, yes_or_no, confidence)
-    runs = paired.runs[paired.factor].value_counts()
-    tests = [_test_level(pairs, size, yes_or_no) for pairs in levels.values()]
-    corrected_tests = _correct(tests, alpha, looks)
+    margin_in_units = margin_size(margin, losses, is_binary, confidence)
+    margins_by_count = margin_sizes(margin, losses, SEED_COUNTS, is_binary, confidence)
+    run_counts = paired.runs[paired.factor].value_counts()
+    tests = [_test_level(pairs, margin_in_units, is_binary) for pairs in levels.values()]
+    corrected_tests = _correct_tests(tests, alpha, looks)
     rows = []
     for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
-        row = _compare_level(level, pairs, test, corrected, size, yes_or_no)
+        row = _compare_level(level, pairs, test, corrected, margin_in_units, is_binary)
         decision = decide(row, alpha)
-        needed = _seeds_needed(inference.sample_sd(_differences(pairs)), sizes, alpha / len(levels) / looks, yes_or_no)
+        sd = inference.sample_sd(_differences(pairs))
+        n_seeds_needed = _seeds_needed(sd, margins_by_count, alpha / len(levels) / looks, is_binary)
         if decision == "inconclusive":  # the pairs that there are were not enough
-            needed = float(max(needed, len(pairs) + 1))
-        left_out = int(runs[level] + runs[paired.reference] - 2 * len(pairs))
-        rows.append(replace(row, decision=decision, left_out=left_out, seeds_needed=needed))
+            n_seeds_needed = float(max(n_seeds_needed, len(pairs) + 1))
+        left_out = int(run_counts[level] + run_counts[paired.reference] - 2 * len(pairs))
+        rows.append(replace(row, decision=decision, left_out=left_out, seeds_needed=n_seeds_needed))
     return tuple(rows)
 
 
@@ -191,7 +192,7 @@ def decide(row: LevelDecision, alpha: float) -> Decision:
         return "equivalent"
     if row.p_diverged_holm <= alpha:
         return "different"
-    equivalent = row.p_equivalent_holm <= alpha and not may_diverge_apart(row)
+    equivalent = row.p_equivalent_holm <= alpha and not may_diverge_discordantly(row)
     if row.p_different_holm <= alpha:
         return "different but negligible" if equivalent else "different"
     return "equivalent" if equivalent else "inconclusive"
@@ -206,19 +207,20 @@ def is_identical(row: LevelDecision) -> bool:
     return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
 
 
-def may_diverge_apart(row: LevelDecision) -> bool:
-    """Whether more seeds than may be passed over could diverge under one of the two alone.
+def may_diverge_discordantly(row: LevelDecision) -> bool:
+    """Whether the share of seeds that diverge under only one of the two may exceed `MAX_DISCORDANT_SHARE`.
 
-    >>> [may_diverge_apart(LevelDecision(level="cuda", one_diverged=n, diverged_apart_at_most=0.9)) for n in (0, 1)]
-    [False, True]
+    >>> row = LevelDecision(level="cuda", one_diverged=0, diverged_apart_at_most=0.9)
+    >>> may_diverge_discordantly(row), may_diverge_discordantly(replace(row, one_diverged=1))
+    (False, True)
     """
-    return row.one_diverged > 0 and row.diverged_apart_at_most > DIVERGED_APART
+    return row.one_diverged > 0 and row.diverged_apart_at_most > MAX_DISCORDANT_SHARE
 
 
-def fewest_pairs(alpha: float) -> int:
-    """So many differences of one sign are the fewest that show anything at `alpha`: the sign flips' p is 2^(1 − n).
+def min_significant_pairs(alpha: float) -> int:
+    """The least number of pairs that can be significant at `alpha`: with n differences of one sign p is 2^(1 − n).
 
-    >>> fewest_pairs(0.05), fewest_pairs(0.0625)
+    >>> min_significant_pairs(0.05), min_significant_pairs(0.0625)
     (6, 5)
     """
     return math.ceil(1 - math.log2(alpha))
@@ -259,18 +261,18 @@ class _CorrectedTests:
     equivalent_alpha: float
 
 
-def _test_level(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> _LevelTests:
+def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTests:
     """Test one level's pairs, before any correction for the other levels."""
     differences = _differences(pairs)
     p_different = p_equivalent = math.nan
     if len(differences) > 1 and not (pairs.same_bits.all() and not differences.any()):
-        different = inference.sign_flip_p if yes_or_no else inference.mean_p
-        equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
-        p_different = different(differences)
-        p_equivalent = equivalent(differences, margin)
-    one_diverged = pairs.reference_diverged != pairs.other_diverged
-    n_discordant = int(one_diverged.sum())
-    p_diverged = inference.sign_test_p(int((one_diverged & pairs.other_diverged).sum()), n_discordant)
+        difference_test = inference.sign_flip_p if is_binary else inference.mean_p
+        equivalence_test = inference.discordance_p if is_binary else inference.equivalence_p
+        p_different = difference_test(differences)
+        p_equivalent = equivalence_test(differences, margin)
+    is_discordant = pairs.reference_diverged != pairs.other_diverged
+    n_discordant = int(is_discordant.sum())
+    p_diverged = inference.sign_test_p(int((is_discordant & pairs.other_diverged).sum()), n_discordant)
     return _LevelTests(
         p_different=p_different,
         p_equivalent=p_equivalent,
@@ -279,27 +281,27 @@ def _test_level(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> _LevelTe
     )
 
 
-def _correct(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list[_CorrectedTests]:
+def _correct_tests(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list[_CorrectedTests]:
     """Correct the p values of all levels for looks and by Holm's method, and find the levels of their intervals.
 
     >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
     >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
-    >>> corrected = _correct([five, four], alpha=0.0625)
+    >>> corrected = _correct_tests([five, four], alpha=0.0625)
     >>> [test.p_diverged_holm for test in corrected]  # of four runs that diverged nothing could be shown: not corrected
     [0.1875, 0.125]
     >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
     (0.0208, 0.0625)
-    >>> looked_at = _correct([five, four], alpha=0.0625, looks=3)
+    >>> looked_at = _correct_tests([five, four], alpha=0.0625, looks=3)
     >>> [round(test.p_equivalent_holm, 2) for test in looked_at], [test.p_diverged_holm for test in looked_at]
     ([0.06, 0.6], [0.1875, 0.375])
     """
     p_different = looks * np.array([test.p_different for test in tests])
     p_equivalent = looks * np.array([test.p_equivalent for test in tests])
     p_diverged = looks * np.array([test.p_diverged for test in tests])
-    one_diverged = np.array([test.one_diverged for test in tests], float)
+    n_discordant = np.array([test.one_diverged for test in tests], float)
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
-    testable = looks * 2.0 ** (1 - one_diverged) <= alpha
+    testable = looks * 2.0 ** (1 - n_discordant) <= alpha
     difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
     p_different_holm, p_diverged_holm = np.split(difference_family, 2)
     p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(p_diverged, 1.0))
@@ -325,15 +327,15 @@ def _compare_level(
     test: _LevelTests,
     corrected: _CorrectedTests,
     margin: float,
-    yes_or_no: bool,
+    is_binary: bool,
 ) -> LevelDecision:
     """Describe one level by its tests, intervals and counts; the decision and what depends on it are left open."""
     differences = _differences(pairs)
     n = len(differences)
-    low, high = _difference_interval(differences, corrected.alpha, yes_or_no)
-    equivalent_low, equivalent_high = _equivalence_interval(differences, corrected.equivalent_alpha, yes_or_no)
+    low, high = _difference_interval(differences, corrected.alpha, is_binary)
+    equivalent_low, equivalent_high = _equivalence_interval(differences, corrected.equivalent_alpha, is_binary)
     reference_mean = float(pairs.reference[pairs.difference.notna()].mean())
-    has_relative_margin = reference_mean != 0 and not yes_or_no
+    has_relative_margin = reference_mean != 0 and not is_binary
     return LevelDecision(
         level=level,
         seeds=n,
@@ -368,42 +370,45 @@ def _differences(pairs: pd.DataFrame) -> NDArray[np.float64]:
     return differences
 
 
-def _difference_interval(differences: NDArray[np.float64], alpha: float, yes_or_no: bool) -> tuple[float, float]:
+def _difference_interval(differences: NDArray[np.float64], alpha: float, is_binary: bool) -> tuple[float, float]:
     """The interval of the test of difference."""
-    if yes_or_no:
+    if is_binary:
         return inference.sign_flip_interval(differences, alpha)
     return inference.mean_interval(differences, alpha)
 
 
-def _equivalence_interval(differences: NDArray[np.float64], alpha: float, yes_or_no: bool) -> tuple[float, float]:
+def _equivalence_interval(differences: NDArray[np.float64], alpha: float, is_binary: bool) -> tuple[float, float]:
     """The interval of the test of equivalence."""
-    if not yes_or_no or len(differences) < 2:
+    if not is_binary or len(differences) < 2:
         return inference.skewed_t_interval(differences, 2 * alpha)
     # the share of discordant pairs bounds the difference of the rates
     limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), alpha)
     return -limit, limit
 
 
-def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, yes_or_no: bool) -> float:
-    """The first of `SEEDS` with which the test of equivalence succeeds with `POWER` where nothing differs.
+def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_binary: bool) -> float:
+    """The first of `SEED_COUNTS` with which the test of equivalence succeeds with `POWER` where nothing differs.
 
     It is for normal differences of the standard deviation `sd`; `margins` are those of as many seeds. A difference as
-    large as the margin is shown about as often, with `fewest_pairs` or more. Of yes and no as many are needed as
-    exclude the margin where none switches. Infinite where no number is enough.
+    large as the margin is shown about as often, with `min_significant_pairs` or more. A binary metric needs as many
+    seeds as exclude the margin if none is discordant. The result is infinite where no number is enough.
 
-    >>> [_seeds_needed(1.0, np.full(len(SEEDS), margin), 0.05, yes_or_no=False) for margin in (0.5, 1e-9)]
+    >>> [_seeds_needed(1.0, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=False) for margin in (0.5, 1e-9)]
     [37.0, inf]
-    >>> [_seeds_needed(0.1, np.full(len(SEEDS), margin), 0.05, yes_or_no=True) for margin in (0.2, 1e-9)]
+    >>> [_seeds_needed(0.1, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=True) for margin in (0.2, 1e-9)]
     [14.0, inf]
     """
     from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats
 
     if math.isnan(sd):
         return math.nan
-    effects = np.minimum(margins / max(sd, TINY), 30 / np.sqrt(SEEDS))  # beyond, the power is 1, its series slow
-    power = ttest_power(effects, SEEDS, alpha, alternative="larger")
-    enough = power >= (1 + POWER) / 2  # each of two one-sided tests fails half as often
-    by_share = (1 - margins) ** SEEDS <= alpha if yes_or_no else enough
-    if not (enough.any() and by_share.any()):
+    # Beyond this cap the power is 1, and its series is slow.
+    effects = np.minimum(margins / max(sd, MIN_SD), 30 / np.sqrt(SEED_COUNTS))
+    power = ttest_power(effects, SEED_COUNTS, alpha, alternative="larger")
+    has_power = power >= (1 + POWER) / 2  # each of two one-sided tests fails half as often
+    excludes_margin = (1 - margins) ** SEED_COUNTS <= alpha if is_binary else has_power
+    if not (has_power.any() and excludes_margin.any()):
         return math.inf
-    return float(max(SEEDS[enough.argmax()] + FOR_SKEWNESS, SEEDS[by_share.argmax()], fewest_pairs(alpha)))
+    n_for_power = SEED_COUNTS[has_power.argmax()] + EXTRA_SEEDS_FOR_SKEWNESS
+    n_for_margin = SEED_COUNTS[excludes_margin.argmax()]
+    return float(max(n_for_power, n_for_margin, min_significant_pairs(alpha)))

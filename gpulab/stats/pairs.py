@@ -13,18 +13,27 @@ from numpy.typing import NDArray
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from gpulab.errors import UsageError
-from gpulab.stats.blocks import with_common_types
-from gpulab.stats.selection import AS_THEY_ARE, Metric, RowChoice, choose_rows, growing_columns
+from gpulab.stats.blocks import unify_types
+from gpulab.stats.selection import ALL_ROWS, MetricColumn, RowChoice, choose_rows, growing_columns
 from gpulab.wording import Level, level_text
 
-OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
-HUGE = 1e75  # in the metric's units: beyond, float64 does not hold fourth powers, which kurtosis is of
-# What to do where a table's columns are called otherwise.
-NAME_THEM = "; say which by metric=, factor= and block= (--metric …); pandas.melt makes rows of a column for each level"
+RESERVED_COLUMNS = (
+    "status",
+    "rerun",
+    "weights",
+    "reference",
+    "other",
+    "difference",
+)  # columns with a meaning of their own
+MAX_METRIC = 1e75  # in the metric's units; beyond it fourth powers, which kurtosis needs, overflow float64
+# The advice for a table whose columns have other names.
+COLUMN_ADVICE = (
+    "; say which by metric=, factor= and block= (--metric …); pandas.melt makes rows of a column for each level"
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Paired:
+class PairedRuns:
     """Runs put side by side by seed: what a `Verdict` begins with."""
 
     metric: str
@@ -39,131 +48,142 @@ class Paired:
 
     def by_level(self) -> dict[Level, pd.DataFrame]:
         """The pairs of each other level, in the order of the runs."""
-        others = dict.fromkeys(level for level in self.runs[self.factor] if level != self.reference)
-        levels = pd.Series([*others]).tolist()  # a common type, as in a table column: 1 beside 2.5 becomes 1.0
+        other_levels = dict.fromkeys(level for level in self.runs[self.factor] if level != self.reference)
+        levels = pd.Series([*other_levels]).tolist()  # a common type, as in a table column: 1 beside 2.5 becomes 1.0
         return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
 
-    def losses_of_reference(self) -> NDArray[np.float64]:
+    def reference_losses(self) -> NDArray[np.float64]:
         """The metric of the runs of the reference that finished, shape (runs,)."""
         finished = (self.runs[self.factor] == self.reference) & (self.runs.status == "finished")
         losses: NDArray[np.float64] = self.runs.loc[finished, self.metric].to_numpy(float)
         return losses
 
-    def is_yes_or_no(self) -> bool:
+    def is_binary(self) -> bool:
         """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
         values = self.runs[self.metric][self.runs.status == "finished"]
         return bool(len(values) and values.isin((0.0, 1.0)).all())
 
 
-def pair(
+def pair_runs(
     frame: pd.DataFrame,
     metric: str,
     factor: str,
     block: str,
     reference: Level | None,
-    choice: RowChoice = AS_THEY_ARE,
-) -> Paired:
+    choice: RowChoice = ALL_ROWS,
+) -> PairedRuns:
     """Put runs under each level of a factor beside the reference's; `UsageError` where there is nothing to compare.
 
     Where runs have a row for each epoch or step, `choice` says which of them counts.
     """
     columns = (metric, factor, block)
-    checked = check_runs(frame, *columns, choice)
-    has_ended = checked["status"].isin(("finished", "diverged"))
-    ended, unfinished = checked[has_ended], checked[~has_ended]
-    first_runs = ended[ended["rerun"] == 0]
-    runs = _one_row_each(first_runs, *columns)
-    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished, factor)
-    of_reference, others = runs[runs[factor] == reference], runs[runs[factor] != reference]
-    reruns = ended[(ended["rerun"] > 0) & (ended[factor] == reference)]
-    return Paired(
+    checked_runs = check_runs(frame, *columns, choice)
+    has_ended = checked_runs["status"].isin(("finished", "diverged"))
+    ended_runs = checked_runs[has_ended]
+    unfinished_runs = checked_runs[~has_ended]
+    first_runs = ended_runs[ended_runs["rerun"] == 0]
+    runs = _average_repeated_rows(first_runs, *columns)
+    reference = _find_reference(list(dict.fromkeys(runs[factor])), reference, unfinished_runs, factor)
+    reference_runs = runs[runs[factor] == reference]
+    other_runs = runs[runs[factor] != reference]
+
+    reruns = ended_runs[(ended_runs["rerun"] > 0) & (ended_runs[factor] == reference)]
+    return PairedRuns(
         metric=metric,
         factor=factor,
         block=block,
         reference=reference,
         runs=runs,
-        pairs=_beside(others, of_reference, *columns),
-        reruns=_beside(reruns, of_reference, *columns),
-        source=str(checked.attrs.get("source", "")),
+        pairs=_merge_with_reference(other_runs, reference_runs, *columns),
+        reruns=_merge_with_reference(reruns, reference_runs, *columns),
+        source=str(checked_runs.attrs.get("source", "")),
         notes=(
-            *checked.attrs.get("chosen", ()),
-            *_notes_on_lost(checked, unfinished, factor),
-            *_notes_on_averaged(first_runs, runs, *columns),
-            *_notes_on_skipped(len(ended) - len(first_runs) - len(reruns), reference),
-            *checked.attrs.get("notes", ()),
+            *checked_runs.attrs.get("chosen", ()),
+            *_missing_run_notes(checked_runs, unfinished_runs, factor),
+            *_averaged_row_notes(first_runs, runs, *columns),
+            *_skipped_rerun_notes(len(ended_runs) - len(first_runs) - len(reruns), reference),
+            *checked_runs.attrs.get("notes", ()),
         ),
     )
 
 
-def _notes_on_lost(checked: pd.DataFrame, unfinished: pd.DataFrame, factor: str) -> Iterator[str]:
+def _missing_run_notes(checked_runs: pd.DataFrame, unfinished_runs: pd.DataFrame, factor: str) -> Iterator[str]:
     """Yield notes on runs that cannot be read, and on those that did not finish."""
-    if damaged := checked.attrs.get("damaged", 0):
-        yield f"{damaged} damaged run{'s' * (damaged > 1)} cannot be read, and may be missing from this."
-    if len(unfinished):
-        ends = unfinished.groupby([factor, "status"]).size()
-        where = ", ".join(f"{level_text(level, factor)} {count} {status}" for (level, status), count in ends.items())
-        why = f"if it was the {factor} that stopped them, what is left flatters it"
-        yield f"Left out, because they did not finish: {len(unfinished)} ({where}); {why}."
-        if (unfinished["status"] == "missing").any() and checked.attrs.get("may_be_lost"):
+    n_damaged = checked_runs.attrs.get("damaged", 0)
+    if n_damaged:
+        runs_text = "1 damaged run" if n_damaged == 1 else f"{n_damaged} damaged runs"
+        yield f"{runs_text} cannot be read, and may be missing from this."
+    if len(unfinished_runs):
+        counts = unfinished_runs.groupby([factor, "status"]).size()
+        counts_text = ", ".join(
+            f"{level_text(level, factor)} {count} {status}" for (level, status), count in counts.items()
+        )
+        bias = f"if it was the {factor} that stopped them, what is left flatters it"
+        yield f"Left out, because they did not finish: {len(unfinished_runs)} ({counts_text}); {bias}."
+        if (unfinished_runs["status"] == "missing").any() and checked_runs.attrs.get("has_ambiguous_nan"):
             yield "An empty cell or NaN counts as missing; `diverged` in a column `status` says that runs diverged."
 
 
-def _notes_on_averaged(
+def _averaged_row_notes(
     first_runs: pd.DataFrame, runs: pd.DataFrame, metric: str, factor: str, block: str
 ) -> Iterator[str]:
     """Yield notes on rows that were averaged to one for each level and block."""
     if len(runs) < len(first_runs):
-        names = _differing(first_runs, metric, factor, block)
+        names = _differing_columns(first_runs, metric, factor, block)
         counts = f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor} and {block}"
         yield f"{counts}; those of one {block} differ in {', '.join(names) or 'no column'}."
-        if growing := growing_columns(first_runs, factor, block, names):
-            ways = f"last={growing[0]!r} or best= takes one row of each run"
-            yield f"If {growing[0]!r} counts along a training, the mean says nothing about its end: {ways}."
+        counting_columns = growing_columns(first_runs, factor, block, names)
+        if counting_columns:
+            choices = f"last={counting_columns[0]!r} or best= takes one row of each run"
+            yield f"If {counting_columns[0]!r} counts along a training, the mean says nothing about its end: {choices}."
 
 
-def _notes_on_skipped(skipped: int, reference: Level) -> Iterator[str]:
+def _skipped_rerun_notes(n_skipped: int, reference: Level) -> Iterator[str]:
     """Yield notes on repeated runs under other levels than the reference."""
-    if skipped:
-        yield f"Not compared: {skipped:,} rows with `rerun` above 0 that are not under {reference}."
+    if n_skipped:
+        yield f"Not compared: {n_skipped:,} rows with `rerun` above 0 that are not under {reference}."
 
 
-def _one_row_each(runs: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
+def _average_repeated_rows(runs: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A row for each level and block, with the mean of several such as episodes; it diverged where one of them did."""
     repeated = runs[runs.duplicated([factor, block], keep=False)]
     if not len(repeated):
         return runs
-    differing = _differing(repeated, metric, factor, block)
-    words = [name for name in differing if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])]
-    # A name that each run has for itself tells no two kinds of runs apart.
-    if words := [name for name in words if runs[name].astype(str).nunique() < len(runs)]:
+    differing_columns = _differing_columns(repeated, metric, factor, block)
+    word_columns = [name for name in differing_columns if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])]
+    # A column in which every run has a value of its own does not distinguish kinds of runs.
+    word_columns = [name for name in word_columns if runs[name].astype(str).nunique() < len(runs)]
+    if word_columns:
         level = repeated[factor].iloc[0]
-        which = f"{factor} {level!r}" if isinstance(level, str) else level_text(level, factor)
-        which += f" {block} {repeated[block].iloc[0]}"
-        raise UsageError(f"{which} was run more than once, with another {', '.join(words[:3])}; keep the rows of one")
+        run_text = f"{factor} {level!r}" if isinstance(level, str) else level_text(level, factor)
+        run_text += f" {block} {repeated[block].iloc[0]}"
+        columns_text = ", ".join(word_columns[:3])
+        raise UsageError(f"{run_text} was run more than once, with another {columns_text}; keep the rows of one")
     groups = runs.groupby([factor, block], sort=False)
-    lost = (runs["status"] == "diverged").groupby([runs[factor], runs[block]], sort=False).transform("any")
+    has_diverged = (runs["status"] == "diverged").groupby([runs[factor], runs[block]], sort=False).transform("any")
     averaged = runs.assign(
         **{metric: groups[metric].transform("mean")},
-        status=np.where(lost, "diverged", "finished"),
+        status=np.where(has_diverged, "diverged", "finished"),
         weights=runs["weights"].where(groups["weights"].transform("nunique") == 1),
     )
     return averaged.drop_duplicates([factor, block])
 
 
-def _differing(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list[str]:
-    """Columns besides the metric that differ between runs of one level and block."""
-    others = runs.drop(columns=[metric, factor, block, *OWN], errors="ignore")
-    groups = others.astype(str).groupby([runs[factor], runs[block]], sort=False)
-    return [name for name in others if (groups[name].nunique() > 1).any()]
+def _differing_columns(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list[str]:
+    """Columns other than the metric that differ between runs of one level and block."""
+    other_columns = runs.drop(columns=[metric, factor, block, *RESERVED_COLUMNS], errors="ignore")
+    groups = other_columns.astype(str).groupby([runs[factor], runs[block]], sort=False)
+    return [name for name in other_columns if (groups[name].nunique() > 1).any()]
 
 
 def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd.DataFrame, factor: str) -> Level:
     """The level that others are compared with: as asked for, or else `cpu`, or the first."""
     if not levels:
-        there = sorted(set(unfinished["status"]))
-        why = f"none is finished or diverged, but {there}; write 'finished' into `status` of those that did"
-        why = why if there else "the table has no rows"
-        raise UsageError(f"no runs to compare: {why}")
+        statuses = sorted(set(unfinished["status"]))
+        reason = "the table has no rows"
+        if statuses:
+            reason = f"none is finished or diverged, but {statuses}; write 'finished' into `status` of those that did"
+        raise UsageError(f"no runs to compare: {reason}")
     if reference is None:
         return "cpu" if "cpu" in levels else levels[0]
     for level in levels:
@@ -172,25 +192,26 @@ def _find_reference(levels: list[Level], reference: Level | None, unfinished: pd
     raise UsageError(f"no runs under {reference!r}; there are {sorted(level_text(level, factor) for level in levels)}")
 
 
-def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
+def _merge_with_reference(
+    runs: pd.DataFrame, reference_runs: pd.DataFrame, metric: str, factor: str, block: str
+) -> pd.DataFrame:
     """A row for each run that the reference has a run beside, from the same seed, with the difference of the two."""
     columns = [block, metric, "status", "weights"]
-    merged = runs[[factor, *columns]].merge(of_reference[columns], on=block, suffixes=("", "_base"))
-    diverged, base_diverged = merged.status == "diverged", merged.status_base == "diverged"
+    merged = runs[[factor, *columns]].merge(reference_runs[columns], on=block, suffixes=("", "_base"))
+    diverged = merged.status == "diverged"
+    reference_diverged = merged.status_base == "diverged"
     pairs = merged[[factor, block]].assign(
         reference=merged[f"{metric}_base"],
         other=merged[metric],
-        difference=(merged[metric] - merged[f"{metric}_base"]).where(~diverged & ~base_diverged),
-        reference_diverged=base_diverged,
+        difference=(merged[metric] - merged[f"{metric}_base"]).where(~diverged & ~reference_diverged),
+        reference_diverged=reference_diverged,
         other_diverged=diverged,
         same_bits=(merged.weights == merged.weights_base) & merged.weights.notna(),
     )
     return pairs.sort_values(block, kind="stable", ignore_index=True)
 
 
-def check_runs(
-    frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice = AS_THEY_ARE
-) -> pd.DataFrame:
+def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice = ALL_ROWS) -> pd.DataFrame:
     """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense.
 
     It has one row for each run where `choice` says which; `attrs["chosen"]` then has a sentence on it.
@@ -198,61 +219,66 @@ def check_runs(
     if not isinstance(frame, pd.DataFrame):
         raise UsageError(f"expected a pandas data frame, a row per run; got a {type(frame).__name__}")
     frame = frame.reset_index(allow_duplicates=True) if any(frame.index.names) else frame.copy()
-    if twice := sorted(set(map(str, frame.columns[frame.columns.duplicated()]))):
-        raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
-    check_columns(frame, (metric, factor, block), NAME_THEM)
-    if len({metric, factor, block, *OWN}) < 3 + len(OWN):
+    duplicates = sorted(set(map(str, frame.columns[frame.columns.duplicated()])))
+    if duplicates:
+        raise UsageError(f"more than one column is called {', '.join(duplicates)}; rename or drop one")
+    check_columns(frame, (metric, factor, block), COLUMN_ADVICE)
+    if len({metric, factor, block, *RESERVED_COLUMNS}) < 3 + len(RESERVED_COLUMNS):
         raise UsageError(
-            f"metric, factor and block: expected three columns, and none of {', '.join(OWN)}; rename yours"
+            f"metric, factor and block: expected three columns, and none of {', '.join(RESERVED_COLUMNS)}; rename yours"
         )
-    frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
-    frame = with_common_types(frame, factor, block)
-    check_one_protocol(frame, besides=(metric, factor, block))
-    column = _numbers(frame[metric])
+    frame = frame.assign(**{name: _as_plain_levels(frame[name]) for name in (factor, block)})
+    frame = unify_types(frame, factor, block)
+    check_one_protocol(frame, ignored_columns=(metric, factor, block))
+    column = _parse_metric(frame[metric])
     chosen = choose_rows(frame, metric, factor, block, choice, column)
-    notes = {"chosen": chosen.notes, "may_be_lost": column.may_be_lost}
+    notes = {"chosen": chosen.notes, "has_ambiguous_nan": column.has_ambiguous_nan}
     frame = frame.assign(**{metric: column.values}).iloc[chosen.positions]
     frame.attrs |= notes
-    states = np.select([chosen.lost, frame[metric].isna()], ["diverged", "missing"], "finished")
+    statuses = np.select([chosen.is_diverged, frame[metric].isna()], ["diverged", "missing"], "finished")
     if "status" in frame:
-        named = frame["status"].astype(str).str.lower().where(frame["status"].notna(), states)
-        states = named.mask(chosen.lost & (named == "finished") & frame[metric].isna(), "diverged")
-    frame["status"] = states
+        given_statuses = frame["status"].astype(str).str.lower().where(frame["status"].notna(), statuses)
+        is_diverged = chosen.is_diverged & (given_statuses == "finished") & frame[metric].isna()
+        statuses = given_statuses.mask(is_diverged, "diverged")
+    frame["status"] = statuses
     frame["rerun"] = pd.to_numeric(frame["rerun"]).fillna(0) if "rerun" in frame else 0
     _check_numbers(frame[metric][frame["status"] == "finished"], metric)
     return frame if "weights" in frame else frame.assign(weights=None)
 
 
-def _numbers(column: pd.Series) -> Metric:
-    """The metric in float64, and which of its numbers are lost.
+def _parse_metric(column: pd.Series) -> MetricColumn:
+    """The metric in float64, and which rows say that the run diverged.
 
     In a column of float64 NaN may stand for an empty cell and for a loss that was NaN.
     """
-    plain = column.infer_objects()
-    if is_numeric_dtype(plain) and not isinstance(plain.dtype, pd.api.extensions.ExtensionDtype):
-        values = plain.to_numpy(float)
-        return Metric(values, np.isinf(values), may_be_lost=True)
+    inferred = column.infer_objects()
+    if is_numeric_dtype(inferred) and not isinstance(inferred.dtype, pd.api.extensions.ExtensionDtype):
+        values = inferred.to_numpy(float)
+        return MetricColumn(values, np.isinf(values), has_ambiguous_nan=True)
     text = column.map(str, na_action="ignore").astype(object).replace({"True": "1", "False": "0"}).str.strip()
     numbers = pd.to_numeric(text, errors="coerce").astype(float)
-    if len(wrong := text[numbers.isna() & column.notna() & (text.str.lower() != "nan")]):
-        first = f"index {wrong.index[0]!r} has {wrong.iloc[0]!r}"
+    unparsed = text[numbers.isna() & column.notna() & (text.str.lower() != "nan")]
+    if len(unparsed):
+        first_cell = f"index {unparsed.index[0]!r} has {unparsed.iloc[0]!r}"
         raise UsageError(
-            f"metric {column.name!r} is not of numbers or booleans: {first}; leave cells without a number empty, or "
-            "choose another metric="
+            f"metric {column.name!r} is not of numbers or booleans: {first_cell}; leave cells without a number empty, "
+            "or choose another metric="
         )
     values = numbers.to_numpy(float)
-    return Metric(values, column.notna().to_numpy(bool) & ~np.isfinite(values), may_be_lost=False)
+    return MetricColumn(values, column.notna().to_numpy(bool) & ~np.isfinite(values), has_ambiguous_nan=False)
 
 
 def _check_numbers(finished: pd.Series, metric: str) -> None:
     """Raise `UsageError` where a run that finished has no number, or one that is too large to compute with."""
-    if len(unusable := finished[~(finished.abs() < HUGE)]):
-        which = f"{len(unusable)} finished run(s) have no {metric} that is finite and below {HUGE:.0e}: index"
+    unusable_values = finished[~(finished.abs() < MAX_METRIC)]
+    if len(unusable_values):
+        count = len(unusable_values)
+        problem = f"{count} finished run(s) have no {metric} that is finite and below {MAX_METRIC:.0e}: index"
         advice = "mark them as diverged, leave their seeds out, or choose another metric="
-        raise UsageError(f"{which} {unusable.index[:3].tolist()}; {advice}")
+        raise UsageError(f"{problem} {unusable_values.index[:3].tolist()}; {advice}")
 
 
-def _levels(column: pd.Series) -> pd.Series:
+def _as_plain_levels(column: pd.Series) -> pd.Series:
     """A factor or block as plain objects or numbers; `UsageError` for cells that are empty."""
     if column.isna().any():
         raise UsageError(f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them")
@@ -267,19 +293,22 @@ def check_columns(frame: pd.DataFrame, names: Iterable[str], advice: str = "") -
             raise UsageError(f"no column {name!r}; there are {columns}{advice}")
 
 
-def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> None:
-    """Raise `UsageError` where runs learned different things or for different times; columns `besides` may vary."""
+def check_one_protocol(frame: pd.DataFrame, ignored_columns: Collection[str] = ()) -> None:
+    """Raise `UsageError` where runs learned different things or for different times.
+
+    The values of `ignored_columns` may differ.
+    """
     names = ("experiment", "profile", "frames", "protocol", "options")
-    columns = [name for name in names if name in frame and name not in besides]
+    columns = [name for name in names if name in frame and name not in ignored_columns]
     if "options" in columns:  # of trainings of the user's own
-        frame = frame.assign(options=[_without(text, besides) for text in frame.options])
+        frame = frame.assign(options=[_drop_options(text, ignored_columns) for text in frame.options])
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
         advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
         raise UsageError(f"the frame mixes {len(protocols)}: {protocols[:3].to_dict('records')}; {advice}")
 
 
-def _without(options: object, names: Collection[str]) -> str:
+def _drop_options(options: object, names: Collection[str]) -> str:
     """Options as JSON without some of them; a cell that is not JSON as it is."""
     if not isinstance(options, (str, bytes)):
         return str(options)
@@ -289,7 +318,7 @@ def _without(options: object, names: Collection[str]) -> str:
         return str(options)
 
 
-def rows_where(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
+def select_rows(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
     """The rows that have these values, as text, in these columns."""
     for name, text in conditions:
         check_columns(frame, [name])

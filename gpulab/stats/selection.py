@@ -30,20 +30,20 @@ def word_set(text: str) -> frozenset[str]:
 
 
 # Words of which the names of counting columns are made: `epoch`, `trainer/global_step`, `time/total_timesteps`.
-COUNTED = word_set(
+COUNTER_WORDS = word_set(
     "epoch epochs step steps iteration iterations iter iters itr timestep timesteps update updates round "
     "rounds generation generations"
 )
-AMOUNTS = word_set("frames images samples examples tokens sequences batches")  # counted where they are `seen`
-SEEN = word_set("seen processed consumed")
-QUALIFIERS = word_set(
+AMOUNT_WORDS = word_set("frames images samples examples tokens sequences batches")  # counted where they are `seen`
+SEEN_WORDS = word_set("seen processed consumed")
+QUALIFIER_WORDS = word_set(
     "global local trainer train training env environment agent total num n number no of count counter idx "
     "index id current cur optimizer optim opt gradient grad outer inner learner sgd overall absolute abs "
     "simulation sim communication federated server val valid validation eval test"
 )
-FOLDERS = QUALIFIERS | word_set("time timers progress rollout counters charts metrics")  # before a slash
-CLOCKS = frozenset({"timestamp", "wall time", "relative time process", "relative time wall"})
-RUN_NAMES = ("run", "run_id", "run_name", "Run", "Name", "ID")  # columns that say which run a row belongs to
+FOLDER_WORDS = QUALIFIER_WORDS | word_set("time timers progress rollout counters charts metrics")  # before a slash
+CLOCK_NAMES = frozenset({"timestamp", "wall time", "relative time process", "relative time wall"})
+RUN_NAME_COLUMNS = ("run", "run_id", "run_name", "Run", "Name", "ID")  # columns that say which run a row belongs to
 
 LOWER_IS_BETTER = word_set(
     "loss error err mse mae rmse rmsle mape nll perplexity ppl bpb bpc wer cer fid kid ece brier crps regret"
@@ -52,12 +52,12 @@ HIGHER_IS_BETTER = word_set(
     "acc accuracy auc auroc auprc f precision recall reward return returns score iou miou dice map bleu "
     "rouge psnr ssim r mcc ndcg mrr success"
 )
-TURNED = word_set("neg negative minus inverse inv")  # words that turn a direction round
-PARTS_OF_DATA = word_set(
+INVERTING_WORDS = word_set("neg negative minus inverse inv")  # words that turn a direction round
+SUBSET_WORDS = word_set(
     "train training val valid validation dev test eval evaluation heldout mean avg average ema smoothed "
     "macro micro weighted epoch step final"
 )
-MOST_NAMED = 5  # runs in one sentence
+MAX_NAMED_RUNS = 5  # runs in one sentence
 
 
 @dataclass(frozen=True)
@@ -82,46 +82,48 @@ class RowChoice:
             raise UsageError(f"mode={self.mode!r}: expected 'min' or 'max', which of the values of best= is the best")
         if self.mode is not None and self.best is None:
             raise UsageError(f"mode={self.mode!r} says which value is the best: give the column by best=")
-        for argument, name in (("last", self.last), ("best", self.best)):
-            if name is not None and name not in frame:
+        for argument, column in (("last", self.last), ("best", self.best)):
+            if column is not None and column not in frame:
                 columns = ", ".join(map(str, frame.columns))
-                raise UsageError(f"{argument}={name!r}: no such column; there are {columns:.900}")
+                raise UsageError(f"{argument}={column!r}: no such column; there are {columns:.900}")
 
 
-AS_THEY_ARE = RowChoice()
+ALL_ROWS = RowChoice()
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricColumn:
     """The metric's column as numbers, and what is known of those that are not finite.
 
     Attributes:
         values: The numbers, shape (rows,).
-        lost: Which rows say that the run diverged: infinity, or NaN where an empty cell is another thing.
-        may_be_lost: Whether a NaN may stand for an empty cell and for a loss that was NaN.
+        is_diverged: Which rows say that the run diverged: infinity, or NaN where an empty cell is another thing.
+        has_ambiguous_nan: Whether a NaN may stand for an empty cell and for a loss that was NaN.
     """
 
     values: NDArray[np.float64]
-    lost: NDArray[np.bool_]
-    may_be_lost: bool
+    is_diverged: NDArray[np.bool_]
+    has_ambiguous_nan: bool
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenRows:
     """The rows that are compared.
 
     Attributes:
         positions: Their positions in the table.
-        lost: Which of them say that the run diverged.
+        is_diverged: Which of them say that the run diverged.
         notes: Sentences on what was chosen.
     """
 
     positions: NDArray[np.intp]
-    lost: NDArray[np.bool_]
+    is_diverged: NDArray[np.bool_]
     notes: tuple[str, ...] = ()
 
 
-def choose_rows(frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice, column: Metric) -> Chosen:
+def choose_rows(
+    frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice, column: MetricColumn
+) -> ChosenRows:
     """Choose a row for each run where runs have several; all rows where they have one, or are mere repetitions.
 
     Args:
@@ -142,31 +144,35 @@ def choose_rows(frame: pd.DataFrame, metric: str, factor: str, block: str, choic
         counters.remove(choice.last)
     if choice.last is not None:
         counters.insert(0, choice.last)
-    everything = Chosen(np.arange(len(frame)), column.lost)
-    if not table.is_repeated(everything.positions) or not (counters or choice.best):
-        return everything
-    lost = table.find_lost(counters)
-    filled = table.without_blanks(lost)
-    table.check_one_run_each(filled)
-    if not table.is_repeated(filled):
+    all_rows = ChosenRows(np.arange(len(frame)), column.is_diverged)
+    if not table.is_repeated(all_rows.positions) or not (counters or choice.best):
+        return all_rows
+    is_diverged = table.find_diverged(counters)
+    filled_rows = table.rows_with_metric(is_diverged)
+    table.check_one_run_each(filled_rows)
+    if not table.is_repeated(filled_rows):
         note = f"{len(frame):,} rows, of which each {factor} and {block} has one that has {metric}, were read."
-        return Chosen(filled, lost[filled], (note,))
+        return ChosenRows(filled_rows, is_diverged[filled_rows], (note,))
     if choice.best is not None:
-        return table.best_rows(choice.best, _direction(choice.best, choice.mode), choice.mode, counters, lost, filled)
+        mode = _choose_direction(choice.best, choice.mode)
+        return table.best_rows(choice.best, mode, choice.mode, counters, is_diverged, filled_rows)
     if choice.last is not None:
-        return table.last_rows(choice.last, counters, lost, filled)
-    differing = table.counters(filled)
-    if differing:
-        table.refuse(differing, filled)
-    return Chosen(filled, lost[filled])
+        return table.last_rows(choice.last, counters, is_diverged, filled_rows)
+    differing_counters = table.counters(filled_rows)
+    if differing_counters:
+        table.refuse(differing_counters, filled_rows)
+    return ChosenRows(filled_rows, is_diverged[filled_rows])
 
 
 class _RunTable:
     """A table whose rows belong to runs: those with the same level, block and number of the repetition."""
 
-    def __init__(self, frame: pd.DataFrame, metric: str, factor: str, block: str, column: Metric) -> None:
-        self.frame, self.column = frame, column
-        self.metric, self.factor, self.block = metric, factor, block
+    def __init__(self, frame: pd.DataFrame, metric: str, factor: str, block: str, column: MetricColumn) -> None:
+        self.frame = frame
+        self.column = column
+        self.metric = metric
+        self.factor = factor
+        self.block = block
         keys = [frame[factor].to_numpy(object), frame[block].to_numpy(object)]
         if "rerun" in frame:
             keys.append(pd.to_numeric(frame["rerun"], errors="coerce").fillna(0).to_numpy(object))
@@ -179,14 +185,14 @@ class _RunTable:
 
     def counters(self, positions: NDArray[np.intp]) -> list[str]:
         """The counting columns in which rows of one run differ, epochs before steps, and clocks last."""
-        found = []
+        counters = []
         for name in map(str, self.frame.columns):
             if name in (self.metric, self.factor, self.block) or not (is_counter(name) or is_clock(name)):
                 continue
             values = self.numbers(name)
-            if values is not None and self._differs(values, positions):
-                found.append(name)
-        return sorted(found, key=lambda name: (is_clock(name), "epoch" not in name.lower()))
+            if values is not None and self._varies_within_runs(values, positions):
+                counters.append(name)
+        return sorted(counters, key=lambda name: (is_clock(name), "epoch" not in name.lower()))
 
     def numbers(self, name: str) -> NDArray[np.float64] | None:
         """A column as numbers, NaN where it is empty; None for a column of anything else."""
@@ -199,32 +205,32 @@ class _RunTable:
         numbers: NDArray[np.float64] = values.astype(float).to_numpy(float, na_value=np.nan)
         return numbers
 
-    def _differs(self, values: NDArray[np.float64], positions: NDArray[np.intp]) -> bool:
+    def _varies_within_runs(self, values: NDArray[np.float64], positions: NDArray[np.intp]) -> bool:
         """Whether a column has several values in the rows of some run."""
         return bool((pd.Series(values[positions]).groupby(self.runs[positions]).nunique() > 1).any())
 
-    def find_lost(self, counters: Sequence[str]) -> NDArray[np.bool_]:
+    def find_diverged(self, counters: Sequence[str]) -> NDArray[np.bool_]:
         """Which rows say that their run diverged.
 
         A NaN that may be an empty cell says so at the end of a run, where other runs have numbers at the same epoch.
         """
-        lost = self.column.lost.copy()
+        is_diverged = self.column.is_diverged.copy()
         if "status" in self.frame:
             has_diverged = self.frame["status"].astype(str).str.lower() == "diverged"
-            lost |= has_diverged.to_numpy(bool) & ~np.isfinite(self.column.values)
-        at = self.numbers(counters[0]) if counters else None
-        if at is None or not self.column.may_be_lost:
-            return lost
+            is_diverged |= has_diverged.to_numpy(bool) & ~np.isfinite(self.column.values)
+        counts = self.numbers(counters[0]) if counters else None
+        if counts is None or not self.column.has_ambiguous_nan:
+            return is_diverged
         is_finite = np.isfinite(self.column.values)
         last_finite = np.full(self.runs.max() + 1, -np.inf)
-        np.maximum.at(last_finite, self.runs[is_finite], np.nan_to_num(at[is_finite], nan=-np.inf))
-        is_after = at > last_finite[self.runs]
-        lost |= np.isnan(self.column.values) & is_after & np.isin(at, at[is_finite])
-        return lost
+        np.maximum.at(last_finite, self.runs[is_finite], np.nan_to_num(counts[is_finite], nan=-np.inf))
+        is_after_last_finite = counts > last_finite[self.runs]
+        is_diverged |= np.isnan(self.column.values) & is_after_last_finite & np.isin(counts, counts[is_finite])
+        return is_diverged
 
-    def without_blanks(self, lost: NDArray[np.bool_]) -> NDArray[np.intp]:
+    def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
         """The rows in which the metric is given, and one row of each run that has none of them."""
-        is_given = np.isfinite(self.column.values) | lost
+        is_given = np.isfinite(self.column.values) | is_diverged
         has_any = np.zeros(self.runs.max() + 1, bool)
         has_any[self.runs[is_given]] = True
         is_last = ~pd.Series(self.runs).duplicated(keep="last").to_numpy()
@@ -232,7 +238,7 @@ class _RunTable:
 
     def check_one_run_each(self, positions: NDArray[np.intp]) -> None:
         """Raise `UsageError` where rows of one level and block belong to several runs by name."""
-        for name in RUN_NAMES:
+        for name in RUN_NAME_COLUMNS:
             if name not in self.frame or name in (self.factor, self.block) or self.numbers(name) is not None:
                 continue
             column = self.frame[name].astype(str).to_numpy(object)[positions]
@@ -240,23 +246,25 @@ class _RunTable:
             if (counts > 1).any():
                 run = counts.index[counts > 1][0]
                 rows = positions[self.runs[positions] == run]
-                named = list(dict.fromkeys(self.frame[name].astype(str).iloc[rows]))
-                differing = self._differing_settings(rows, besides=(*RUN_NAMES, *self.counters(positions)))
-                why = f", which differ in {', '.join(differing[:4])}" if differing else ""
-                listed = ", ".join(named[:3]) + ", …" * (len(named) > 3)
+                run_names = list(dict.fromkeys(self.frame[name].astype(str).iloc[rows]))
+                ignored = (*RUN_NAME_COLUMNS, *self.counters(positions))
+                differing_columns = self._differing_settings(rows, ignored)
+                difference = f", which differ in {', '.join(differing_columns[:4])}" if differing_columns else ""
+                shown_names = ", ".join(run_names[:3])
+                if len(run_names) > 3:
+                    shown_names += ", …"
                 raise UsageError(
-                    f"{self._run_text(rows[0])} has {len(named)} runs{why} ({name} {listed}); "
+                    f"{self._run_text(rows[0])} has {len(run_names)} runs{difference} ({name} {shown_names}); "
                     f"keep the rows of one, by --where or in pandas"
                 )
 
-    def _differing_settings(self, rows: NDArray[np.intp], besides: Iterable[str]) -> list[str]:
+    def _differing_settings(self, rows: NDArray[np.intp], ignored_columns: Iterable[str]) -> list[str]:
         """Columns that do not change inside a run by its name, and differ between the runs of these rows."""
-        part = self.frame.iloc[rows]
-        names = [
-            name for name in map(str, part.columns) if name not in (self.metric, self.factor, self.block, *besides)
-        ]
-        texts = part[names].astype(str)
-        by_run = texts.groupby(next(part[name].astype(str) for name in RUN_NAMES if name in part))
+        of_rows = self.frame.iloc[rows]
+        ignored = (self.metric, self.factor, self.block, *ignored_columns)
+        names = [name for name in map(str, of_rows.columns) if name not in ignored]
+        texts = of_rows[names].astype(str)
+        by_run = texts.groupby(next(of_rows[name].astype(str) for name in RUN_NAME_COLUMNS if name in of_rows))
         return [name for name in names if texts[name].nunique() > 1 and (by_run[name].nunique() == 1).all()]
 
     def refuse(self, counters: list[str], positions: NDArray[np.intp]) -> None:
@@ -265,43 +273,48 @@ class _RunTable:
         assert values is not None
         counts = pd.Series(values[positions]).groupby(self.runs[positions]).nunique()
         rows = positions[self.runs[positions] == counts.idxmax()]
-        others = f" and {', '.join(counters[1:3])}" if counters[1:] else ""
-        mode = "" if direction_of(self.metric) else ", mode='min'"
-        flag = "" if direction_of(self.metric) else " --mode min"
+        further_counters = f" and {', '.join(counters[1:3])}" if counters[1:] else ""
+        mode_argument = "" if direction_of(self.metric) else ", mode='min'"
+        mode_option = "" if direction_of(self.metric) else " --mode min"
         raise UsageError(
-            f"{self._run_text(rows[0])} has {len(rows)} rows, which differ in {counters[0]!r}{others}, and are not "
-            f"averaged: take the last by last={counters[0]!r} (--last {counters[0]}), or the best by "
-            f"best={self.metric!r}{mode} (--best {self.metric}{flag})"
+            f"{self._run_text(rows[0])} has {len(rows)} rows, which differ in {counters[0]!r}{further_counters}, and "
+            f"are not averaged: take the last by last={counters[0]!r} (--last {counters[0]}), or the best by "
+            f"best={self.metric!r}{mode_argument} (--best {self.metric}{mode_option})"
         )
 
     def last_rows(
-        self, last: str, counters: Sequence[str], lost: NDArray[np.bool_], filled: NDArray[np.intp]
-    ) -> Chosen:
+        self, last: str, counters: Sequence[str], is_diverged: NDArray[np.bool_], filled_rows: NDArray[np.intp]
+    ) -> ChosenRows:
         """Choose the last row of each run by a counting column, and among several of them by the others."""
-        at = self._counted(last, filled)
-        latest = self._latest(filled, at, counters)
-        is_empty = ~np.isfinite(self.column.values[latest])  # several empty cells say no more than one
-        latest = latest[~(is_empty & pd.Series(self.runs[latest]).duplicated(keep="last").to_numpy())]
-        what = f"the last {last} that has {self.metric}"
-        return Chosen(latest, lost[latest], (self._note(what, last, at, latest, lost[latest]),))
+        counts = self._counter_values(last, filled_rows)
+        chosen_rows = self._rows_with_largest_count(filled_rows, counts, counters)
+        is_empty = ~np.isfinite(self.column.values[chosen_rows])  # several empty cells say no more than one
+        chosen_rows = chosen_rows[~(is_empty & pd.Series(self.runs[chosen_rows]).duplicated(keep="last").to_numpy())]
+        description = f"the last {last} that has {self.metric}"
+        note = self._describe_choice(description, last, counts, chosen_rows, is_diverged[chosen_rows])
+        return ChosenRows(chosen_rows, is_diverged[chosen_rows], (note,))
 
-    def _counted(self, name: str, positions: NDArray[np.intp]) -> NDArray[np.float64]:
+    def _counter_values(self, name: str, positions: NDArray[np.intp]) -> NDArray[np.float64]:
         """A column as numbers; `UsageError` where it does not count these rows."""
-        at = self.numbers(name)
-        if at is None:
+        counts = self.numbers(name)
+        if counts is None:
             raise UsageError(f"last={name!r}: expected a column of numbers, such as epochs or steps")
         is_given = np.isfinite(self.column.values[positions])
-        if len(empty := positions[np.isnan(at[positions]) & is_given]):
-            others = [other for other in self.counters(positions) if other != name]
-            advice = f"choose {', '.join(map(repr, others))}, or fill them" if others else "fill them"
-            raise UsageError(f"last={name!r} is empty in {len(empty)} rows that have a {self.metric}: {advice}")
-        return at
+        n_empty = np.count_nonzero(np.isnan(counts[positions]) & is_given)
+        if n_empty:
+            alternatives = [repr(counter) for counter in self.counters(positions) if counter != name]
+            advice = f"choose {', '.join(alternatives)}, or fill them" if alternatives else "fill them"
+            raise UsageError(f"last={name!r} is empty in {n_empty} rows that have a {self.metric}: {advice}")
+        return counts
 
-    def _latest(self, positions: NDArray[np.intp], at: NDArray[np.float64], others: Sequence[str]) -> NDArray[np.intp]:
-        """Of these rows those with the largest count in each run; where there are several, by the other columns."""
-        columns = [at, *(values for name in others if (values := self.numbers(name)) is not None)]
-        for column in columns:
-            counts = pd.Series(np.nan_to_num(column[positions], nan=-np.inf))
+    def _rows_with_largest_count(
+        self, positions: NDArray[np.intp], counter_values: NDArray[np.float64], tie_breakers: Sequence[str]
+    ) -> NDArray[np.intp]:
+        """The rows with the largest count in each run; where there are several, the other columns decide."""
+        for values in (counter_values, *map(self.numbers, tie_breakers)):
+            if values is None:
+                continue
+            counts = pd.Series(np.nan_to_num(values[positions], nan=-np.inf))
             largest = counts.groupby(self.runs[positions]).transform("max")
             positions = positions[(counts == largest).to_numpy()]
         return positions
@@ -310,89 +323,99 @@ class _RunTable:
         self,
         best: str,
         mode: Mode,
-        asked_mode: str | None,
+        given_mode: str | None,
         counters: Sequence[str],
-        lost: NDArray[np.bool_],
-        filled: NDArray[np.intp],
-    ) -> Chosen:
+        is_diverged: NDArray[np.bool_],
+        filled_rows: NDArray[np.intp],
+    ) -> ChosenRows:
         """Choose the row of each run at which another column, or the metric itself, is best."""
         values = self.column.values if best == self.metric else self.numbers(best)
         if values is None:
             raise UsageError(f"best={best!r}: expected a column of numbers")
         signed = np.where(np.isfinite(values), values if mode == "min" else -values, np.inf)
-        chosen: list[NDArray[np.intp]] = []
-        lost = lost.copy()
-        ended: list[int] = []  # a row of each run that diverged after its best
-        of_run = pd.Series(np.arange(len(self.runs))).groupby(self.runs).indices
-        filled_of_run = pd.Series(filled).groupby(self.runs[filled]).apply(lambda rows: rows.to_numpy())
-        for run, rows in of_run.items():
-            candidates = filled_of_run[run]
+        chosen_rows: list[NDArray[np.intp]] = []
+        is_diverged = is_diverged.copy()
+        diverged_later: list[int] = []  # a row of each run that diverged after its best
+        rows_by_run = pd.Series(np.arange(len(self.runs))).groupby(self.runs).indices
+        filled_by_run = pd.Series(filled_rows).groupby(self.runs[filled_rows]).apply(lambda rows: rows.to_numpy())
+        for run, rows in rows_by_run.items():
+            candidates = filled_by_run[run]
             if not np.isfinite(signed[rows]).any():  # it diverged, or ended, before it had one
-                has_lost = lost[candidates]
-                chosen.append(candidates[has_lost][:1] if has_lost.any() else candidates[-1:])
-                self._check_ended(best, candidates[-1:], has_lost.any())
+                has_diverged = is_diverged[candidates]
+                chosen_rows.append(candidates[has_diverged][:1] if has_diverged.any() else candidates[-1:])
+                self._check_ended(best, candidates[-1:], has_diverged.any())
                 continue
-            at_best = rows[np.argmin(signed[rows])]
-            taken = self._rows_at(at_best, candidates, counters)
-            if not len(taken):
-                where = f" {counters[0]} {self._count(counters[0], at_best)}" if counters else " that row"
+            best_row = rows[np.argmin(signed[rows])]
+            rows_at_best = self._rows_at(best_row, candidates, counters)
+            if not len(rows_at_best):
+                position = f" {counters[0]} {self._count_text(counters[0], best_row)}" if counters else " that row"
                 raise UsageError(
-                    f"{self._run_text(at_best)} has no {self.metric} at{where}, where {best} is best: "
+                    f"{self._run_text(best_row)} has no {self.metric} at{position}, where {best} is best: "
                     "take the last by last=, or the best of another column"
                 )
-            if lost[candidates].any() and not lost[taken].any():
-                ended.append(int(at_best))
-            chosen.append(taken)
-        positions = np.sort(np.concatenate(chosen))
-        how, better = DIRECTIONS[mode]
-        reason = "" if asked_mode else f" ({better} is better, by its name)"
-        what, counter = f"the row with the {how} {best}{reason}", counters[0] if counters else ""
-        at = self.numbers(counter) if counter else None
-        notes = [self._note(what, counter, at, positions, lost[positions])]
-        if ended:
-            notes.append(f"Diverged after their best row: {', '.join(map(self._run_text, ended[:MOST_NAMED]))}.")
-        return Chosen(positions, lost[positions], tuple(notes))
+            if is_diverged[candidates].any() and not is_diverged[rows_at_best].any():
+                diverged_later.append(int(best_row))
+            chosen_rows.append(rows_at_best)
+        positions = np.sort(np.concatenate(chosen_rows))
+        superlative, comparative = DIRECTIONS[mode]
+        reason = "" if given_mode else f" ({comparative} is better, by its name)"
+        description = f"the row with the {superlative} {best}{reason}"
+        counter = counters[0] if counters else ""
+        counts = self.numbers(counter) if counter else None
+        notes = [self._describe_choice(description, counter, counts, positions, is_diverged[positions])]
+        if diverged_later:
+            named_runs = ", ".join(map(self._run_text, diverged_later[:MAX_NAMED_RUNS]))
+            notes.append(f"Diverged after their best row: {named_runs}.")
+        return ChosenRows(positions, is_diverged[positions], tuple(notes))
 
     def _check_ended(self, best: str, row: NDArray[np.intp], has_diverged: bool) -> None:
         """Raise `UsageError` for a run that did not diverge and has no value to choose by."""
         if not has_diverged and np.isfinite(self.column.values[row]).all():
             raise UsageError(f"{self._run_text(row[0])} has no {best}: leave it out, or take the last by last=")
 
-    def _rows_at(self, at_best: int, candidates: NDArray[np.intp], counters: Sequence[str]) -> NDArray[np.intp]:
+    def _rows_at(self, best_row: int, candidates: NDArray[np.intp], counters: Sequence[str]) -> NDArray[np.intp]:
         """The row itself where it has the metric, or else the last of the same epoch or step."""
-        if at_best in candidates:
-            return np.array([at_best])
-        at = self.numbers(counters[0]) if counters else None
-        if at is None:
+        if best_row in candidates:
+            return np.array([best_row])
+        counts = self.numbers(counters[0]) if counters else None
+        if counts is None:
             return np.array([], np.intp)
-        same = candidates[at[candidates] == at[at_best]]
-        return self._latest(same, at, counters[1:]) if len(same) else same
+        same_count = candidates[counts[candidates] == counts[best_row]]
+        if not len(same_count):
+            return same_count
+        return self._rows_with_largest_count(same_count, counts, counters[1:])
 
-    def _note(
+    def _describe_choice(
         self,
-        what: str,
+        description: str,
         counter: str,
-        at: NDArray[np.float64] | None,
+        counts: NDArray[np.float64] | None,
         positions: NDArray[np.intp],
-        lost: NDArray[np.bool_],
+        is_diverged: NDArray[np.bool_],
     ) -> str:
         """Say what was taken of each run, and where runs ended before the others."""
-        text = f"Of {len(self.frame):,} rows {what} was taken for each {self.factor} and {self.block}"
-        if at is None or not np.isfinite(at[positions]).any():
+        text = f"Of {len(self.frame):,} rows {description} was taken for each {self.factor} and {self.block}"
+        if counts is None or not np.isfinite(counts[positions]).any():
             return f"{text}."
-        positions = positions[np.isfinite(at[positions]) & (np.isfinite(self.column.values[positions]) | lost)]
-        order = positions[np.argsort(at[positions], kind="stable")]
-        low, high = self._count(counter, order[0]), self._count(counter, order[-1])
+        has_metric = np.isfinite(self.column.values[positions]) | is_diverged
+        positions = positions[np.isfinite(counts[positions]) & has_metric]
+        order = positions[np.argsort(counts[positions], kind="stable")]
+        low = self._count_text(counter, order[0])
+        high = self._count_text(counter, order[-1])
         if low == high:
             return f"{text}: {counter} {high}."
-        if not what.startswith("the last"):
+        if not description.startswith("the last"):
             return f"{text}: {counter} {low} to {high}."
-        early = positions[at[positions] < at[order[-1]]]
-        named = [f"{self._run_text(row)} ({self._count(counter, row)})" for row in early[:MOST_NAMED]]
-        more = f" and {len(early) - MOST_NAMED} more" if len(early) > MOST_NAMED else ""
-        return f"{text}: {counter} {high}, but an earlier one for {', '.join(named)}{more}."
+        early_rows = positions[counts[positions] < counts[order[-1]]]
+        shown_runs = [
+            f"{self._run_text(row)} ({self._count_text(counter, row)})" for row in early_rows[:MAX_NAMED_RUNS]
+        ]
+        early_text = ", ".join(shown_runs)
+        if len(early_rows) > MAX_NAMED_RUNS:
+            early_text += f" and {len(early_rows) - MAX_NAMED_RUNS} more"
+        return f"{text}: {counter} {high}, but an earlier one for {early_text}."
 
-    def _count(self, counter: str, row: int) -> str:
+    def _count_text(self, counter: str, row: int) -> str:
         """A count, such as the number of an epoch, or a date."""
         value = self.frame[counter].iloc[row]
         try:
@@ -427,11 +450,15 @@ def is_counter(name: str) -> bool:
     >>> [is_counter(name) for name in ("train_loss_epoch", "steps_per_second", "step_time", "max_epochs", "frames")]
     [False, False, False, False, False]
     """
-    *folders, last = re.split(r"[/.]", name)
-    words = _words(last)
-    is_count = bool(words & COUNTED) or bool(words & SEEN and words & AMOUNTS)
-    is_plain = words <= COUNTED | QUALIFIERS | SEEN | AMOUNTS
-    return is_count and is_plain and all(_words(folder) <= FOLDERS | COUNTED for folder in folders)
+    *folders, column_name = re.split(r"[/.]", name)
+    words = _word_set(column_name)
+    is_count = bool(words & COUNTER_WORDS) or bool(words & SEEN_WORDS and words & AMOUNT_WORDS)
+    has_only_known_words = words <= COUNTER_WORDS | QUALIFIER_WORDS | SEEN_WORDS | AMOUNT_WORDS
+    return (
+        is_count
+        and has_only_known_words
+        and all(_word_set(folder) <= FOLDER_WORDS | COUNTER_WORDS for folder in folders)
+    )
 
 
 def is_clock(name: str) -> bool:
@@ -440,7 +467,7 @@ def is_clock(name: str) -> bool:
     >>> [is_clock(name) for name in ("_timestamp", "Wall time", "Relative Time (Process)", "time")]
     [True, True, True, False]
     """
-    return " ".join(re.findall("[a-z]+", name.lower())) in CLOCKS
+    return " ".join(re.findall("[a-z]+", name.lower())) in CLOCK_NAMES
 
 
 def direction_of(name: str) -> Mode | None:
@@ -452,26 +479,26 @@ def direction_of(name: str) -> Mode | None:
     [None, None, None, None, None]
     """
     words = [re.sub(r"\d+$", "", word) for word in _word_list(name)]
-    while len(words) > 1 and words[-1] in PARTS_OF_DATA:
+    while len(words) > 1 and words[-1] in SUBSET_WORDS:
         words.pop()
     lower, higher = LOWER_IS_BETTER & set(words), HIGHER_IS_BETTER & set(words)
-    if not words or TURNED & set(words) or (lower and higher) or re.search(r"\b1 ?-", name):
+    if not words or INVERTING_WORDS & set(words) or (lower and higher) or re.search(r"\b1 ?-", name):
         return None
     if words[-1] in LOWER_IS_BETTER:
         return "min"
     return "max" if words[-1] in HIGHER_IS_BETTER else None
 
 
-def _direction(best: str, mode: str | None) -> Mode:
+def _choose_direction(best: str, mode: str | None) -> Mode:
     """The direction as asked for, or by the name; `UsageError` where that does not tell."""
-    asked = next((known for known in MODES if known == mode), None)
-    found = asked or direction_of(best)
-    if found is None:
+    valid_mode = next((candidate for candidate in MODES if candidate == mode), None)
+    direction = valid_mode or direction_of(best)
+    if direction is None:
         raise UsageError(
             f"best={best!r}: its name does not tell whether lower or higher is better; "
             "give mode='min' or mode='max' (--mode min)"
         )
-    return found
+    return direction
 
 
 def _word_list(name: str) -> list[str]:
@@ -479,5 +506,5 @@ def _word_list(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Za-z]+\d*", re.sub(r"([a-z]{2})([A-Z])", r"\1 \2", name))]
 
 
-def _words(name: str) -> set[str]:
+def _word_set(name: str) -> set[str]:
     return set(_word_list(name))

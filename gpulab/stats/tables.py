@@ -14,7 +14,7 @@ import pandas as pd
 from gpulab import files
 from gpulab.errors import DataError, UsageError
 from gpulab.stats import run_folders
-from gpulab.stats.run_folders import RUN, is_pattern
+from gpulab.stats.run_folders import RUN_COLUMN, is_pattern
 from gpulab.stats.selection import word_set
 
 # How runs of Weights & Biases end, in its column `State`.
@@ -72,7 +72,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
         raise UsageError("no file to read: expected a table, a folder of runs or a pattern")
     source = ", ".join(map(str, names))
     if len(names) == 1 and not is_pattern(names[0]) and not os.path.isdir(names[0]):
-        frame, notes = _with_status(_long(read_file(Path(names[0]))), Path(names[0]))
+        frame, notes = _rename_state(_melt_chart(read_file(Path(names[0]))), Path(names[0]))
     else:
         frame, notes = run_folders.read_runs(names, read_run)
     frame.attrs = {"source": source, "notes": tuple(notes)}
@@ -83,8 +83,8 @@ def read_file(file: Path) -> pd.DataFrame:
     """A table as it stands in a file; `DataError` where it cannot be read or has no rows."""
     content = files.read(file)
     with files.reading(file, "cannot be read as a table"):
-        parquet = file.suffix == ".parquet"
-        frame = pd.read_parquet(io.BytesIO(content)) if parquet else _read_text(content.decode("utf-8-sig"))
+        is_parquet = file.suffix == ".parquet"
+        frame = pd.read_parquet(io.BytesIO(content)) if is_parquet else _read_text(content.decode("utf-8-sig"))
     if frame.empty:
         raise DataError(f"{file}: no runs in it; expected a header and a row per run")
     return frame
@@ -92,46 +92,46 @@ def read_file(file: Path) -> pd.DataFrame:
 
 def read_run(file: Path) -> tuple[pd.DataFrame, list[str]]:
     """A table among several, and notes on it."""
-    return _with_status(_long(read_file(file)), file)
+    return _rename_state(_melt_chart(read_file(file)), file)
 
 
-def _with_status(read: tuple[pd.DataFrame, list[str]], file: Path) -> tuple[pd.DataFrame, list[str]]:
+def _rename_state(table_and_notes: tuple[pd.DataFrame, list[str]], file: Path) -> tuple[pd.DataFrame, list[str]]:
     """A table in which the column `State` of Weights & Biases is called `status`."""
-    frame, notes = read
+    frame, notes = table_and_notes
     if "status" in frame or "State" not in frame:
-        return read
+        return table_and_notes
     states = set(frame["State"].dropna().astype(str).str.lower())
     if states <= {"finished"}:
-        return read
+        return table_and_notes
     if not states <= WANDB_STATES:
         raise UsageError(f"{file}: column 'State' has runs that did not finish: rename it to 'status', which says so")
     return frame.rename(columns={"State": "status"}), [*notes, "How runs ended is from the column State."]
 
 
-def _long(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """The table of a chart of Weights & Biases, which has a column for each run, with a row for each run and step."""
-    counter, *others = map(str, frame.columns)
-    matches = [WANDB_CHART.fullmatch(name) for name in others]
-    if not matches or not all(matches):
+    counter, *run_columns = map(str, frame.columns)
+    matches = [match for match in map(WANDB_CHART.fullmatch, run_columns) if match]
+    if not matches or len(matches) < len(run_columns):
         return frame, []
-    found = [match for match in matches if match]
-    parts: dict[str, dict[str, pd.Series]] = {}
-    for match in found:
+    columns_by_run: dict[str, dict[str, pd.Series]] = {}
+    for match in matches:
         if not match["bound"]:
-            parts.setdefault(match["run"], {})[match["metric"]] = frame[match[0]]
+            columns_by_run.setdefault(match["run"], {})[match["metric"]] = frame[match[0]]
     tables = []
-    for run, columns in parts.items():
-        part = pd.DataFrame({counter: frame[counter], RUN: run, **columns})
-        tables.append(part.dropna(subset=[*columns], how="all"))
-    n_bounds = sum(bool(match["bound"]) for match in found)
-    notes = [f"{len(parts)} runs were read from the columns of a chart."]
+    for run, columns in columns_by_run.items():
+        run_table = pd.DataFrame({counter: frame[counter], RUN_COLUMN: run, **columns})
+        tables.append(run_table.dropna(subset=[*columns], how="all"))
+    n_bounds = sum(bool(match["bound"]) for match in matches)
+    notes = [f"{len(columns_by_run)} runs were read from the columns of a chart."]
     if n_bounds:
         notes.append(f"Left out: {n_bounds} columns with the lowest and highest values (__MIN, __MAX).")
-    long = pd.concat(tables, ignore_index=True)
-    named = run_folders.with_names(long)
-    if new := [name for name in named if name not in long]:
-        notes.append(f"From the names of the runs: {', '.join(new)}.")
-    return named, notes
+    melted = pd.concat(tables, ignore_index=True)
+    with_settings = run_folders.add_settings_from_names(melted)
+    new_columns = [name for name in with_settings if name not in melted]
+    if new_columns:
+        notes.append(f"From the names of the runs: {', '.join(new_columns)}.")
+    return with_settings, notes
 
 
 def _read_text(text: str) -> pd.DataFrame:
@@ -140,9 +140,11 @@ def _read_text(text: str) -> pd.DataFrame:
     first_line = text.partition("\n")[0]
     separator = max(",;\t", key=lambda mark: len(next(csv.reader([first_line], delimiter=mark), [])))
     header = [name.strip() for name in next(csv.reader([first_line], delimiter=separator), [])]
-    if twice := sorted({name for name in header if name and header.count(name) > 1}):
-        raise ValueError(f"more than one column is called {', '.join(twice)}")
-    # Of the words that pandas takes for nothing, None is a fine name for a level and NaN is a loss.
-    nothing = {"keep_default_na": False, "na_values": [""], "dtype_backend": "numpy_nullable"}
+    duplicates = sorted({name for name in header if name and header.count(name) > 1})
+    if duplicates:
+        raise ValueError(f"more than one column is called {', '.join(duplicates)}")
+    # Pandas would also take None, which may be the name of a level, and NaN, which is a loss, for missing values.
+    missing_values = {"keep_default_na": False, "na_values": [""], "dtype_backend": "numpy_nullable"}
     options = {"skipinitialspace": True, "index_col": False, "decimal": "," if separator == ";" else "."}
-    return pd.read_csv(io.StringIO(text, newline=""), sep=separator, **nothing, **options).rename(columns=str.strip)
+    frame = pd.read_csv(io.StringIO(text, newline=""), sep=separator, **missing_values, **options)
+    return frame.rename(columns=str.strip)

@@ -10,11 +10,11 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-EXACT = 16  # the most differences other than zero for which all 2^n combinations of signs are tried
-FLIPS = 9999  # combinations of signs that are drawn for more differences
-SMALLEST_DRAWN = 1 / (1 + FLIPS)  # the smallest p that these can give
+MAX_EXACT_DIFFERENCES = 16  # the most differences other than zero for which all 2^n combinations of signs are tried
+N_DRAWN_FLIPS = 9999  # combinations of signs that are drawn for more differences
+MIN_DRAWN_P = 1 / (1 + N_DRAWN_FLIPS)  # the smallest p that these can give
 SD_CONFIDENCE = 0.975  # of the lower limit of a standard deviation; at 0.95 a rare second hump misleads
-APART = 3  # the least width of a gap between losses, in standard deviations of the others
+MIN_GAP = 3  # the least width of a gap between losses, in standard deviations of the others
 
 Floats = NDArray[np.float64]
 
@@ -36,13 +36,14 @@ def mean_p(differences: ArrayLike) -> float:
         >>> mean_p([2.9, 2.8, 2.9, 2.7, 2.8, 2.8, 1.6])  # 2 of 128: an outlier does not hide what all say
         0.015625
     """
-    flipped, values = sign_flip_p(differences), np.sort(np.asarray(differences, float))
+    flip_p = sign_flip_p(differences)
+    values = np.sort(np.asarray(differences, float))
     if not sample_sd(values) > 0:
-        return flipped
+        return flip_p
     mean, skewness, n = moments(values)
     if mean * skewness >= 0:
-        return flipped
-    return max(flipped, float(2 * scipy.stats.t.sf(abs(skewed_t(mean, skewness, n)), n - 1)))
+        return flip_p
+    return max(flip_p, float(2 * scipy.stats.t.sf(abs(skewed_t(mean, skewness, n)), n - 1)))
 
 
 def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -57,11 +58,16 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
     values = np.sort(np.asarray(differences, float))
     if math.isnan(low) or not sample_sd(values) > 0:
         return low, high
-    skewness, corrected = moments(values)[1], skewed_t_interval(values, alpha)
-    return min(low, corrected[0]) if skewness < 0 else low, max(high, corrected[1]) if skewness > 0 else high
+    _, skewness, _ = moments(values)
+    t_low, t_high = skewed_t_interval(values, alpha)
+    if skewness < 0:
+        low = min(low, t_low)
+    if skewness > 0:
+        high = max(high, t_high)
+    return low, high
 
 
-def stuck(losses: ArrayLike) -> NDArray[np.bool_]:
+def plateau_outliers(losses: ArrayLike) -> NDArray[np.bool_]:
     """Which losses, shape (n,), lie beyond a gap and make up most of the spread, such as those of seeds on a plateau.
 
     Fewer than half can be, of ten losses or more. The gap is at least three standard deviations of the others, and
@@ -69,22 +75,22 @@ def stuck(losses: ArrayLike) -> NDArray[np.bool_]:
     none (by simulation).
 
     Examples:
-        >>> stuck([0.05, 0.14, 0.04, 0.06, 0.05, 0.04, 0.05, 0.05, 0.06, 0.04]).nonzero()[0].tolist()
+        >>> plateau_outliers([0.05, 0.14, 0.04, 0.06, 0.05, 0.04, 0.05, 0.05, 0.06, 0.04]).nonzero()[0].tolist()
         [1]
-        >>> stuck([0.04, 0.05, 0.06] * 2 + [0.14] * 4).nonzero()[0].tolist()
+        >>> plateau_outliers([0.04, 0.05, 0.06] * 2 + [0.14] * 4).nonzero()[0].tolist()
         [6, 7, 8, 9]
-        >>> bool(stuck([0.04] * 5 + [0.14] * 5).any())  # of halves nobody can tell which is stuck
+        >>> bool(plateau_outliers([0.04] * 5 + [0.14] * 5).any())  # neither half is an outlier
         False
     """
     values = np.asarray(losses, float)
-    in_order = np.sort(values)
+    ordered = np.sort(values)
     if len(values) < 10:
         return np.zeros(len(values), bool)
-    edge = int(np.diff(in_order).argmax()) + 1
-    few = values >= in_order[edge] if edge > len(values) / 2 else values < in_order[edge]
-    rest = sample_sd(values[~few])
-    apart = np.diff(in_order).max() >= APART * rest and rest < sample_sd(values) / 2
-    return few & (apart and few.sum() < len(values) / 2)
+    edge = int(np.diff(ordered).argmax()) + 1
+    is_outlier = values >= ordered[edge] if edge > len(values) / 2 else values < ordered[edge]
+    rest_sd = sample_sd(values[~is_outlier])
+    is_separated = np.diff(ordered).max() >= MIN_GAP * rest_sd and rest_sd < sample_sd(values) / 2
+    return is_outlier & (is_separated and is_outlier.sum() < len(values) / 2)
 
 
 def moments(values: ArrayLike) -> tuple[float, float, int]:
@@ -108,13 +114,13 @@ def skewed_t(mean: float | Floats, skewness: float | Floats, n: int) -> float | 
     2); elsewhere it is Student's t. Mean and skewness may be those of several samples of n, an array each.
     """
     student = np.sqrt(n) * mean
-    a = _lean(mean, skewness, n) / 3
-    room = np.maximum(np.abs(student) - a / 2, 0)
-    return np.sign(student) * 2 * room / (1 + np.sqrt(1 + 4 * a * room))
+    correction = _skew_correction(mean, skewness, n) / 3
+    excess = np.maximum(np.abs(student) - correction / 2, 0)
+    return np.sign(student) * 2 * excess / (1 + np.sqrt(1 + 4 * correction * excess))
 
 
-def _lean(sign: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
-    """The skewness over √n of a sample whose tail is on the side of zero, 0 of any other; `sign` is the mean's."""
+def _skew_correction(sign: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
+    """The skewness over √n if the sample's tail is on the side of zero, otherwise 0; `sign` has the mean's sign."""
     return np.maximum(-np.sign(sign) * skewness, 0) / np.sqrt(n)
 
 
@@ -125,13 +131,16 @@ def skewed_t_interval(differences: ArrayLike, alpha: float, corrected: bool = Tr
     1 − 2 alpha it lies within a margin exactly where `equivalence_p` is at most alpha.
     """
     values = np.sort(np.asarray(differences, float))
-    if (n := len(values)) < 2:
+    n = len(values)
+    if n < 2:
         return math.nan, math.nan
     sd = sample_sd(values)
     skewness = moments(values)[1] if corrected and sd > 0 else 0.0
-    z, error = float(scipy.stats.t.isf(alpha / 2, n - 1)), sd / math.sqrt(n)
-    below, above = (error * (z + _lean(sign, skewness, n) * (2 * z**2 + 1) / 6) for sign in (1, -1))
-    return float(values.mean() - below), float(values.mean() + above)
+    z = float(scipy.stats.t.isf(alpha / 2, n - 1))
+    standard_error = sd / math.sqrt(n)
+    lower_z = z + _skew_correction(1, skewness, n) * (2 * z**2 + 1) / 6
+    upper_z = z + _skew_correction(-1, skewness, n) * (2 * z**2 + 1) / 6
+    return float(values.mean() - standard_error * lower_z), float(values.mean() + standard_error * upper_z)
 
 
 def sign_flip_p(differences: ArrayLike) -> float:
@@ -166,18 +175,18 @@ def sign_flip_p(differences: ArrayLike) -> float:
     # Sums that are equal but for rounding count as equal; scipy's permutation_test takes 50 to 200 times as long.
     observed = abs(total) - 1e-12 * np.abs(values).sum()
     extreme = sum(int((np.abs(2 * (positive @ values) - total) >= observed).sum()) for positive in sign_flips(n))
-    return extreme / 2 ** (n - 1) if n <= EXACT else (1 + extreme) / (1 + FLIPS)
+    return extreme / 2 ** (n - 1) if n <= MAX_EXACT_DIFFERENCES else (1 + extreme) / (1 + N_DRAWN_FLIPS)
 
 
 def sign_flips(n: int) -> Iterator[NDArray[np.integer]]:
     """Which of n differences are taken as positive, in parts of shape (flips, n), 0 or 1."""
-    if n <= EXACT:  # the last sign is fixed: the other half mirrors this one
+    if n <= MAX_EXACT_DIFFERENCES:  # the last sign is fixed: the other half mirrors this one
         yield np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
         return
     generator = np.random.default_rng(0)
-    at_once = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
-    for start in range(0, FLIPS, at_once):
-        flips = min(at_once, FLIPS - start)
+    flips_per_batch = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
+    for start in range(0, N_DRAWN_FLIPS, flips_per_batch):
+        flips = min(flips_per_batch, N_DRAWN_FLIPS - start)
         yield np.unpackbits(generator.integers(0, 256, (flips, -(-n // 8)), np.uint8), axis=1)[:, :n]
 
 
@@ -199,12 +208,14 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
         ([0.0, 1.0, 1.0], 0.0)
     """
     values = np.sort(np.asarray(differences, float))
-    if not (sd := sample_sd(values)) > 0:
+    sd = sample_sd(values)
+    if not sd > 0:
         return float(values.any() and not abs(values.mean()) < margin)
     # scipy's ttest_1samp warns of differences that are the same but for rounding; statsmodels is slow to import.
     mean, skewness, n = moments(values)
-    room = min(skewed_t(margin / sd + mean, skewness, n), skewed_t(margin / sd - mean, -skewness, n))
-    return float(scipy.stats.t.sf(room, n - 1))
+    t_lower = skewed_t(margin / sd + mean, skewness, n)
+    t_upper = skewed_t(margin / sd - mean, -skewness, n)
+    return float(scipy.stats.t.sf(min(t_lower, t_upper), n - 1))
 
 
 def discordance_p(differences: ArrayLike, margin: float) -> float:
@@ -234,7 +245,8 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
         ((nan, nan), (nan, nan))
     """
     values = np.sort(np.asarray(differences, float))
-    n, total = len(values), values.sum()
+    n = len(values)
+    total = values.sum()
     if n < 2:
         return math.nan, math.nan
     means = []
@@ -244,8 +256,13 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
             means += [sums / sizes, (total - sums) / (n - sizes)]
     with_nan = np.concatenate(means)
     subset_means = np.sort(with_nan[~np.isnan(with_nan)])
-    # A subset of none (NaN) is the sample itself, unflipped, which counts; it is not among those that are drawn.
-    rank = int(alpha * (2.0 ** (n - 1) if n <= EXACT else 1 + FLIPS)) - len(with_nan) + len(subset_means) - (n > EXACT)
+    is_exact = n <= MAX_EXACT_DIFFERENCES
+    n_flips = 2.0 ** (n - 1) if is_exact else 1 + N_DRAWN_FLIPS
+    # A subset of none (NaN) is the unflipped sample, which counts; drawn flips do not include it.
+    n_unflipped = len(with_nan) - len(subset_means)
+    if not is_exact:
+        n_unflipped += 1
+    rank = int(alpha * n_flips) - n_unflipped
     if rank < 0:
         return math.nan, math.nan
     low, high = float(subset_means[rank]), float(subset_means[-1 - rank])
@@ -276,11 +293,13 @@ def sd_lower_limits(values: ArrayLike, n: ArrayLike, confidence: float = SD_CONF
     [0.3521, 1.0267]
     """
     values = np.sort(np.asarray(values, float))
-    freedom = np.asarray(n) - 1
-    if not (sd := sample_sd(values)) > 0:
-        return np.full(freedom.shape, math.nan)
+    degrees_of_freedom = np.asarray(n) - 1
+    sd = sample_sd(values)
+    if not sd > 0:
+        return np.full(degrees_of_freedom.shape, math.nan)
     kurtosis = max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 else 3.0
-    return sd * np.exp(-scipy.stats.t.ppf(confidence, freedom) * np.sqrt((kurtosis - 1) / freedom) / 2)
+    quantile = scipy.stats.t.ppf(confidence, degrees_of_freedom)
+    return sd * np.exp(-quantile * np.sqrt((kurtosis - 1) / degrees_of_freedom) / 2)
 
 
 def sample_sd(values: ArrayLike) -> float:

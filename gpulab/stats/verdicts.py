@@ -14,18 +14,18 @@ import pandas as pd
 
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError, check_count
-from gpulab.stats.decisions import COLUMNS, compare_levels
-from gpulab.stats.margins import USUAL_MARGIN, USUAL_SHARE
+from gpulab.stats.decisions import DECISION_COLUMNS, compare_levels
+from gpulab.stats.margins import DEFAULT_BINARY_MARGIN, DEFAULT_MARGIN
 from gpulab.stats.page import VerdictPage
-from gpulab.stats.pairs import pair
+from gpulab.stats.pairs import pair_runs
 from gpulab.stats.selection import RowChoice
-from gpulab.stats.wording import sentences, with_numbers
+from gpulab.stats.wording import describe_with_numbers, level_sentences
 from gpulab.wording import Level, TextByLevel
 
 if TYPE_CHECKING:
     from gpulab.picture import Picture
 
-MOST_LOOKS = 1_000_000
+MAX_LOOKS = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Verdict(VerdictPage):
         between_seeds: The standard deviation of the metric over seeds under the reference.
         looks: How often the question may be asked as runs come in.
 
-    The table has these columns, after the one of the level. Of each `p_…` there is a twin, `p_…_holm`, after the
+    The table has these columns, after the one of the level. Each `p_…` has a counterpart, `p_…_holm`, after the
     correction for looks and Holm's correction for several tests.
 
     - `decision`: `different`, `different but negligible`, `equivalent` or `inconclusive`; see `verdict`.
@@ -98,7 +98,7 @@ class Verdict(VerdictPage):
     """
 
     def __str__(self) -> str:
-        return with_numbers(self)
+        return describe_with_numbers(self)
 
     def sentences(self, words: TextByLevel | None = None) -> list[str]:
         """Say what the levels came to, a sentence or two for those of one decision: the effect first.
@@ -110,7 +110,7 @@ class Verdict(VerdictPage):
         Returns:
             The sentences.
         """
-        return sentences(self, words or {})
+        return level_sentences(self, words or {})
 
     def picture(self) -> Picture | None:
         """The figure of every run and every difference; None where there is nothing to compare."""
@@ -222,17 +222,17 @@ def verdict(
     """
     if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
         raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
-    check_count("looks", looks, MOST_LOOKS)
-    if factor in COLUMNS:
+    check_count("looks", looks, MAX_LOOKS)
+    if factor in DECISION_COLUMNS:
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
-    paired = pair(frame, metric, factor, block, reference, RowChoice(last, best, mode))
+    paired = pair_runs(frame, metric, factor, block, reference, RowChoice(last, best, mode))
     if margin is None:
-        margin = USUAL_SHARE if paired.is_yes_or_no() else USUAL_MARGIN
+        margin = DEFAULT_BINARY_MARGIN if paired.is_binary() else DEFAULT_MARGIN
     return Verdict(
         **vars(paired),
         margin=margin,
         alpha=alpha,
         rows=compare_levels(paired, margin, alpha, int(looks)),
-        between_seeds=inference.sample_sd(paired.losses_of_reference()),
+        between_seeds=inference.sample_sd(paired.reference_losses()),
         looks=int(looks),
     )

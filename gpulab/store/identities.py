@@ -25,31 +25,32 @@ class Identity(NamedTuple):
     record: dict[str, Any]
 
 
-def identified(asked: dict[str, Any], passport: Mapping[str, Any], contents: Mapping[str, str]) -> Identity:
+def identify_run(requested: dict[str, Any], passport: Mapping[str, Any], contents: Mapping[str, str]) -> Identity:
     """The identity of what was asked for, which is another on another chip or torch.
 
     `contents` has the digests of what names in it stand for, which are recorded, too.
     """
     contents = {name: content for name, content in contents.items() if content}
-    named = {**asked, "configuration": of_content(asked["configuration"], contents), **contents}
-    named["chip"] = passport["cpu"]["model"] if asked["setting"].startswith("cpu") else passport["gpus"]
-    named |= {key: passport["software"][key] for key in ("torch", "gpulab")}
-    name = run_id(named)
-    return Identity(name, {"id": name, **asked, **contents})
+    configuration = replace_path_by_content(requested["configuration"], contents)
+    identifying = {**requested, "configuration": configuration, **contents}
+    identifying["chip"] = passport["cpu"]["model"] if requested["setting"].startswith("cpu") else passport["gpus"]
+    identifying |= {key: passport["software"][key] for key in ("torch", "gpulab")}
+    identifier = run_id(identifying)
+    return Identity(identifier, {"id": identifier, **requested, **contents})
 
 
 def run_id(identity: dict[str, Any]) -> str:
     """A name for a run that depends on this and on nothing else."""
     words = (identity["experiment"], identity["profile"], identity["setting"], f"seed{identity['seed']}")
     # A file may have no longer name than 255 bytes on most systems.
-    short = "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)[:200]
-    return f"{short}-{digest(identity)[:10]}"
+    description = "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)[:200]
+    return f"{description}-{digest(identity)[:10]}"
 
 
-def of_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def replace_path_by_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration in which a film or a folder of frames goes by its content instead of by its place.
 
-    >>> of_content({"data": "video:walk.mp4", "seed": 0}, {"content": "1c9a"})
+    >>> replace_path_by_content({"data": "video:walk.mp4", "seed": 0}, {"content": "1c9a"})
     {'data': 'video:1c9a', 'seed': 0}
     """
     by_path = re.match(r"(video|frames):", configuration.get("data", ""))

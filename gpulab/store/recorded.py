@@ -23,40 +23,47 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
 
-FORMAT = 3  # of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
-PACKAGE = Path(__file__).parents[1]
-DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
-# Arrays by the names of HISTORY, or a table that has such columns: any class with `columns[name]`.
+FORMAT_VERSION = 3  # of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
+PACKAGE_FOLDER = Path(__file__).parents[1]
+DATA_FOLDER = (
+    PACKAGE_FOLDER.parent / "data" if (PACKAGE_FOLDER.parent / "data").is_dir() else PACKAGE_FOLDER / "recorded"
+)
+# Arrays by the names of HISTORY_TYPES, or a table that has such columns: any class with `columns[name]`.
 Columns = Any
-HISTORY = {"window": "int64", "step": "int64", "loss": "float64", "seconds": "float64"}  # the columns of a history
+HISTORY_TYPES = {
+    "window": "int64",
+    "step": "int64",
+    "loss": "float64",
+    "seconds": "float64",
+}  # the columns of a history
 
 
 def recorded_folder(name: str) -> Path:
     """The folder `data/NAME` of the checkout, or its copy inside the installed package."""
-    return DATA / name
+    return DATA_FOLDER / name
 
 
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
-def read_json(file: str | Path, most: int = files.MOST) -> dict[str, Any]:
+def read_document(file: str | Path, max_bytes: int = files.MOST) -> dict[str, Any]:
     """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
-    content = files.read(file, most)
-    return checked(file, files.read_json(file, content), content)
+    content = files.read(file, max_bytes)
+    return check_document(file, files.read_json(file, content), content)
 
 
-def checked(file: str | Path, notes: object, content: bytes) -> dict[str, Any]:
+def check_document(file: str | Path, notes: object, content: bytes) -> dict[str, Any]:
     """The notes in a file of this content, without format and seal; `DataError` unless both are what they should be."""
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
-    if not isinstance(notes, dict) or version != FORMAT:
-        raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT}")
+    if not isinstance(notes, dict) or version != FORMAT_VERSION:
+        raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT_VERSION}")
     files.check_seal(file, content)
     notes.pop("seal", None)
     return notes
 
 
-def measured(device: str, **tables: Any) -> dict[str, Any]:
-    """What this machine measured on a device, to be kept by `write_json` in `data/measured/KIND-MACHINE.json`.
+def make_measurement(device: str, **tables: Any) -> dict[str, Any]:
+    """What this machine measured on a device, to be kept by `write_document` in `data/measured/KIND-MACHINE.json`.
 
     Args:
         device: Its kind, such as `cpu`.
@@ -65,13 +72,14 @@ def measured(device: str, **tables: Any) -> dict[str, Any]:
     Returns:
         These, with the `passport`, the name of the `machine` and the `command` that is running.
     """
-    here, command = passport(), shlex.join(["python", *sys.argv])
-    return {"machine": machine(here, device), "command": command, "passport": here, **tables}
+    machine_passport = passport()
+    command = shlex.join(["python", *sys.argv])
+    return {"machine": machine(machine_passport, device), "command": command, "passport": machine_passport, **tables}
 
 
 def read_measured(kind: str) -> list[dict[str, Any]]:
     """What was measured of a kind: the documents `data/measured/KIND-*.json`."""
-    return [read_json(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))]
+    return [read_document(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))]
 
 
 def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
@@ -87,9 +95,9 @@ def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True).assign(recorded=True)
 
 
-def write_json(file: Path, document: Mapping[str, Any]) -> None:
+def write_document(file: Path, document: Mapping[str, Any]) -> None:
     """Write a document with its format and seal, whose folder is made if need be; whole or not at all."""
-    sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}
+    sealed = {**document, "format": FORMAT_VERSION, "seal": files.UNSEALED}
     files.write(file, files.seal(json.dumps(sealed, indent=1).encode() + b"\n"))
 
 
@@ -105,7 +113,7 @@ def write_table(file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[st
     import pyarrow.parquet
 
     rows = table if isinstance(table, pyarrow.Table) else pyarrow.Table.from_pandas(table, preserve_index=False)
-    notes = json.dumps({"format": FORMAT, **record, "seal": files.UNSEALED})
+    notes = json.dumps({"format": FORMAT_VERSION, **record, "seal": files.UNSEALED})
     content = io.BytesIO()
     with pyarrow.parquet.ParquetWriter(
         content, rows.schema, compression="zstd", store_schema=False, **options
@@ -121,13 +129,13 @@ def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
     import pyarrow.parquet
 
     content = files.read(file)
-    with files.reading(file), pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
-        notes = (opened.metadata.metadata or {}).get(b"gpulab")
+    with files.reading(file), pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as parquet_file:
+        notes = (parquet_file.metadata.metadata or {}).get(b"gpulab")
         if notes is None:
             raise DataError(f"{file}: not a recording of gpulab's")
-        record = checked(file, files.read_json(file, notes), content)
-        files.check_table_size(file, opened.metadata)
-        return opened.read(use_threads=False), record  # threads cost more than they save
+        record = check_document(file, files.read_json(file, notes), content)
+        files.check_table_size(file, parquet_file.metadata)
+        return parquet_file.read(use_threads=False), record  # threads cost more than they save
 
 
 def read_table(file: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -153,7 +161,7 @@ def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyar
     """
     import pyarrow
 
-    columns: dict[str, Any] = {name: [history[name].to_numpy() for history in histories] for name in HISTORY}
+    columns: dict[str, Any] = {name: [history[name].to_numpy() for history in histories] for name in HISTORY_TYPES}
     columns["seconds"] = [(seconds * 1024).round() / 1024 for seconds in columns["seconds"]]
     rows = pyarrow.table({"record": [json.dumps(record) for record in records], **columns})
     numbers = ["loss.list.element", "seconds.list.element"]  # to split their bytes makes a file smaller by a sixth
@@ -167,22 +175,23 @@ def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.T
         return []
     with files.reading(file, "not a file of packed runs"):
         records = [files.read_json(file, text.encode()) for text in table["record"].to_pylist()]
-    return [(record, functools.partial(as_history, file, table, row)) for row, record in enumerate(records)]
+    return [(record, functools.partial(check_history, file, table, row)) for row, record in enumerate(records)]
 
 
-def as_history(file: str | Path, columns: Columns, row: int | None = None) -> pyarrow.Table:
+def check_history(file: str | Path, columns: Columns, row: int | None = None) -> pyarrow.Table:
     """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is none.
 
     >>> import pyarrow
     >>> columns = {"window": [0, 1], "step": [1, 2], "loss": [0.5, None], "seconds": [0.1, 0.2]}
-    >>> as_history("history.parquet", pyarrow.table(columns))
+    >>> check_history("history.parquet", pyarrow.table(columns))
     Traceback (most recent call last):
     gpulab.errors.DataError: history.parquet: a history with empty cells
     """
     import pyarrow
 
     with files.reading(file, "not a history"):
-        history = pyarrow.table({name: columns[name] if row is None else columns[name][row].values for name in HISTORY})
+        values = {name: columns[name] if row is None else columns[name][row].values for name in HISTORY_TYPES}
+        history = pyarrow.table(values)
         if any(column.null_count for column in history.columns):  # a loss that is not a number is written as NaN
             raise DataError(f"{file}: a history with empty cells")
-        return history.cast(pyarrow.schema(HISTORY.items()))
+        return history.cast(pyarrow.schema(HISTORY_TYPES.items()))

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, cast
 from gpulab import files
 from gpulab.passports import machine
 from gpulab.run_options import FACTORS, RUN_OPTIONS
-from gpulab.store.identities import of_content
+from gpulab.store.identities import replace_path_by_content
 
 
 class _RequiredSummary(TypedDict):
@@ -125,7 +125,7 @@ def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
     >>> learning_task({"configuration": configuration})
     {'model_options': {'channels': [3, 4]}}
     """
-    configuration = of_content(record["configuration"], record)
+    configuration = replace_path_by_content(record["configuration"], record)
     if "source" in configuration:
         return {"source": configuration["source"], **({"content": record["content"]} if "content" in record else {})}
     options = {name: value for name, value in configuration.get("model_options", {}).items() if name not in FACTORS}

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 History = Any  # the columns of a history by name: a structured array, or a data frame
 
-RECORD, RESULTS = "run.json", "results.safetensors"
-WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
-WEIGHT = "weights."  # how the names of weights begin among the results
-LARGEST_RECORD = 1 << 24  # bytes
+RECORD_FILE = "run.json"
+RESULTS_FILE = "results.safetensors"
+WORK_FOLDER = ".unfinished"  # in a store, for checkpoints and half-written runs
+DAMAGED_FOLDER = ".damaged"  # in a store, for quarantined files and folders
+WEIGHT_PREFIX = "weights."  # of the names of weights among the results
+MAX_RECORD_BYTES = 1 << 24
 
 
 def store_folder(store: str | Path | None = None) -> Path:
@@ -82,7 +84,7 @@ def list_entries(store: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """A run that a store lists: its record, and how to read the rest of it.
 
     Attributes:
@@ -112,7 +114,7 @@ class StoredRun(NamedTuple):
     weights: Tensors | None
 
 
-def read_entry(path: str) -> list[Entry]:
+def read_entry(path: str) -> list[RunEntry]:
     """Read the records below a path: of the one run in a folder, or of all runs in a file of packed ones.
 
     Raises:
@@ -120,16 +122,17 @@ def read_entry(path: str) -> list[Entry]:
     """
     if not os.path.isdir(path):
         return [
-            Entry(check_record(path, record), path, path, read_history)
+            RunEntry(check_record(path, record), path, path, read_history)
             for record, read_history in recorded.read_packed(Path(path))
         ]
-    file = os.path.join(path, RECORD)  # paths as objects would take as long as the reading
-    record = check_record(file, recorded.read_json(file, LARGEST_RECORD))
+    file = os.path.join(path, RECORD_FILE)  # paths as objects would take as long as the reading
+    record = check_record(file, recorded.read_document(file, MAX_RECORD_BYTES))
     if record["id"] != os.path.basename(path):
         raise DataError(f"{file}: is of the run {record['id']}, in a folder of another name: a copy?")
-    if not os.path.isfile(results := os.path.join(path, RESULTS)):
+    results = os.path.join(path, RESULTS_FILE)
+    if not os.path.isfile(results):
         raise DataError(f"{results}: no such file")
-    return [Entry(record, path, file, lambda: read_results(path)[0])]
+    return [RunEntry(record, path, file, lambda: read_results(path)[0])]
 
 
 def begin_record(identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None) -> dict[str, Any]:
@@ -154,18 +157,19 @@ def find_run(store: Path, identity: Identity) -> StoredRun | None:
     try:
         return read_run(folder)
     except DataError as error:
-        if moved := quarantine(store, folder):
-            warnings.warn(f"{error}; the run is trained again (set aside in {moved})", stacklevel=3)
+        quarantined = quarantine(store, folder)
+        if quarantined:
+            warnings.warn(f"{error}; the run is trained again (set aside in {quarantined})", stacklevel=3)
         return None
 
 
 def quarantine(store: Path, path: Path) -> Path | None:
     """Move a damaged file or folder into the store's folder for these; None where another process already has."""
-    moved = store / DAMAGED / f"{path.name}-{uuid.uuid4().hex[:6]}"
-    with files.writing(moved):
-        moved.parent.mkdir(parents=True, exist_ok=True)
+    target = store / DAMAGED_FOLDER / f"{path.name}-{uuid.uuid4().hex[:6]}"
+    with files.writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            return path.rename(moved)
+            return path.rename(target)
         except FileNotFoundError:
             return None
 
@@ -196,10 +200,11 @@ def write_run(store: Path, record: Mapping[str, Any], history: History, weights:
         >>> gl.store.write_run(folder, run.record, run.history) == folder / gl.runs(folder).id[0]
         True
     """
-    folder, scratch = store / record["id"], store / WORK / files.scratch_name()
+    folder = store / record["id"]
+    scratch = store / WORK_FOLDER / files.scratch_name()
     try:
         with files.writing(folder):
-            recorded.write_json(scratch / RECORD, record)
+            recorded.write_document(scratch / RECORD_FILE, record)
             write_results(scratch, record["id"], history, weights)
             try:
                 scratch.rename(folder)
@@ -233,13 +238,14 @@ def read_run(folder: Path) -> StoredRun:
 
 def read_results(folder: str | Path) -> tuple[pyarrow.Table, Tensors | None]:
     """A run's history, one row a window: `window`, `step`, `loss`, `seconds`; and its weights where it has any."""
-    file = Path(folder) / RESULTS
+    file = Path(folder) / RESULTS_FILE
     tensors, notes = read_tensors(file)
     if notes.get("run") != file.parent.name:
         raise DataError(f"{file}: not the results of {file.parent.name}")
-    weights = {name.removeprefix(WEIGHT): tensor for name, tensor in tensors.items() if name.startswith(WEIGHT)}
-    columns = {name: tensor.numpy() for name, tensor in tensors.items() if name in recorded.HISTORY}
-    return recorded.as_history(file, columns), weights or None
+    weight_names = [name for name in tensors if name.startswith(WEIGHT_PREFIX)]
+    weights = {name.removeprefix(WEIGHT_PREFIX): tensors[name] for name in weight_names}
+    columns = {name: tensor.numpy() for name, tensor in tensors.items() if name in recorded.HISTORY_TYPES}
+    return recorded.check_history(file, columns), weights or None
 
 
 def write_results(folder: Path, run: str, history: History, weights: Tensors | None = None) -> None:
@@ -247,6 +253,6 @@ def write_results(folder: Path, run: str, history: History, weights: Tensors | N
     import numpy as np
     import torch
 
-    tensors = {name: torch.tensor(np.array(history[name])) for name in recorded.HISTORY}
-    tensors |= {WEIGHT + name: tensor for name, tensor in (weights or {}).items()}
-    write_tensors(folder / RESULTS, tensors, {"run": run})
+    tensors = {name: torch.tensor(np.array(history[name])) for name in recorded.HISTORY_TYPES}
+    tensors |= {WEIGHT_PREFIX + name: tensor for name, tensor in (weights or {}).items()}
+    write_tensors(folder / RESULTS_FILE, tensors, {"run": run})

@@ -18,7 +18,7 @@ from gpulab.passports import machine
 from gpulab.run_options import FACTORS
 from gpulab.store import recorded
 from gpulab.store.records import RunRecord, device_of, factors_of_record, learning_task
-from gpulab.store.runs import RECORD, RESULTS, Entry, list_entries, read_entry, store_folder
+from gpulab.store.runs import RECORD_FILE, RESULTS_FILE, RunEntry, list_entries, read_entry, store_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 Row = dict[str, Any]  # what the table of runs says
-MOST_NAMED = 10  # of damaged runs, in one warning
-SUMMARY = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
-COLUMNS = [
+MAX_NAMED_RUNS = 10  # of damaged runs, in one warning
+SUMMARY_COLUMNS = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
+RUN_COLUMNS = [
     *("experiment", "profile", "setting", "device", "seed", "rerun"),
     *FACTORS,
-    *("status", *SUMMARY, "gradients", "diverged_at", "registered"),
+    *("status", *SUMMARY_COLUMNS, "gradients", "diverged_at", "registered"),
     *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
     *("protocol", "recorded", "id", "path"),
 ]
-# Empty for a run of a function, which may have options of these names.
-OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
+# Columns that are empty for a run of a function, unless it has an option of that name.
+OVERRIDABLE_COLUMNS = {"data", "speed", "frames", *FACTORS} - {"flip"}
 
 
 def runs(store: str | Path | None = None) -> pd.DataFrame:
@@ -82,21 +82,21 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         True
     """
     folder = store_folder(store)
-    frame = _frame(list_entries(folder))
+    frame = _build_frame(list_entries(folder))
     frame.attrs["source"] = str(folder)
     return frame
 
 
-def holds_runs(folder: Path) -> bool:
+def has_runs(folder: Path) -> bool:
     """Whether a folder is a store: it has a run, even a damaged one, or a file of packed runs.
 
     >>> import tempfile
-    >>> holds_runs(Path(tempfile.mkdtemp()))
+    >>> has_runs(Path(tempfile.mkdtemp()))
     False
     """
     for path in list_entries(folder):
         if os.path.isdir(path):
-            if any(os.path.lexists(os.path.join(path, name)) for name in (RECORD, RESULTS)):
+            if any(os.path.lexists(os.path.join(path, name)) for name in (RECORD_FILE, RESULTS_FILE)):
                 return True
         else:
             with contextlib.suppress(DataError):
@@ -105,22 +105,22 @@ def holds_runs(folder: Path) -> bool:
     return False
 
 
-def without_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
+def drop_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
     """A table of runs without columns of losses that no run has, where runs have metrics of other names.
 
     >>> import pandas as pd
     >>> nan = float("nan")
-    >>> list(without_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan], "accuracy": [0.5, 0.6]})))
+    >>> list(drop_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan], "accuracy": [0.5, 0.6]})))
     ['seed', 'accuracy']
-    >>> list(without_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan]})))  # both diverged
+    >>> list(drop_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan]})))  # both diverged
     ['seed', 'final_loss']
     """
-    own = [name for name in frame if name not in (*COLUMNS, "options")]
-    if "options" in frame and own:
+    metric_columns = [name for name in frame if name not in (*RUN_COLUMNS, "options")]
+    if "options" in frame and metric_columns:
         options = {name for text in frame["options"].dropna() for name in json.loads(text)}
-        own = [name for name in own if name not in options]
-    losses = [name for name in SUMMARY[:2] if name in frame and frame[name].isna().all()]
-    return frame.drop(columns=losses) if own and "final_loss" in losses else frame
+        metric_columns = [name for name in metric_columns if name not in options]
+    empty_losses = [name for name in SUMMARY_COLUMNS[:2] if name in frame and frame[name].isna().all()]
+    return frame.drop(columns=empty_losses) if metric_columns and "final_loss" in empty_losses else frame
 
 
 def recorded_runs(study: str | None = None) -> pd.DataFrame:
@@ -146,13 +146,13 @@ def recorded_runs(study: str | None = None) -> pd.DataFrame:
         ['prednet']
     """
     if study is None:
-        return _frame(list_entries(recorded.recorded_folder("runs"))).assign(recorded=True)
+        return _build_frame(list_entries(recorded.recorded_folder("runs"))).assign(recorded=True)
     packed = sorted(recorded.recorded_folder("studies").glob("*.parquet"))
     names = [file.stem.partition("-")[0] for file in packed]
     if study not in names:
         raise UsageError(f"study {study!r}: expected one of {', '.join(dict.fromkeys(names))}")
-    chosen = [str(file) for file, name in zip(packed, names, strict=True) if name == study]
-    return _frame(chosen).assign(recorded=True)
+    study_files = [str(file) for file, name in zip(packed, names, strict=True) if name == study]
+    return _build_frame(study_files).assign(recorded=True)
 
 
 def history(frame: pd.DataFrame) -> pd.DataFrame:
@@ -186,7 +186,7 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
 
     if frame.empty:
         return pd.DataFrame()
-    records, tables = zip(*with_histories(frame), strict=True)
+    records, tables = zip(*read_histories(frame), strict=True)
     lengths = [table.num_rows for table in tables]
     windows = np.repeat([record["configuration"].get("window", 1) for record in records], lengths)
     histories = pa.concat_tables(tables).to_pandas()
@@ -222,12 +222,12 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:
         raise DataError(f"{file}: not written: there are no runs in {'the table' if store is frame else store}")
-    records, histories = zip(*with_histories(frame), strict=True)
+    records, histories = zip(*read_histories(frame), strict=True)
     recorded.write_packed(Path(file), list(records), list(histories))
     return len(frame)
 
 
-def with_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Table]]:
+def read_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Table]]:
     """Read the record and the history of each row of `runs`."""
     entries_by_id = functools.cache(lambda path: {entry.record["id"]: entry for entry in read_entry(path)})
     for run in frame.itertuples():
@@ -238,7 +238,7 @@ def with_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Tab
             raise DataError(f"{error}; doing the same experiment again sets a damaged run aside") from None
 
 
-def _frame(paths: list[str]) -> pd.DataFrame:
+def _build_frame(paths: list[str]) -> pd.DataFrame:
     import pandas as pd
 
     from gpulab.report import Progress
@@ -248,34 +248,38 @@ def _frame(paths: list[str]) -> pd.DataFrame:
     for path in Progress(paths, unit="run", leave=False, delay=2):
         try:
             for entry in read_entry(path):
-                rows.setdefault(entry.record["id"], _row(entry))
+                rows.setdefault(entry.record["id"], _build_row(entry))
         except DataError as error:
-            of_run = any(os.path.lexists(os.path.join(path, name)) for name in (RECORD, RESULTS))
-            if of_run or not os.path.isdir(path):  # other folders are nobody's business
+            is_run = any(os.path.lexists(os.path.join(path, name)) for name in (RECORD_FILE, RESULTS_FILE))
+            if is_run or not os.path.isdir(path):  # other folders are ignored
                 damaged.append(str(error))
     if damaged:
-        named = "; ".join(damaged[:MOST_NAMED]) + "; …" * (len(damaged) > MOST_NAMED)
-        warnings.warn(f"{len(damaged)} damaged run(s) skipped, which are mended if done again: {named}", stacklevel=3)
-    own = dict.fromkeys(name for row in rows.values() for name in row if name not in COLUMNS)
-    frame = pd.DataFrame(list(rows.values()), columns=[*COLUMNS, *own])
+        damaged_text = "; ".join(damaged[:MAX_NAMED_RUNS])
+        if len(damaged) > MAX_NAMED_RUNS:
+            damaged_text += "; …"
+        message = f"{len(damaged)} damaged run(s) skipped, which are mended if done again: {damaged_text}"
+        warnings.warn(message, stacklevel=3)
+    function_columns = dict.fromkeys(name for row in rows.values() for name in row if name not in RUN_COLUMNS)
+    frame = pd.DataFrame(list(rows.values()), columns=[*RUN_COLUMNS, *function_columns])
     # A missing number becomes NaN; a function may have an option named speed that is no number.
-    frame = frame.astype(dict.fromkeys((*SUMMARY[:4], "speed", "flip"), float), errors="ignore")
-    # Runs that have the same of the others are in the order of their paths.
+    frame = frame.astype(dict.fromkeys((*SUMMARY_COLUMNS[:4], "speed", "flip"), float), errors="ignore")
+    # The path orders runs that are equal in the other columns.
     frame = frame.sort_values(["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable")
     frame.attrs["damaged"] = len(damaged)
     return frame
 
 
-def _row(entry: Entry) -> Row:
+def _build_row(entry: RunEntry) -> Row:
     """Build the row of a run in the table; `DataError`, naming the file, for a record that it cannot be built from."""
-    record, configuration = entry.record, entry.record["configuration"]
-    of_function = "source" in configuration
+    record = entry.record
+    configuration = record["configuration"]
+    is_function = "source" in configuration
     with files.reading(entry.file, "a damaged record"):
         row = _columns_of_record(record) | _columns_of_machine(record) | factors_of_record(record)
         row |= {"protocol": digest(learning_task(record))[:8], "recorded": False, "path": entry.path}
-        row |= _columns_of_data({} if of_function else configuration)
-        if of_function:
-            row |= _own_columns(configuration["options"], record.get("metrics") or {})
+        row |= _columns_of_data({} if is_function else configuration)
+        if is_function:
+            row |= _function_columns(configuration["options"], record.get("metrics") or {})
         return row
 
 
@@ -323,9 +327,11 @@ def _columns_of_data(configuration: dict[str, Any]) -> Row:
     }
 
 
-def _own_columns(options: dict[str, Any], metrics: dict[str, Any]) -> Row:
-    """The columns that a run of a function fills in other ways, or has beside the others."""
+def _function_columns(options: dict[str, Any], metrics: dict[str, Any]) -> Row:
+    """The columns that only a run of a function has, and those that it fills in another way."""
     cells = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in options.items()}
-    cells.pop("loss", None)  # which loss: the column is how large
-    own = {name: value for name, value in (cells | metrics).items() if name not in COLUMNS or name in OPEN}
-    return {**dict.fromkeys(OPEN), "options": json.dumps(options), **own}
+    cells.pop("loss", None)  # an option says which loss it is, and the column how large it is
+
+    reserved = set(RUN_COLUMNS) - OVERRIDABLE_COLUMNS
+    own_cells = {name: value for name, value in (cells | metrics).items() if name not in reserved}
+    return {**dict.fromkeys(OVERRIDABLE_COLUMNS), "options": json.dumps(options), **own_cells}

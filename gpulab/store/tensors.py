@@ -20,9 +20,9 @@ def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
     from safetensors.torch import save
 
     # Cloned, because a tensor that two names share could not be stored.
-    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    header = {"gpulab": json.dumps({"format": recorded.FORMAT, **notes}), "seal": files.UNSEALED}
-    files.write(file, files.seal(save(own, header)))
+    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    header = {"gpulab": json.dumps({"format": recorded.FORMAT_VERSION, **notes}), "seal": files.UNSEALED}
+    files.write(file, files.seal(save(copies, header)))
 
 
 def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
@@ -32,5 +32,5 @@ def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
     content = files.read(file)
     with files.reading(file, "not tensors"):
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
-        notes = recorded.checked(file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content)
+        notes = recorded.check_document(file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content)
         return load(content), notes

@@ -16,7 +16,8 @@ class Adam:
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float) -> None:
-        self.parameters, self.learning_rate = parameters, learning_rate
+        self.parameters = parameters
+        self.learning_rate = learning_rate
         self.state = {
             "step": [torch.zeros((), dtype=torch.float32, device=p.device) for p in parameters],
             "exp_avg": [torch.zeros_like(p) for p in parameters],
@@ -26,9 +27,9 @@ class Adam:
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        used = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        steps, averages, squares = ([tensors[index] for index in used] for tensors in self.state.values())
-        weights: list[Tensor] = [self.parameters[index] for index in used]
+        indices = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        steps, averages, squares = ([tensors[index] for index in indices] for tensors in self.state.values())
+        weights: list[Tensor] = [self.parameters[index] for index in indices]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         adam(
             weights,

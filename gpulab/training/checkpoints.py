@@ -13,7 +13,7 @@ from gpulab import files
 from gpulab.errors import DataError, GpulabError
 from gpulab.store.runs import quarantine
 from gpulab.store.tensors import Tensors, read_tensors, write_tensors
-from gpulab.training.loop import State, Training, WindowNote
+from gpulab.training.loop import State, Training, WindowRecord
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Checkpoint:
 
     tensors: Tensors
     state: State
-    history: list[WindowNote]
+    history: list[WindowRecord]
     gradient_methods: set[str]
 
     @classmethod
@@ -50,7 +50,7 @@ class Checkpoint:
                 [tensors.pop(f"state.{layer}.{part}") for part in range(parts)]
                 for layer, parts in enumerate(notes["state"])
             ]
-            history = [WindowNote(*note) for note in notes["history"]]
+            history = [WindowRecord(*note) for note in notes["history"]]
             if not history:
                 raise DataError(f"{file}: a checkpoint without a window")
             return cls(tensors, state or None, history, set(notes["ways"]))
@@ -113,9 +113,9 @@ def resume_checkpoint(training: Training, file: Path | None) -> bool:
         checkpoint = Checkpoint.read(file)
         checkpoint.validate(training)
     except GpulabError as error:
-        why = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
-        moved = quarantine(file.parents[1], file)
-        warnings.warn(f"{why}: the run starts anew (set aside in {moved})", stacklevel=5)
+        problem = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
+        quarantined = quarantine(file.parents[1], file)
+        warnings.warn(f"{problem}: the run starts anew (set aside in {quarantined})", stacklevel=5)
         return False
     checkpoint.restore(training)
     return True

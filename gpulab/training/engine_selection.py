@@ -9,15 +9,15 @@ from gpulab.settings import Setting
 from gpulab.training.loop import BatchEngine, Engine
 
 
-def select_engine(plain: BatchEngine, setting: Setting, fast: bool) -> Engine:
-    """Return the fastest engine that computes what `plain` computes, up to rounding.
+def select_engine(autograd_engine: BatchEngine, setting: Setting, fast: bool) -> Engine:
+    """Return the fastest engine that computes what `autograd_engine` computes, up to rounding.
 
-    That is `plain` itself if `fast` is False, under a setting that compiles the model or casts its operations, and
-    where the optional package `gpulab.engines` is not installed.
+    That is `autograd_engine` itself if `fast` is False, under a setting that compiles the model or casts its
+    operations, and where the optional package `gpulab.engines` is not installed.
     """
-    as_written = not fast or setting.compile or setting.autocast
-    if as_written or find_spec("gpulab.engines") is None:
-        return plain
+    needs_autograd = not fast or setting.compile or setting.autocast
+    if needs_autograd or find_spec("gpulab.engines") is None:
+        return autograd_engine
     from gpulab.engines import fastest
 
-    return fastest(plain, has_its_device_alone(setting))
+    return fastest(autograd_engine, has_its_device_alone(setting))

@@ -16,7 +16,7 @@ from gpulab.training.engine_selection import select_engine
 from gpulab.training.loop import BatchEngine, State
 
 
-class Evaluation(BatchEngine):
+class EvaluationEngine(BatchEngine):
     """An engine that computes the losses of a window's frames and updates nothing.
 
     It has no optimiser. No gradients are asked for, so an engine that computes gradients in another way gives the same
@@ -24,7 +24,8 @@ class Evaluation(BatchEngine):
     """
 
     def __init__(self, model: Trainable, loader: Loader) -> None:
-        self.model, self.loader = model, loader
+        self.model = model
+        self.loader = loader
         self.used_methods = set()
 
     @torch.no_grad()
@@ -43,7 +44,7 @@ def heldout_loss(model: Trainable, data: Data, window: int, setting: Setting, fa
     If `fast` is true, a faster engine may compute the loss; results agree up to rounding.
     """
     model.eval()
-    engine = select_engine(Evaluation(model, Loader("window", setting)), setting, fast)
+    engine = select_engine(EvaluationEngine(model, Loader("window", setting)), setting, fast)
     state: State = None
     losses = []
     for frames, restart in ahead(data.heldout(window), setting, data):

@@ -22,22 +22,22 @@ from gpulab.settings import Setting
 from gpulab.store import tables
 from gpulab.store.identities import Identity
 from gpulab.store.runs import find_run, store_folder
-from gpulab.training.functions import function_of
+from gpulab.training.functions import as_training_function
 from gpulab.training.planned_run import Options, PlannedRun
 from gpulab.training.planning import plan_run
 from gpulab.training.profiles import protocol
-from gpulab.training.progress import FORMAT, RunClock, read_share, show
+from gpulab.training.progress import BAR_FORMAT, RunClock, read_share, update_bar
 from gpulab.training.run import train as train_run
-from gpulab.training.workers import INSIDE, Workers, ended_by_signals
+from gpulab.training.workers import WORKER_VARIABLE, Workers, end_on_signals
 
 if TYPE_CHECKING:
     import pandas as pd
 
 DEFAULT_SEEDS = 10  # of a training function
 POLL_SECONDS = 1.0  # between two looks at the runs that other processes are training
-LOCKS = ".claims"  # the folder in a store with a lock for each run that is being trained
+LOCK_FOLDER = ".claims"  # the folder in a store with a lock for each run that is being trained
 # Seconds after which a lock that nobody refreshes is taken: clocks of network file systems may be 60 seconds behind.
-LEASE_SECONDS = 120.0
+LOCK_LEASE_SECONDS = 120.0  # the lifetime of a lock that is not refreshed
 
 
 class Experiment:
@@ -98,7 +98,7 @@ class Experiment:
         registered: str | Path | None = None,
     ) -> None:
         self.model, self.profile = model, profile
-        self.function = function_of(model)
+        self.function = as_training_function(model)
         self.settings = _parse_settings(settings)
         default_seeds = DEFAULT_SEEDS if self.function else protocol(str(model), profile).seeds
         seeds = default_seeds if seeds is None else seeds
@@ -110,8 +110,8 @@ class Experiment:
         check_count("reruns", reruns)
         check_count("workers", workers)
         if not (self.settings and self.seeds and self.variants):
-            asked = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
-            raise UsageError(f"{asked}: an experiment needs one of each at least")
+            request = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
+            raise UsageError(f"{request}: an experiment needs one of each at least")
 
     def __repr__(self) -> str:
         name = self.function.name if self.function else self.model
@@ -160,66 +160,74 @@ class Experiment:
                 `if __name__ == "__main__"`.
             GpulabError: Where runs failed, or the store cannot be written.
         """
-        if INSIDE in os.environ:
+        if WORKER_VARIABLE in os.environ:
             raise UsageError("an experiment began as a worker imported its file: put it under __name__ == '__main__'")
-        with ended_by_signals():
-            finished = self._train(self.jobs(), progress)
+        with end_on_signals():
+            finished = self._train_missing(self.jobs(), progress)
         frame = tables.runs(self.folder)
         # Variants of one setting and seed come as they were given: the store lists them by their ids.
         frame = frame[frame.id.isin(finished)].sort_values("id", key=lambda ids: ids.map(finished.index))
         frame = frame.sort_values(["setting", "seed"], ignore_index=True, kind="stable")
-        frame = tables.without_empty_losses(frame)
+        frame = tables.drop_empty_losses(frame)
         frame.attrs["source"] = str(self.folder)
         return frame
 
-    def _train(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
+    def _train_missing(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
         """Do the runs that the store has not, and return the ids of all."""
-        here = passport()
-        wanted = [plan_job(job).identity(here) for job in jobs]  # `UsageError` for what has no identity
+        machine_passport = passport()
+        identities = [plan_job(job).identity(machine_passport) for job in jobs]  # `UsageError` for what has no identity
         # A lock detects at once that its holder on this machine has died, and through an expired lease that a holder on
         # another machine has. The same lock object must be polled each time.
-        locks = [_lock(self.folder, identity) for identity in wanted]
-        done = {number for number, identity in enumerate(wanted) if find_run(self.folder, identity)}
+        locks = [_lock(self.folder, identity) for identity in identities]
+        done = {number for number, identity in enumerate(identities) if find_run(self.folder, identity)}
         failures: dict[int, str] = {}  # error messages, by the number of the run
-        clock, began = RunClock([job["setting"] for job in jobs], self.workers), time.monotonic()
+        clock = RunClock([job["setting"] for job in jobs], self.workers)
+        started_at = time.monotonic()
         for number in done:
             clock.skip(number)
 
-        def do(number: int) -> None:
-            """Have a run done, unless another process is doing it."""
-            lock, identity, job = locks[number], wanted[number], jobs[number]
+        def train_run_if_missing(number: int) -> None:
+            """Train a run, unless the store has it or another process is training it."""
+            lock = locks[number]
+            identity = identities[number]
+            job = jobs[number]
             with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
                     if not find_run(self.folder, identity):
                         clock.begin(number)
-                        if workers.do(job, notes / str(number)) != identity.id:
-                            changed = "its function or data were changed while the experiment ran; run it again"
-                            raise GpulabError(changed)
+                        if workers.run_job(job, share_folder / str(number)) != identity.id:
+                            problem = "its function or data were changed while the experiment ran; run it again"
+                            raise GpulabError(problem)
                         clock.end(number)
                     done.add(number)
                 except Exception as error:
-                    kind = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
-                    failures[number] = f"{job['setting']} seed {job['seed']}: {kind}{error}"
+                    prefix = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
+                    failures[number] = f"{job['setting']} seed {job['seed']}: {prefix}{error}"
                 clock.skip(number)
 
-        def tick() -> None:
-            noted = {number: read_share(notes / str(number)) for number in list(clock.begun)}
-            show(bar, clock, len(done) + len(failures), noted, began)
+        def pending_jobs() -> dict[int, dict[str, Any]]:
+            return {number: job for number, job in enumerate(jobs) if number not in done and number not in failures}
 
-        bar = Progress(total=len(jobs), unit="run", leave=False, disable=not progress, bar_format=FORMAT)
+        def update_progress() -> None:
+            shares = {number: read_share(share_folder / str(number)) for number in list(clock.started)}
+            update_bar(bar, clock, len(done) + len(failures), shares, started_at)
+
+        bar = Progress(total=len(jobs), unit="run", leave=False, disable=not progress, bar_format=BAR_FORMAT)
         with tempfile.TemporaryDirectory() as folder, Workers(self.workers) as workers, bar:
-            notes = Path(folder)
-            while waiting := {n: job for n, job in enumerate(jobs) if n not in done and n not in failures}:
-                workers.each(do, waiting, tick)
-                if len(done) + len(failures) < len(jobs):
-                    time.sleep(POLL_SECONDS)  # another process trains the others
-                tick()
+            share_folder = Path(folder)
+            pending = pending_jobs()
+            while pending:
+                workers.run_each(train_run_if_missing, pending, update_progress)
+                pending = pending_jobs()
+                if pending:
+                    time.sleep(POLL_SECONDS)  # another process trains these
+                update_progress()
         if failures:
             raise GpulabError(
                 f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: {'; '.join(failures.values())}"
             )
-        return [identity.id for identity in wanted]
+        return [identity.id for identity in identities]
 
 
 # Arguments of `gpulab.train` that say how a run is done and not which run it is, such as `store`.
@@ -232,8 +240,8 @@ def plan_job(job: dict[str, Any]) -> PlannedRun:
 
 
 def _lock(store: Path, identity: Identity) -> SoftFileLease:
-    file = store / LOCKS / f"{identity.id}.lock"
-    return SoftFileLease(file, lease_duration=LEASE_SECONDS, blocking=False, thread_local=False)
+    file = store / LOCK_FOLDER / f"{identity.id}.lock"
+    return SoftFileLease(file, lease_duration=LOCK_LEASE_SECONDS, blocking=False, thread_local=False)
 
 
 def _parse_settings(settings: str | Setting | Iterable[str]) -> list[str]:
@@ -283,4 +291,4 @@ def seed_runs(
         run = train_run(**job | {"store": None}, progress=False)
         row = {"setting": job["setting"], "seed": job["seed"], "status": run.status, "final_loss": run.final_loss}
         rows.append(row | run.metrics)
-    return tables.without_empty_losses(pd.DataFrame(rows))
+    return tables.drop_empty_losses(pd.DataFrame(rows))

@@ -25,13 +25,21 @@ from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
 from gpulab.steps import seeded
 from gpulab.store.runs import StoredRun
-from gpulab.store.tables import COLUMNS, OPEN
-from gpulab.training.loop import WindowNote
-from gpulab.training.planned_run import Options, PlannedRun, Restored, TrainingOutcome, Watch, as_json, check_repetition
+from gpulab.store.tables import OVERRIDABLE_COLUMNS, RUN_COLUMNS
+from gpulab.training.loop import WindowRecord
+from gpulab.training.planned_run import (
+    Options,
+    PlannedRun,
+    RestoredRun,
+    TrainingOutcome,
+    Watch,
+    as_json,
+    check_repetition,
+)
 from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
 
-GIVEN = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
-FIRST = "final_loss"  # the name of a number without one
+FILLED_PARAMETERS = ("seed", "setting")  # parameters that gpulab fills in, by name; all others are options
+DEFAULT_METRIC = "final_loss"  # the name of a number without one
 
 
 class TrainingFunction:
@@ -41,7 +49,7 @@ class TrainingFunction:
         name: `file.py:name`, or the name alone for a function typed into a notebook.
         options: Its keyword parameters with their defaults, which say what was trained.
         source: A digest of the text that it is written in.
-        unknown: What has no text; empty where all has one.
+        unknown_source: What has no readable source; empty if all of it has.
         text: What it was called by, if by a text.
 
     Raises:
@@ -50,28 +58,29 @@ class TrainingFunction:
 
     def __init__(self, train: Callable[..., Any] | str) -> None:
         self.text = train if isinstance(train, str) else None
-        where = self.text.rpartition(":")[0] if self.text else ""
+        module = self.text.rpartition(":")[0] if self.text else ""
         if isinstance(train, str):
             train = find_function(train, "train")
         self.function: Callable[..., Any] = train
-        written = inspect.unwrap(getattr(train, "func", train))
-        self.file = Path(where).resolve() if where.endswith(".py") else file_of(written)
-        name = getattr(written, "__qualname__", "train")
+        unwrapped = inspect.unwrap(getattr(train, "func", train))
+        self.file = Path(module).resolve() if module.endswith(".py") else file_of(unwrapped)
+        name = getattr(unwrapped, "__qualname__", "train")
         self.name = f"{self.file.name}:{name}" if self.file else name
-        parameters = _parameters(train, self.name)
-        self.takes = [name for name in GIVEN if name in parameters]
-        self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
-        self.source = self.unknown = ""
+        parameters = _check_parameters(train, self.name)
+        self.filled_parameters = [name for name in FILLED_PARAMETERS if name in parameters]
+        self.options = {name: p.default for name, p in parameters.items() if name not in FILLED_PARAMETERS}
+        self.source = ""
+        self.unknown_source = ""
         try:
             self.source = files.digest(source_of(train, self.file))
         except UnknownSourceError as error:
-            self.unknown = f"{self.name} ({error}: write all of it into a file)"
+            self.unknown_source = f"{self.name} ({error}: write all of it into a file)"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Another process reads a file itself; what was typed has its text here alone."""
         return (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
 
-    def described(self, options: Options) -> tuple[Options, dict[str, str]]:
+    def describe_options(self, options: Options) -> tuple[Options, dict[str, str]]:
         """Return all options as JSON has them, and the digest of the files that they name, if they name any.
 
         Raises:
@@ -85,10 +94,10 @@ class TrainingFunction:
             except (TypeError, ValueError):
                 raise UsageError(f"{self.name}: option {name}={value!r:.80} is nothing that JSON can carry") from None
         values: dict[str, Any] = {**self.options, **options}
-        described = {name: json.loads(as_json(value)) for name, value in values.items()}
-        named = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
-        held = [files.content_of({file: files.stamp(file)}) for file in named]
-        return described, {"content": files.digest(held)} if held else {}
+        json_options = {name: json.loads(as_json(value)) for name, value in values.items()}
+        paths = [Path(value) for value in values.values() if isinstance(value, str | Path) and os.path.isfile(value)]
+        contents = [files.content_of({path: files.stamp(path)}) for path in paths]
+        return json_options, {"content": files.digest(contents)} if contents else {}
 
     def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
         """Call the function with the random numbers drawn from the seed; returns its numbers by name.
@@ -98,10 +107,11 @@ class TrainingFunction:
         Raises:
             GpulabError: Where the function raises another error, or returns something else than numbers.
         """
-        given = {"seed": seed, "setting": setting}
+        values = {"seed": seed, "setting": setting}
+        arguments = {name: values[name] for name in self.filled_parameters}
         with seeded(setting, seed):
             try:
-                return _numbers(self.function(**{name: given[name] for name in self.takes}, **options))
+                return _parse_metrics(self.function(**arguments, **options))
             except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
                 return {}
             except GpulabError:
@@ -134,7 +144,7 @@ class FunctionRun(PlannedRun):
             UsageError: For an option that the function does not have, or that JSON cannot carry.
         """
         seed, rerun = check_repetition(seed, rerun)
-        described, contents = function.described(options)
+        json_options, contents = function.describe_options(options)
         return cls(
             experiment=function.name,
             setting=setting,
@@ -145,7 +155,7 @@ class FunctionRun(PlannedRun):
             command_options=options,
             function=function,
             options=options,
-            described_options=described,
+            described_options=json_options,
             option_files=contents,
         )
 
@@ -162,45 +172,48 @@ class FunctionRun(PlannedRun):
     @property
     def unknown_content(self) -> str:
         """The function, if its source cannot be read."""
-        return self.function.unknown
+        return self.function.unknown_source
 
     def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:  # noqa: ARG002
         """Call the function. It keeps no checkpoint and shows its own progress."""
-        allocated, started = _allocated(self.setting), time.perf_counter()
+        n_allocations = _count_allocations(self.setting)
+        started = time.perf_counter()
         metrics = self.function(self.setting, self.seed, self.options)
-        if allocated is not None and _allocated(self.setting) == allocated:
-            left = f"{self.function.name} left {self.setting.device} alone"
-            warnings.warn(f"{left}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=3)
+        if n_allocations is not None and _count_allocations(self.setting) == n_allocations:
+            problem = f"{self.function.name} left {self.setting.device} alone"
+            warnings.warn(f"{problem}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=3)
         self._check_metric_names(metrics)
         seconds = time.perf_counter() - started
-        first = float(next(iter(metrics.values()), math.nan))
-        return TrainingOutcome([WindowNote(0, 1, first, seconds)], _results(metrics, seconds))
+        first_metric = float(next(iter(metrics.values()), math.nan))
+        return TrainingOutcome([WindowRecord(0, 1, first_metric, seconds)], _summarize_metrics(metrics, seconds))
 
-    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored:  # noqa: ARG002
+    def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun:  # noqa: ARG002
         """Return nothing: a function keeps its network and data to itself."""
-        return Restored(None, None)
+        return RestoredRun(None, None)
 
     def _check_metric_names(self, metrics: dict[str, Any]) -> None:
-        taken = ({*COLUMNS, "options", *self.function.options} - {FIRST, "heldout_loss", "loss"}) & metrics.keys()
-        if taken:
-            clash = f"a metric cannot be called {min(taken)!r}, a column of gpulab.runs or an option"
-            raise GpulabError(f"{clash}; give it another name")
+        allowed = {DEFAULT_METRIC, "heldout_loss", "loss"}
+        reserved = {*RUN_COLUMNS, "options", *self.function.options} - allowed
+        clashes = reserved & metrics.keys()
+        if clashes:
+            problem = f"a metric cannot be called {min(clashes)!r}, a column of gpulab.runs or an option"
+            raise GpulabError(f"{problem}; give it another name")
 
 
-def _results(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
     """What the record says of the end of a training that gave these numbers."""
     if not all(map(math.isfinite, metrics.values())):
         metrics = {}
     if "loss" in metrics:
-        metrics.setdefault(FIRST, metrics["loss"])
+        metrics.setdefault(DEFAULT_METRIC, metrics["loss"])
     return {
         "status": "finished" if metrics else "diverged",
         "metrics": metrics or None,
-        "summary": {name: metrics.get(name) for name in (FIRST, "heldout_loss")} | {"seconds": seconds},
+        "summary": {name: metrics.get(name) for name in (DEFAULT_METRIC, "heldout_loss")} | {"seconds": seconds},
     }
 
 
-def function_of(net: object) -> TrainingFunction | None:
+def as_training_function(net: object) -> TrainingFunction | None:
     """The training of the user's own that a function stands for, or the name of one; None for anything else."""
     if isinstance(net, TrainingFunction):
         return net
@@ -211,35 +224,39 @@ def function_of(net: object) -> TrainingFunction | None:
     return None
 
 
-def _allocated(setting: Setting) -> int | None:
-    """How often torch took memory of a GPU of CUDA, ever; None for another device."""
+def _count_allocations(setting: Setting) -> int | None:
+    """How often torch has allocated memory of a CUDA GPU so far; None for another device."""
     stats = torch.cuda.memory_stats(setting.device) if setting.kind == "cuda" else None
     return None if stats is None else stats.get("allocation.all.allocated", 0)
 
 
-def _numbers(value: object) -> dict[str, Any]:
+def _parse_metrics(value: object) -> dict[str, Any]:
     """{name: number} of a dict, or of a number alone."""
-    named: Mapping[Any, Any] = value if isinstance(value, Mapping) else {FIRST: value}
+    metrics: Mapping[Any, Any] = value if isinstance(value, Mapping) else {DEFAULT_METRIC: value}
     try:
-        if not named or any(isinstance(number, str | bytes) for number in named.values()):
+        if not metrics or any(isinstance(number, str | bytes) for number in metrics.values()):
             raise TypeError
-        values = {str(name): getattr(number, "detach", lambda n=number: n)() for name, number in named.items()}
+        values = {str(name): getattr(number, "detach", lambda n=number: n)() for name, number in metrics.items()}
         return {name: bool(v) if isinstance(v, bool | np.bool_) else float(v) for name, v in values.items()}
     except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with many numbers
         raise GpulabError(f"it gave {value!r:.200}; expected a number, or a dict of numbers by name") from None
 
 
-def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
+def _check_parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a training; `UsageError` unless they are `seed`, `setting` and options."""
     signature = inspect.signature(train)
     parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    wrong = [n for n, p in parameters.items() if n not in GIVEN and p.default is p.empty]
-    if wrong or "seed" not in parameters:
-        problem = f"{wrong[0]} without a default, which says what was trained" if wrong else "it takes no seed"
+    without_default = [n for n, p in parameters.items() if n not in FILLED_PARAMETERS and p.default is p.empty]
+    if without_default or "seed" not in parameters:
+        problem = "it takes no seed"
+        if without_default:
+            problem = f"{without_default[0]} without a default, which says what was trained"
         raise UsageError(
             f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where wanted "
             "setting, and options"
         )
-    if taken := ({*COLUMNS, "options"} - OPEN) & (parameters.keys() - set(GIVEN)):
-        raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
+    reserved = {*RUN_COLUMNS, "options"} - OVERRIDABLE_COLUMNS
+    clashes = reserved & (parameters.keys() - set(FILLED_PARAMETERS))
+    if clashes:
+        raise UsageError(f"train {name}: option {min(clashes)!r} is a column of gpulab.runs; give it another name")
     return parameters

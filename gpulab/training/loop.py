@@ -1,8 +1,8 @@
 """The training loop: window after window of frames, the loss, its gradient, Adam's step, and the loss noted.
 
-How a window is computed is an *engine*: an object with a method `train_window`. `Plain` is the published way and the
-reference for all others, which give the same up to rounding, only faster. Checkpoints, progress and interruptions are
-in `supervision`, around the loop.
+How a window is computed is an *engine*: an object with a method `train_window`. `AutogradEngine` computes it as it was
+published, and is the reference for all others, which give the same up to rounding, only faster. Checkpoints, progress
+and interruptions are in `supervision`, around the loop.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gpulab.training.adam import Adam
 State = list[list[Tensor]] | None  # of each layer some tensors; None where a sequence begins
 
 
-class WindowNote(NamedTuple):
-    """What is noted of a window: its number, updates so far, its loss per frame, seconds so far."""
+class WindowRecord(NamedTuple):
+    """The number of a window, the updates so far, its loss per frame, and the seconds so far."""
 
     window: int
     step: int
@@ -61,7 +61,7 @@ class Training:
     learning_rate: float
     state: State = None
     step: int = 0
-    history: list[WindowNote] = field(default_factory=list)
+    history: list[WindowRecord] = field(default_factory=list)
     diverged_at: int | None = None
     windows_after_divergence: int = 0
     gradient_methods: set[str] = field(default_factory=set)
@@ -73,13 +73,13 @@ class Training:
 
     def note(self, losses: list[float], seconds: float) -> None:
         """Note the losses of a window's updates, their mean or the first that is not finite; and the window's time."""
-        wrong = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
-        if wrong:
-            self.diverged_at = self.step + wrong[0] + 1
-        loss = losses[wrong[0]] if wrong else math.fsum(losses) / len(losses)
+        diverged_updates = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        if diverged_updates:
+            self.diverged_at = self.step + diverged_updates[0] + 1
+        loss = losses[diverged_updates[0]] if diverged_updates else math.fsum(losses) / len(losses)
         self.step += len(losses)
         seconds += self.history[-1].seconds if self.history else 0.0
-        self.history.append(WindowNote(len(self.history), self.step, loss, seconds))
+        self.history.append(WindowRecord(len(self.history), self.step, loss, seconds))
 
 
 class Engine(Protocol):
@@ -153,13 +153,14 @@ class BatchEngine(ABC):
         return []
 
 
-class Plain(BatchEngine):
+class AutogradEngine(BatchEngine):
     """Computes a window as it was published: autograd's gradients, an update for each batch."""
 
     gradient_methods = frozenset({"autograd"})
 
     def __init__(self, training: Training, loader: Loader) -> None:
-        self.model, self.loader = training.model, loader
+        self.model = training.model
+        self.loader = loader
         self.optimizer = training.optimizer
         self.used_methods = training.gradient_methods
 

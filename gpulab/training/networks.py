@@ -28,19 +28,19 @@ from gpulab.store.runs import StoredRun
 from gpulab.training.checkpoints import resume_checkpoint
 from gpulab.training.engine_selection import select_engine
 from gpulab.training.evaluation import heldout_loss
-from gpulab.training.loop import Engine, Plain, Training
+from gpulab.training.loop import AutogradEngine, Engine, Training
 from gpulab.training.planned_run import (
     Options,
     PlannedRun,
-    Restored,
+    RestoredRun,
     TrainingOutcome,
     Watch,
     as_json,
     check_options,
     check_repetition,
 )
-from gpulab.training.profiles import LAST_FIFTH, Protocol, protocol
-from gpulab.training.supervision import LOOK_SECONDS, supervise
+from gpulab.training.profiles import FINAL_LOSS_DIVISOR, Protocol, protocol
+from gpulab.training.supervision import LOSS_SYNC_SECONDS, supervise
 
 # The version of all code that decides what a training gives: loop, optimiser, engines, models, data, arithmetic. Raise
 # it whenever the same request gives other losses: then no run of before stands for one of now. The test
@@ -126,16 +126,16 @@ class NetworkRun(PlannedRun):
         experiment = net if isinstance(net, str) else type(net).__name__.lower()
         defaults = protocol(experiment, profile)
         lengths: Options = {"frames": frames, "window": window, "learning_rate": learning_rate}
-        given = {name: value for name, value in (lengths | factors).items() if value is not None}
+        given_options = {name: value for name, value in (lengths | factors).items() if value is not None}
         frames = check_option("frames", defaults.frames if frames is None else frames)
         window = check_option("window", defaults.window if window is None else window)
         rate = check_option("learning_rate", defaults.learning_rate if learning_rate is None else learning_rate)
         _check_lengths(frames, window, rate)
         factors = factors_of_run(**{name: value for name, value in factors.items() if value is not None})
-        model, described = _make_model(net, defaults, model_options)
+        model, model_description = _make_model(net, defaults, model_options)
         check_weight(model, factors["flip"])
         _check_loader(factors["loader"], model)
-        loaded = _load_data(data, model, defaults, frames, data_options)
+        loaded_data = _load_data(data, model, defaults, frames, data_options)
         command_net = net if isinstance(net, str) and not isinstance(data, Data) else None
         named_data = {"data": data} if isinstance(data, str) else {}
         return cls(
@@ -145,12 +145,12 @@ class NetworkRun(PlannedRun):
             profile=profile,
             rerun=rerun,
             command_net=command_net,
-            command_options=named_data | given | model_options,
+            command_options=named_data | given_options | model_options,
             command_data_options=data_options,
             model=model,
-            model_options=described,
-            data=loaded,
-            data_content=loaded.content if type(loaded).__module__.startswith("gpulab.") else None,
+            model_options=model_description,
+            data=loaded_data,
+            data_content=loaded_data.content if type(loaded_data).__module__.startswith("gpulab.") else None,
             frames=frames,
             window=window,
             learning_rate=rate,
@@ -186,21 +186,21 @@ class NetworkRun(PlannedRun):
         return {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
 
     @contextlib.contextmanager
-    def activated(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Activate the setting, with no more threads than the model can use, and compile the model if it says so.
 
         >>> from gpulab.settings import setting
-        >>> with setting("cpu:threads=2"), NetworkRun.plan("autoencoder", profile="smoke").activated():
+        >>> with setting("cpu:threads=2"), NetworkRun.plan("autoencoder", profile="smoke").activate():
         ...     torch.get_num_threads()  # more would be waited for
         1
         """
-        with super().activated(), contextlib.ExitStack() as stack:
+        with super().activate(), contextlib.ExitStack() as stack:
             if self.setting.threads is None and self.model.threads:
                 torch.set_num_threads(min(self.model.threads, torch.get_num_threads()))
             if self.setting.compile:
-                part = self.model.compiled_part
-                setattr(self.model, part, self.setting.compiled(getattr(self.model, part)))
-                stack.callback(delattr, self.model, part)  # a copy of the model would call this one's
+                attribute = self.model.compiled_part
+                setattr(self.model, attribute, self.setting.compiled(getattr(self.model, attribute)))
+                stack.callback(delattr, self.model, attribute)  # a copy of the model would call this one's
             yield
 
     def draw_weights(self) -> None:
@@ -211,28 +211,28 @@ class NetworkRun(PlannedRun):
         if self.factors["flip"] is not None:
             flip_bit(self.model, self.factors["flip"])
 
-    def set_up(self) -> Training:
+    def init_training(self) -> Training:
         """Return the training as it begins: with the weights drawn, and the network on its device."""
         self.draw_weights()
         return Training(self.model.to(self.setting.device, self.setting.dtype), self.learning_rate)
 
     def select_engine(self, training: Training) -> Engine:
         """Return the fastest engine for a training, unless autograd's own gradients were asked for."""
-        plain = Plain(training, Loader(self.factors["loader"], self.setting))
-        return select_engine(plain, self.setting, self.factors["fast"])
+        autograd_engine = AutogradEngine(training, Loader(self.factors["loader"], self.setting))
+        return select_engine(autograd_engine, self.setting, self.factors["fast"])
 
     def remaining_windows(self, training: Training) -> Iterator[Window]:
         """Yield the windows that a training has not seen yet."""
-        done = len(training.history)
-        endless = ahead(self.data.windows(self.window, self.seed, done), self.setting, self.data)
-        return itertools.islice(endless, self.frames // self.window - done)
+        n_done = len(training.history)
+        windows = ahead(self.data.windows(self.window, self.seed, n_done), self.setting, self.data)
+        return itertools.islice(windows, self.frames // self.window - n_done)
 
     def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:
         """Train the network by gpulab's own loop, and evaluate it on the held-out part of the data."""
-        training = self.set_up()
+        training = self.init_training()
         resumed = resume_checkpoint(training, checkpoint)
         resumed_at = len(training.history)
-        training.look_every = LOOK_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
+        training.look_every = LOSS_SYNC_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
         supervise(
             training,
             self.remaining_windows(training),
@@ -265,35 +265,36 @@ class NetworkRun(PlannedRun):
 
     def summarize(self, training: Training, heldout: float) -> dict[str, Any]:
         """Return what the record says of the end of a training, with its held-out loss. JSON has no NaN."""
-        diverged, history = training.diverged_at is not None, training.history
-        last = [note.loss for note in history[-max(1, len(history) // LAST_FIFTH) :]]
+        diverged = training.diverged_at is not None
+        history = training.history
+        last_losses = [record.loss for record in history[-max(1, len(history) // FINAL_LOSS_DIVISOR) :]]
         seconds = history[-1].seconds
-        alone = has_its_device_alone(self.setting)  # else its speed is not that of one network
+        has_exclusive_device = has_its_device_alone(self.setting)  # otherwise the speed depends on other networks
         results: dict[str, Any] = {
             "status": "diverged" if diverged else "finished",
             "gradients": " and ".join(sorted(training.gradient_methods - {"captured"})),
             "captured": "captured" in training.gradient_methods,
             "diverged_at": training.diverged_at,
             "summary": {
-                "final_loss": None if diverged else math.fsum(last) / len(last),
+                "final_loss": None if diverged else math.fsum(last_losses) / len(last_losses),
                 "heldout_loss": None if diverged else heldout,
                 "seconds": seconds,
-                "frames_per_second": len(history) * self.window / seconds if alone else None,
+                "frames_per_second": len(history) * self.window / seconds if has_exclusive_device else None,
                 "weights": weights_digest(training.model.state_dict()),
             },
         }
         if diverged:
             results["windows_after_divergence"] = training.windows_after_divergence
-        if not alone:
+        if not has_exclusive_device:
             results["shared"] = True
         return results
 
-    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored | None:
+    def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
         """Load the stored weights into the model."""
         if stored.weights:
             self.model.to(dtype=self.setting.dtype).load_state_dict(stored.weights)
-            return Restored(self.model, self.data)
-        return None if keep_weights else Restored(None, self.data)
+            return RestoredRun(self.model, self.data)
+        return None if keep_weights else RestoredRun(None, self.data)
 
     def _command_profile(self) -> list[str]:
         return ["--profile", self.profile]
@@ -316,8 +317,8 @@ def _check_net(net: object, model_options: Options) -> Trainable | str:
 def _check_lengths(frames: int, window: int, learning_rate: float) -> None:
     if 2 <= window <= frames and 0 <= learning_rate < math.inf:
         return
-    given = f"window={window}, frames={frames}, learning_rate={learning_rate}"
-    raise UsageError(f"{given}: expected window >= 2, frames >= window and a finite learning_rate >= 0")
+    lengths = f"window={window}, frames={frames}, learning_rate={learning_rate}"
+    raise UsageError(f"{lengths}: expected window >= 2, frames >= window and a finite learning_rate >= 0")
 
 
 def _check_loader(loader: str, model: Trainable) -> None:
@@ -341,19 +342,19 @@ def _make_model(net: Trainable | str, defaults: Protocol, options: Options) -> t
     """
     if not isinstance(net, str):
         model = copy.deepcopy(net)
-        held = {name: value for name, value in vars(model).items() if name[0] != "_" and name != "training"}
+        attributes = {name: value for name, value in vars(model).items() if name[0] != "_" and name != "training"}
         weights = None if model.fresh else weights_digest(model.state_dict())
-        return model, {"layers": repr(model), "held": json.loads(as_json(held)), "weights": weights}
-    described = {"size": defaults.size, **defaults.model, **options}
+        return model, {"layers": repr(model), "held": json.loads(as_json(attributes)), "weights": weights}
+    model_options = {"size": defaults.size, **defaults.model, **options}
     try:
         with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
-            model = MODELS[net](**described)
+            model = MODELS[net](**model_options)
     except TypeError as error:
         raise UsageError(f"model {net!r} with {options}: {error}") from None
     factors = {name: getattr(model, name, option.usual) for name, option in FACTORS.items() if option.of == "model"}
     return model, {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in (described | factors).items()
+        for name, value in (model_options | factors).items()
         if name not in factors or value != FACTORS[name].usual
     }
 
@@ -373,10 +374,11 @@ def _load_data(data: Data | str | None, model: Trainable, defaults: Protocol, fr
         raise UsageError(
             f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}"
         )
-    wanted = (getattr(model, "channels", (1,))[0], *model.size)
-    if (data.channels, *data.size) != wanted:
-        raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
+    expected_shape = (getattr(model, "channels", (1,))[0], *model.size)
+    if (data.channels, *data.size) != expected_shape:
+        shape = (data.channels, *data.size)
+        raise UsageError(f"{data.name} has frames of shape {shape}; the model takes {expected_shape}")
     if data.sequential and len(data) < frames:
-        there = f"{data.name}: {len(data)} frames to train on, fewer than the {frames} of this training"
-        warnings.warn(f"{there}: they are passed over again", stacklevel=5)
+        shortage = f"{data.name}: {len(data)} frames to train on, fewer than the {frames} of this training"
+        warnings.warn(f"{shortage}: they are passed over again", stacklevel=5)
     return data

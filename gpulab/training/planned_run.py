@@ -17,9 +17,9 @@ import torch
 from gpulab.errors import UsageError, check_count
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.store.identities import Identity, identified
+from gpulab.store.identities import Identity, identify_run
 from gpulab.store.runs import StoredRun
-from gpulab.training.loop import WindowNote
+from gpulab.training.loop import WindowRecord
 
 if TYPE_CHECKING:
     from gpulab.data.base import Data
@@ -40,13 +40,13 @@ class TrainingOutcome:
         data: What it learned from; None for a function.
     """
 
-    history: list[WindowNote]
+    history: list[WindowRecord]
     results: dict[str, Any]
     model: Trainable | None = None
     data: Data | None = None
 
 
-class Restored(NamedTuple):
+class RestoredRun(NamedTuple):
     """What belongs to a stored run beside its record and history.
 
     Attributes:
@@ -83,7 +83,7 @@ class PlannedRun(ABC):
     command_net: str | None = None
     command_options: Options = field(default_factory=dict)
 
-    # What a network and a function answer differently
+    # Defined by networks and by functions
 
     @property
     @abstractmethod
@@ -116,27 +116,27 @@ class PlannedRun(ABC):
         """
 
     @abstractmethod
-    def restore(self, stored: StoredRun, keep_weights: bool) -> Restored | None:
+    def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
         """Return the network and the data of a stored run; None if weights are asked for that were not kept."""
 
-    # What they have in common
+    # Common to both
 
     @contextlib.contextmanager
-    def activated(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Activate the setting. Random numbers that are drawn inside leave the caller's as they were."""
         with self.setting.apply(), torch.random.fork_rng(devices=[]):
             yield
 
-    def identity(self, passport: Passport, kept: bool = True) -> Identity:
+    def identity(self, passport: Passport, is_stored: bool = True) -> Identity:
         """Return what identifies this run, on the machine of a passport.
 
         Raises:
             UsageError: If the run is to be kept in a store but its content has no digest.
         """
-        if kept and self.unknown_content:
-            why = "its content cannot be known, so that a store might take another run for this one"
-            raise UsageError(f"{self.unknown_content}: {why}; train it without a store")
-        asked = {
+        if is_stored and self.unknown_content:
+            reason = "its content cannot be known, so that a store might take another run for this one"
+            raise UsageError(f"{self.unknown_content}: {reason}; train it without a store")
+        requested = {
             "setting": str(self.setting),
             "experiment": self.experiment,
             "profile": self.profile,
@@ -144,11 +144,11 @@ class PlannedRun(ABC):
             "rerun": self.rerun,
             "configuration": self.configuration,
         }
-        asked |= self.unusual_factors
+        requested |= self.unusual_factors
         contents = dict(self.contents)
         if self.unknown_content:
             contents["unknown"] = uuid.uuid4().hex  # equal to no other run
-        return identified(asked, passport, contents)
+        return identify_run(requested, passport, contents)
 
     def command(self) -> str | None:
         """Return the command line that makes this run, or None where there is none."""

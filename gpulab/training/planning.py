@@ -8,7 +8,7 @@ from typing import Any
 from gpulab.data.base import Data
 from gpulab.models.base import Trainable
 from gpulab.settings import Setting
-from gpulab.training.functions import FunctionRun, TrainingFunction, function_of
+from gpulab.training.functions import FunctionRun, TrainingFunction, as_training_function
 from gpulab.training.networks import NetworkRun
 from gpulab.training.planned_run import Options, check_options
 
@@ -42,7 +42,7 @@ def plan_run(
         {'power': 1}
     """
     lengths: Options = {"frames": frames, "window": window, "learning_rate": learning_rate}
-    function = function_of(net)
+    function = as_training_function(net)
     if function is None:
         return NetworkRun.plan(
             net,
@@ -60,7 +60,7 @@ def plan_run(
     model_options = check_options("model_options", model_options)
     check_options("data_options", data_options)
     arguments = {"data": data, **lengths, "data_options": data_options}
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given_arguments = {name: value for name, value in arguments.items() if value is not None}
     without_value = {name: None for name, value in factors.items() if value is None}
-    options = without_value | given | factors | model_options
+    options = without_value | given_arguments | factors | model_options
     return FunctionRun.plan(function, Setting.parse(setting), seed, rerun, options)

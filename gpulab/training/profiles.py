@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpulab.errors import UsageError
 
 PROFILES = ("smoke", "quick", "paper")
-LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
+FINAL_LOSS_DIVISOR = 5  # the final loss is the mean over the last 1/5 of the windows
 
 
 class Protocol(NamedTuple):
@@ -77,6 +77,8 @@ def protocol(model: str, name: str) -> Protocol:
         5000
     """
     if (model, name) not in PROTOCOLS:
-        known = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
-        raise UsageError(f"model {model!r}, profile {name!r}: expected one of {known}, or my.py:train, one of yours")
+        protocols = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
+        raise UsageError(
+            f"model {model!r}, profile {name!r}: expected one of {protocols}, or my.py:train, one of yours"
+        )
     return PROTOCOLS[model, name]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from gpulab.report import Progress
 
-FEWEST = 0.05  # share of a run after which its speed says how long such a run takes
-ALMOST = 0.99  # share up to which a run is shown that takes longer than those before it
-NOTE_SECONDS = 0.5  # between two notes of a run
-FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
+MIN_SHARE = 0.05  # of a run, from which its speed predicts how long such a run takes
+MAX_SHARE = 0.99  # shown of a run that takes longer than those before it
+REPORT_SECONDS = 0.5  # between two reports of a run
+BAR_FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
 
 # What is called with the share of the run that is done; contexts keep threads that train at the same time apart.
 Listener = Callable[[float], None]
@@ -21,27 +21,27 @@ LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextlib.contextmanager
-def noted_in(file: Path | None) -> Iterator[None]:
-    """Inside, a training writes its share that is done into a file, for another process; None writes nothing."""
-    noted_at = float("-inf")
+def write_share_to(file: Path | None) -> Iterator[None]:
+    """Have trainings inside write the share that is done to a file, for another process; None writes nothing."""
+    written_at = float("-inf")
 
-    def note(share: float) -> None:
-        nonlocal noted_at
+    def write_share(share: float) -> None:
+        nonlocal written_at
         now = time.monotonic()
-        if file is not None and now - noted_at >= NOTE_SECONDS:
-            noted_at = now
+        if file is not None and now - written_at >= REPORT_SECONDS:
+            written_at = now
             with contextlib.suppress(OSError):  # a bar that stands still is no reason to end a training
                 file.write_text(f"{share:.6f}")
 
-    token = LISTENER.set(note)
+    token = LISTENER.set(write_share)
     try:
         yield
     finally:
         LISTENER.reset(token)
 
 
-def tell_share(share: float) -> None:
-    """Say how much of a run is done, to whom it concerns."""
+def report_share(share: float) -> None:
+    """Report to the listener of this context, if there is one, how much of a run is done."""
     listener = LISTENER.get()
     if listener is not None:
         listener(share)
@@ -60,12 +60,12 @@ class RunClock:
 
     Args:
         settings: The setting of each run.
-        at_once: How many runs are trained at the same time.
+        n_parallel: How many runs are trained at the same time.
         now: The clock, in seconds.
 
     Examples:
         >>> time = iter([0.0, 10.0, 10.0, 10.0, 12.0])
-        >>> clock = RunClock(["cpu", "cpu", "cuda"], at_once=1, now=lambda: next(time))
+        >>> clock = RunClock(["cpu", "cpu", "cuda"], n_parallel=1, now=lambda: next(time))
         >>> clock.begin(0), clock.end(0), clock.begin(1)
         (None, None, None)
         >>> clock.seconds_left({1: 0.0})  # ten for the second run, and as many are guessed for the one under cuda
@@ -74,87 +74,95 @@ class RunClock:
         {1: 0.2}
     """
 
-    def __init__(self, settings: Sequence[str], at_once: int, now: Callable[[], float] = time.monotonic) -> None:
-        self.settings, self.at_once, self.now = list(settings), at_once, now
-        self.begun: dict[int, float] = {}
-        self.waiting = set(range(len(settings)))
+    def __init__(self, settings: Sequence[str], n_parallel: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.settings = list(settings)
+        self.n_parallel = n_parallel
+        self.now = now
+        self.started: dict[int, float] = {}
+        self.pending = set(range(len(settings)))
         self.seconds: dict[str, list[float]] = {}  # of the runs that ended, by setting
 
     def skip(self, number: int) -> None:
         """Count a run as done that was not trained here."""
-        self.waiting.discard(number)
-        self.begun.pop(number, None)
+        self.pending.discard(number)
+        self.started.pop(number, None)
 
     def begin(self, number: int) -> None:
         """Note that a run begins."""
-        self.waiting.discard(number)
-        self.begun[number] = self.now()
+        self.pending.discard(number)
+        self.started[number] = self.now()
 
     def end(self, number: int) -> None:
         """Note that a run has ended."""
-        begun = self.begun.pop(number, None)
-        self.waiting.discard(number)
-        if begun is not None:
-            self.seconds.setdefault(self.settings[number], []).append(self.now() - begun)
+        started = self.started.pop(number, None)
+        self.pending.discard(number)
+        if started is not None:
+            self.seconds.setdefault(self.settings[number], []).append(self.now() - started)
 
-    def shares(self, noted: dict[int, float]) -> dict[int, float]:
+    def shares(self, reported_shares: dict[int, float]) -> dict[int, float]:
         """How much of each run under way is done: as it has noted, or by the time that such runs take.
 
         A run under a setting that is new approaches its end ever more slowly, so that its bar moves.
         """
-        now, known = self.now(), self._known(noted, None)
-        usual = _mean(known.values())
+        now = self.now()
+        seconds_by_setting = self._seconds_by_setting(reported_shares, None)
+        typical = _mean(seconds_by_setting.values())
         shares = {}
-        for number, begun in list(self.begun.items()):
-            elapsed, expected = now - begun, known.get(self.settings[number])
-            if share := noted.get(number, 0.0):
+        for number, started in list(self.started.items()):
+            elapsed = now - started
+            expected = seconds_by_setting.get(self.settings[number])
+            share = reported_shares.get(number, 0.0)
+            if share:
                 shares[number] = share
             elif expected:
-                shares[number] = min(ALMOST, elapsed / expected)
+                shares[number] = min(MAX_SHARE, elapsed / expected)
             else:
-                shares[number] = elapsed / (elapsed + usual) if usual else 0.0
+                shares[number] = elapsed / (elapsed + typical) if typical else 0.0
         return shares
 
-    def seconds_left(self, noted: dict[int, float]) -> float | None:
+    def seconds_left(self, reported_shares: dict[int, float]) -> float | None:
         """How long the runs that are not done will take; None where nobody knows yet."""
         now = self.now()
-        known = self._known(noted, now)
-        usual = _mean(known.values())
-        if not usual:
+        seconds_by_setting = self._seconds_by_setting(reported_shares, now)
+        typical = _mean(seconds_by_setting.values())
+        if not typical:
             return None
-        for number, begun in list(self.begun.items()):  # a run takes no less than it has taken
+        for number, started in list(self.started.items()):  # a run takes no less than it has taken
             setting = self.settings[number]
-            known[setting] = max(known.get(setting, usual), now - begun)
-        left = sum(known.get(self.settings[number], usual) for number in self.waiting)
-        for number, begun in list(self.begun.items()):
-            share, elapsed = noted.get(number, 0.0), now - begun
-            if share >= FEWEST:
-                left += elapsed * (1 - share) / share
+            seconds_by_setting[setting] = max(seconds_by_setting.get(setting, typical), now - started)
+        seconds_left = sum(seconds_by_setting.get(self.settings[number], typical) for number in self.pending)
+        for number, started in list(self.started.items()):
+            share = reported_shares.get(number, 0.0)
+            elapsed = now - started
+            if share >= MIN_SHARE:
+                seconds_left += elapsed * (1 - share) / share
             else:
-                left += known[self.settings[number]] - elapsed
-        return left / max(1, min(self.at_once, len(self.waiting) + len(self.begun)))
+                seconds_left += seconds_by_setting[self.settings[number]] - elapsed
+        return seconds_left / max(1, min(self.n_parallel, len(self.pending) + len(self.started)))
 
-    def _known(self, noted: dict[int, float], now: float | None) -> dict[str, float]:
+    def _seconds_by_setting(self, reported_shares: dict[int, float], now: float | None) -> dict[str, float]:
         """How long a run takes under each setting of which that is known: from runs that ended, or one under way."""
-        known = {setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())}
+        seconds_by_setting = {setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())}
         if now is not None:
-            for number, begun in list(self.begun.items()):
-                share = noted.get(number, 0.0)
-                if share >= FEWEST:
-                    known.setdefault(self.settings[number], (now - begun) / share)
-        return known
+            for number, started in list(self.started.items()):
+                share = reported_shares.get(number, 0.0)
+                if share >= MIN_SHARE:
+                    seconds_by_setting.setdefault(self.settings[number], (now - started) / share)
+        return seconds_by_setting
 
 
 def _mean(values: Collection[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def show(bar: Progress, clock: RunClock, n_ended: int, noted: dict[int, float], began: float) -> None:
+def update_bar(
+    bar: Progress, clock: RunClock, n_ended: int, reported_shares: dict[int, float], started_at: float
+) -> None:
     """Move a bar to where the runs are, and say how long the others will take."""
-    bar.n = max(bar.n, min(bar.total, n_ended + sum(clock.shares(noted).values())))
-    left = clock.seconds_left(noted) if n_ended < bar.total else 0.0
-    rest = f", about {_minutes(left)} left" if left is not None else ""
-    bar.set_description_str(f"{n_ended} of {bar.total} runs, {_minutes(time.monotonic() - began)}{rest}")
+    bar.n = max(bar.n, min(bar.total, n_ended + sum(clock.shares(reported_shares).values())))
+    seconds_left = clock.seconds_left(reported_shares) if n_ended < bar.total else 0.0
+    time_left = f", about {_minutes(seconds_left)} left" if seconds_left is not None else ""
+    bar.set_description_str(f"{n_ended} of {bar.total} runs, {_minutes(time.monotonic() - started_at)}{time_left}")
 
 
 def _minutes(seconds: float) -> str:
@@ -163,6 +171,7 @@ def _minutes(seconds: float) -> str:
     >>> _minutes(5.4), _minutes(83), _minutes(7384)
     ('0:05', '1:23', '2:03:04')
     """
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    total_seconds = round(seconds)
+    hours = total_seconds // 3600
+    minutes = total_seconds // 60 % 60
+    return f"{hours}:{minutes:02d}:{total_seconds % 60:02d}" if hours else f"{minutes}:{total_seconds % 60:02d}"

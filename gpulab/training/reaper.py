@@ -12,8 +12,8 @@ import sys
 
 import psutil
 
-LOOK_SECONDS = 0.5  # between two looks at whether the parent lives
-END_SECONDS = 10.0  # after which a worker that does not end by itself is killed
+POLL_SECONDS = 0.5  # between two looks at whether the parent lives
+KILL_TIMEOUT = 10.0  # seconds after which a worker that does not end by itself is killed
 
 
 def main(parent: int) -> None:
@@ -21,7 +21,7 @@ def main(parent: int) -> None:
     workers: dict[int, psutil.Process] = {}
     unread = b""
     while os.getppid() == parent:
-        if not select.select([0], [], [], LOOK_SECONDS)[0]:
+        if not select.select([0], [], [], POLL_SECONDS)[0]:
             continue
         received = os.read(0, 4096)
         if not received:  # the parent has closed its end, as it died
@@ -30,19 +30,19 @@ def main(parent: int) -> None:
         for line in lines:
             with contextlib.suppress(psutil.NoSuchProcess):
                 workers[int(line)] = psutil.Process(int(line))
-    end(list(workers.values()))
+    end_workers(list(workers.values()))
 
 
-def end(workers: list[psutil.Process]) -> None:
+def end_workers(workers: list[psutil.Process]) -> None:
     """Have workers save checkpoints and end; then kill what is left of their process groups."""
-    living = [worker for worker in workers if worker.is_running()]  # and is no other process with the same id
+    running = [worker for worker in workers if worker.is_running()]  # and is no other process with the same id
     leaders = []
-    for worker in living:
+    for worker in running:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getpgid(worker.pid) == worker.pid:
                 leaders.append(worker.pid)
             worker.terminate()
-    for worker in psutil.wait_procs(living, END_SECONDS)[1]:
+    for worker in psutil.wait_procs(running, KILL_TIMEOUT)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
     for leader in leaders:

@@ -25,7 +25,7 @@ from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.store.identities import Identity
-from gpulab.store.runs import WORK, History, begin_record, find_run, store_folder, write_run
+from gpulab.store.runs import WORK_FOLDER, History, begin_record, find_run, store_folder, write_run
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.planned_run import PlannedRun, Watch
 from gpulab.training.planning import plan_run
@@ -33,7 +33,9 @@ from gpulab.training.planning import plan_run
 if TYPE_CHECKING:
     import pandas as pd
 
-HISTORY = np.dtype([("window", "int64"), ("step", "int64"), ("loss", "float64"), ("seconds", "float32")])  # of notes
+HISTORY_DTYPE = np.dtype(
+    [("window", "int64"), ("step", "int64"), ("loss", "float64"), ("seconds", "float32")]
+)  # of notes
 
 
 @dataclass
@@ -106,12 +108,12 @@ class Run:
             DataError: For data that cannot be read.
         """
         if self.model is None or self.data is None:
-            known = "gpulab does not know that of your own function, and a store keeps one only with keep_weights=True"
-            raise UsageError(f"{self.record['experiment']}: no network is left to predict: {known}")
+            reason = "gpulab does not know that of your own function, and a store keeps one only with keep_weights=True"
+            raise UsageError(f"{self.record['experiment']}: no network is left to predict: {reason}")
         model = copy.deepcopy(self.model).float().eval()
         length = self.record["configuration"]["window"]
-        pieces = [w.frames if w.restart else w.frames[1:] for w in self.data.heldout(length)]
-        inputs = torch.from_numpy(np.concatenate(pieces)).float().div(255)
+        windows = [w.frames if w.restart else w.frames[1:] for w in self.data.heldout(length)]
+        inputs = torch.from_numpy(np.concatenate(windows)).float().div(255)
         if not self.data.sequential:
             return inputs, model(inputs)
         predicted, _ = model(inputs[:-1, None])
@@ -119,16 +121,16 @@ class Run:
 
     def __repr__(self) -> str:
         record, summary = self.record, self.record["summary"]
-        where = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
+        identity = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
         if self.status == "diverged":
             step = record.get("diverged_at")  # a function does not say
-            later = record.get("windows_after_divergence")
-            computed = f" ({later} more windows were computed before it was noticed)" if later else ""
-            return f"{where}: diverged{f' at step {step}' if step else ''}{computed}"
+            n_later = record.get("windows_after_divergence")
+            computed = f" ({n_later} more windows were computed before it was noticed)" if n_later else ""
+            return f"{identity}: diverged{f' at step {step}' if step else ''}{computed}"
         numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
-        usual = [f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"]
+        losses = [f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"]
         speed = f" ({summary['frames_per_second']:.0f} frames/s)" if summary.get("frames_per_second") else ""
-        return f"{where}: {', '.join(numbers or usual)}, {summary['seconds']:.1f} s{speed}"
+        return f"{identity}: {', '.join(numbers or losses)}, {summary['seconds']:.1f} s{speed}"
 
 
 def train(
@@ -253,14 +255,14 @@ def train(
     notes = {"command": planned.command()}
     if registered:
         notes["registered"] = f"{Path(registered).stem} {hashlib.sha256(files.read(registered)).hexdigest()}"
-    with planned.activated():
-        identity = planned.identity(passport(), kept=folder is not None)
+    with planned.activate():
+        identity = planned.identity(passport(), is_stored=folder is not None)
         if folder is None:
-            return _train(planned, begin_record(identity, passport(), **notes), None, watch, progress)
-        checkpoint = folder / WORK / f"{identity.id}.safetensors"
-        run = _load(planned, folder, identity, keep_weights)
+            return _train_planned(planned, begin_record(identity, passport(), **notes), None, watch, progress)
+        checkpoint = folder / WORK_FOLDER / f"{identity.id}.safetensors"
+        run = _load_stored(planned, folder, identity, keep_weights)
         if run is None:
-            run = _train(planned, begin_record(identity, passport(), **notes), checkpoint, watch, progress)
+            run = _train_planned(planned, begin_record(identity, passport(), **notes), checkpoint, watch, progress)
             weights = run.model.state_dict() if keep_weights and run.model else None
             run.path = write_run(folder, run.record, run.columns, weights)
     with files.writing(checkpoint):  # of this run, or of one whose process was killed just before
@@ -268,7 +270,7 @@ def train(
     return run
 
 
-def _load(planned: PlannedRun, folder: Path, identity: Identity, keep_weights: bool) -> Run | None:
+def _load_stored(planned: PlannedRun, folder: Path, identity: Identity, keep_weights: bool) -> Run | None:
     """Return the run as a store has it; None where the store has none, or lacks weights that are to be kept."""
     stored = find_run(folder, identity)
     restored = planned.restore(stored, keep_weights) if stored else None
@@ -277,10 +279,10 @@ def _load(planned: PlannedRun, folder: Path, identity: Identity, keep_weights: b
     return Run(restored.model, restored.data, stored.history, stored.record, folder / identity.id)
 
 
-def _train(
+def _train_planned(
     planned: PlannedRun, record: dict[str, Any], checkpoint: Path | None, watch: Watch | None, progress: bool
 ) -> Run:
     """Train, and return the run with its record completed."""
     outcome = planned.train(checkpoint, watch, progress)
-    columns = np.array(outcome.history, HISTORY)
+    columns = np.array(outcome.history, HISTORY_DTYPE)
     return Run(outcome.model, outcome.data, columns, record | outcome.results)

@@ -11,10 +11,10 @@ from gpulab.report import Progress
 from gpulab.training import loop
 from gpulab.training.checkpoints import save_checkpoint
 from gpulab.training.planned_run import Watch
-from gpulab.training.progress import tell_share
+from gpulab.training.progress import report_share
 
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
-LOOK_SECONDS = 0.1  # between two looks at the losses that a GPU computes, unless every window is watched
+LOSS_SYNC_SECONDS = 0.1  # between two reads of the losses that a GPU computes, unless every window is watched
 
 
 class Supervisor:
@@ -38,9 +38,13 @@ class Supervisor:
         checkpoint: Path | None,
         total: int,
     ) -> None:
-        self.training, self.window, self.total = training, window, max(1, total)
-        self.bar, self.watch = bar, watch
-        self.checkpoint, self.saved_at = checkpoint, time.monotonic()
+        self.training = training
+        self.window = window
+        self.total = max(1, total)
+        self.bar = bar
+        self.watch = watch
+        self.checkpoint = checkpoint
+        self.saved_at = time.monotonic()
 
     def call_watch(self) -> None:
         """Call the user's function with the model and the number of updates so far."""
@@ -52,7 +56,7 @@ class Supervisor:
         history = self.training.history
         self.bar.set_postfix(loss=f"{history[-1].loss:.3g}", refresh=False)
         self.bar.update(len(history) * self.window - self.bar.n)
-        tell_share(len(history) * self.window / self.total)
+        report_share(len(history) * self.window / self.total)
         self.call_watch()
         if time.monotonic() - self.saved_at >= CHECKPOINT_SECONDS:
             self.save()

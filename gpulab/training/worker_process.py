@@ -24,13 +24,13 @@ from typing import Any
 import cloudpickle
 from joblib.externals.loky import process_executor
 
-CHILD_SECONDS = 1.0  # that a process has to end in
+CHILD_TIMEOUT = 1.0  # seconds after which a process that was asked to end is killed
 
 # The start method that the user's program has chosen, or None for the system's default.
 _start_method: str | None = None
 
 
-def begin(start_method: str | None, safe_path: str | None) -> None:
+def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
     """Prepare this worker for runs.
 
     Args:
@@ -52,7 +52,7 @@ def begin(start_method: str | None, safe_path: str | None) -> None:
     process_executor._MAX_MEMORY_LEAK_SIZE = math.inf  # loky would begin a new process when a training needs memory
 
 
-def begin_run() -> None:
+def reset_start_method() -> None:
     """Have `multiprocessing` start processes as in the user's program, whatever the last run has chosen."""
     multiprocessing.set_start_method(_start_method, force=True)
 
@@ -63,7 +63,7 @@ def end_children() -> None:
     for child in children:
         child.terminate()
     for child in children:
-        child.join(CHILD_SECONDS)
+        child.join(CHILD_TIMEOUT)
         if child.is_alive():
             child.kill()
 

@@ -30,15 +30,15 @@ from gpulab.data import scenes
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
 from gpulab.training import reaper, worker_process
-from gpulab.training.progress import noted_in
+from gpulab.training.progress import write_share_to
 from gpulab.training.run import train
 
-INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start experiments
-LOOK = 1.0  # seconds after which Ctrl-C is heard where waiting does not hear it, as on Windows
-DEAF = 10.0  # seconds after which a process that was asked to end is killed
-IDLE = 20.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
-SAFE_PATH = "PYTHONSAFEPATH"
-WHOLE_FILM = 100  # chunks of frames: 5,000 frames of 160×120, 288 MB
+WORKER_VARIABLE = "GPULAB_WORKER"  # in the environment of workers, which must not start experiments
+POLL_SECONDS = 1.0  # between two checks for Ctrl-C, which waiting does not notice on some systems, such as Windows
+KILL_TIMEOUT = 10.0  # seconds after which a process that was asked to end is killed
+IDLE_TIMEOUT = 20.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
+SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
+CACHED_CHUNKS = 100  # chunks of a film that are kept in memory: 5,000 frames of 160×120, 288 MB
 
 
 class Workers(contextlib.AbstractContextManager):
@@ -49,29 +49,34 @@ class Workers(contextlib.AbstractContextManager):
     """
 
     def __init__(self, count: int) -> None:
-        self.count, self.stopping = count, threading.Event()
+        self.count = count
+        self.stop_requested = threading.Event()
+
         self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}  # by thread and setting, of one process each
         self.reaper = Reaper()
 
-    def each(
-        self, do: Callable[[int], None], jobs: dict[int, dict[str, Any]], tick: Callable[[], None] = lambda: None
+    def run_each(
+        self,
+        run_one: Callable[[int], None],
+        jobs: dict[int, dict[str, Any]],
+        after_poll: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `do` with the number of every run, in threads, and meanwhile `tick` about once a second.
+        """Call `run_one` with the number of every run, in threads, and meanwhile `after_poll` about once a second.
 
         When Ctrl-C comes, the runs under way save checkpoints.
         """
         # The flags of a setting hold for all threads of a process, so those that share a GPU have one setting.
         for setting, numbers in itertools.groupby(jobs, lambda number: self._shared_setting(jobs[number])):
-            initialized = sharing(setting) if setting else contextlib.nullcontext()
-            with initialized as initializer, ThreadPoolExecutor(self.count, "", initializer) as threads:
+            context = share_gpu(setting) if setting else contextlib.nullcontext()
+            with context as initializer, ThreadPoolExecutor(self.count, "", initializer) as threads:
                 tasks: set[Future[None]] = set()
                 try:
-                    tasks = {threads.submit(do, number) for number in numbers}
+                    tasks = {threads.submit(run_one, number) for number in numbers}
                     while tasks:
-                        ended, tasks = wait(tasks, LOOK, FIRST_COMPLETED)
+                        ended, tasks = wait(tasks, POLL_SECONDS, FIRST_COMPLETED)
                         for task in ended:
-                            task.result()  # raises what `do` raised
-                        tick()
+                            task.result()  # raises what `run_one` raised
+                        after_poll()
                 except BaseException:
                     threads.shutdown(wait=False, cancel_futures=True)
                     self.stop({task for task in tasks if not task.cancelled()})
@@ -88,35 +93,35 @@ class Workers(contextlib.AbstractContextManager):
         may_share = isinstance(job["net"], str) and setting.kind == "cuda" and not setting.compile
         return job["setting"] if may_share and self.count > 1 else ""
 
-    def do(self, job: dict[str, Any], note: Path | None = None) -> str:
-        """Do a run, and return its id when it is done and kept. `GpulabError` where its process ends by itself.
+    def run_job(self, job: dict[str, Any], share_file: Path | None = None) -> str:
+        """Do a run, and return its id when it is stored. Raises `GpulabError` if its process ends by itself.
 
-        A network of gpulab's writes meanwhile into the file `note` how much of the run is done.
+        The training of a network of gpulab's own writes into `share_file` how much of the run is done.
         """
         if self._shared_setting(job):
-            with noted_in(note):
+            with write_share_to(share_file):
                 return train(**job, watch=self.check_stopping, progress=False).record["id"]
         try:
             pickled = cloudpickle.dumps(job)  # what is typed into a notebook goes by value
         except Exception as error:  # whatever an object says that hides what it holds
-            named = getattr(job["net"], "name", job["net"])
-            raise GpulabError(f"{named} cannot be sent to a process: {error}") from None
+            name = getattr(job["net"], "name", job["net"])
+            raise GpulabError(f"{name} cannot be sent to a process: {error}") from None
         try:
-            return self._do_in_process(self._pool(job["setting"]), pickled, note)
+            return self._do_in_process(self._pool(job["setting"]), pickled, share_file)
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
 
-    def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes, note: Path | None) -> str:
+    def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes, share_file: Path | None) -> str:
         """Do a pickled run in a pool's process, and return its id.
 
         Where the process dies, what it has started is killed. What it has forked holds the pipe by whose end the pool
         notices a death, so this looks at the process itself.
         """
-        run = pool.submit(do_run, job, note)
+        run = pool.submit(train_job, job, share_file)
         processes = process_ids(pool)
         self.reaper.watch(processes)
-        while not wait([run], LOOK).done:
+        while not wait([run], POLL_SECONDS).done:
             for process in filter(has_died, processes):
                 kill_group(process)
         if isinstance(run.exception(), process_executor.BrokenProcessPool):
@@ -129,31 +134,37 @@ class Workers(contextlib.AbstractContextManager):
         key = threading.get_ident(), setting
         if key not in self.pools:
             # Python does not look in the current folder while it starts, where a queue.py may lie.
-            environment = {**Setting.parse(setting).environment(), INSIDE: "1", SAFE_PATH: "1"}
+            environment = Setting.parse(setting).environment()
+            environment = {**environment, WORKER_VARIABLE: "1", SAFE_PATH_VARIABLE: "1"}
+
             if self.count > 1 and not setting.startswith("cpu"):
                 environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
-            here = chosen_start_method(), os.environ.get(SAFE_PATH)
+            initializer_arguments = chosen_start_method(), os.environ.get(SAFE_PATH_VARIABLE)
             self.pools[key] = ProcessPoolExecutor(
-                1, timeout=IDLE, env=environment, initializer=worker_process.begin, initargs=here
+                1,
+                timeout=IDLE_TIMEOUT,
+                env=environment,
+                initializer=worker_process.prepare_worker,
+                initargs=initializer_arguments,
             )
         return self.pools[key]
 
     def check_stopping(self, *_: Any) -> None:
         """Interrupt a run that shares this process, after a window, as a signal does in a process of its own."""
-        if self.stopping.is_set():
+        if self.stop_requested.is_set():
             raise KeyboardInterrupt
 
     def stop(self, tasks: set[Future[Any]]) -> None:
         """Have what is under way save checkpoints and end; a process that does not hear is killed."""
-        self.stopping.set()
+        self.stop_requested.set()
         pools = list(self.pools.values())
         processes = [process for pool in pools for process in process_ids(pool)]
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
-        deaf = wait(tasks, DEAF)[1]
+        unresponsive = wait(tasks, KILL_TIMEOUT)[1]
         for pool in pools:
-            pool.shutdown(wait=False, kill_workers=bool(deaf))
+            pool.shutdown(wait=False, kill_workers=bool(unresponsive))
         wait_for_end(processes)
         for process in processes:
             kill_group(process)
@@ -198,18 +209,18 @@ class Reaper:
 
 
 @contextlib.contextmanager
-def sharing(setting: str) -> Iterator[Callable[[], None]]:
+def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
     """Have a setting in force around threads; yields what each of them calls first: it takes a stream of its own."""
     parsed = Setting.parse(setting)
-    with scenes.remembered_chunks(WHOLE_FILM), parsed.apply():
+    with scenes.remembered_chunks(CACHED_CHUNKS), parsed.apply():
         on_gpu = parsed.kind == "cuda"
         yield lambda: torch.cuda.set_stream(torch.cuda.Stream(parsed.device)) if on_gpu else None
 
 
-def do_run(job: bytes, note: Path | None = None) -> str:
+def train_job(job: bytes, share_file: Path | None = None) -> str:
     """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot unpickle its work."""
-    worker_process.begin_run()
-    with noted_in(note):
+    worker_process.reset_start_method()
+    with write_share_to(share_file):
         return train(**cloudpickle.loads(job), progress=False).record["id"]
 
 
@@ -228,7 +239,7 @@ def has_died(process: int) -> bool:
 
 def wait_for_end(processes: list[int]) -> None:
     """Wait until processes have ended, and kill those that take too long."""
-    deadline = time.monotonic() + DEAF
+    deadline = time.monotonic() + KILL_TIMEOUT
     while not all(map(has_died, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in processes:
@@ -250,7 +261,7 @@ def chosen_start_method() -> str | None:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def end_on_signals() -> Iterator[None]:
     """Have SIGTERM and SIGHUP interrupt what is inside, as Ctrl-C does; then this process ends by the signal.
 
     Nothing changes outside of the main thread, where Python handles no signals, nor for a signal that the program
@@ -265,13 +276,13 @@ def ended_by_signals() -> Iterator[None]:
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     in_main_thread = threading.current_thread() is threading.main_thread()
-    handled = [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]
-    for number in handled:
+    handled_numbers = [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled_numbers:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in handled:
+        for number in handled_numbers:
             signal.signal(number, signal.SIG_DFL)
         if received:
             sys.stdout.flush()

@@ -19,7 +19,7 @@ import pandas as pd
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
 from gpulab.store.recorded import recorded_table
-from gpulab.training.profiles import LAST_FIFTH, protocol
+from gpulab.training.profiles import FINAL_LOSS_DIVISOR, protocol
 
 RENDERED = ("walk", "moving-digits")
 COLUMNS = ("data", "frames", "frame_size", "scene_seed", "speed")  # of a table of runs: the fields of a film
@@ -117,7 +117,7 @@ class RenderedLosses:
         """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once take 250 MB."""
         length = protocol("prednet", "paper").window
         count = len(self.frames) // length
-        last = max(1, count // LAST_FIFTH)
+        last = max(1, count // FINAL_LOSS_DIVISOR)
         windows = self.frames.windows(length, start=count - last)
         yield from (window.frames / np.float32(255) for window in itertools.islice(windows, last))
 

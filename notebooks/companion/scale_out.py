@@ -12,7 +12,7 @@ import pandas as pd
 
 import gpulab as gl
 from companion.findings import span
-from gpulab.store.recorded import read_json
+from gpulab.store.recorded import read_document
 from gpulab.wording import setting_words
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -31,7 +31,7 @@ def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
         if done.returncode:
             raise gl.GpulabError(f"{name}.py {' '.join(map(str, arguments))}: {done.stderr.strip()}")
         print(done.stdout.strip())
-        document = read_json(record)
+        document = read_document(record)
     tables = {key: pd.DataFrame(value) for key, value in document.items() if isinstance(value, list)}
     return {key: table.assign(machine="this machine", recorded=False) for key, table in tables.items()}
 

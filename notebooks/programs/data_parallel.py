@@ -182,7 +182,7 @@ def report(args, kind, rows, ends):
         common = {"network": "prednet", "size": args.size, "setting": args.setting}
         tables = {"scaling": scaling, "ends": ends}
         tables = {name: table.assign(**common).to_dict("records") for name, table in tables.items()}
-        recorded.write_json(args.record, recorded.measured(kind, **tables))
+        recorded.write_document(args.record, recorded.make_measurement(kind, **tables))
 
 
 def main():

@@ -109,7 +109,7 @@ def report(args, begin, weights, moved, logs):
     if args.record:
         curve = pd.concat(curves).groupby(["way", "seed", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
         tables = {"descents": table.to_dict("records"), "curve": curve.to_dict("records")}
-        recorded.write_json(args.record, recorded.measured("cpu", **tables))
+        recorded.write_document(args.record, recorded.make_measurement("cpu", **tables))
 
 
 if __name__ == "__main__":

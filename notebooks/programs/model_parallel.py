@@ -82,7 +82,7 @@ def main():
     print(f"An autoencoder whole and in two parts: its mean loss, and MiB of each part\n{parts.to_string(index=False)}")
     if args.record:
         rows = parts.assign(part=parts.index, network="autoencoder", setting=str(setting)).to_dict("records")
-        recorded.write_json(args.record, recorded.measured(kind, parts=rows))
+        recorded.write_document(args.record, recorded.make_measurement(kind, parts=rows))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main():
     serving = pd.DataFrame(rows).assign(size=args.size, films=args.films, setting=str(setting), difference=difference)
     print(f"Several devices predict what one does, up to rounding:\n{serving.to_string(index=False)}")
     if args.record:
-        recorded.write_json(args.record, recorded.measured(kind, serving=serving.to_dict("records")))
+        recorded.write_document(args.record, recorded.make_measurement(kind, serving=serving.to_dict("records")))
 
 
 if __name__ == "__main__":

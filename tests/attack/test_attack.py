@@ -119,7 +119,9 @@ def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(act, 
         assert again == 0, (at, words)
         assert facts(folder) == after, at
         # What a killed process was writing may be deleted at any time; other ends leave nothing.
-        left = [path.name for path in (folder / "store" / stores.WORK).iterdir() if not path.name.endswith(".part")]
+        left = [
+            path.name for path in (folder / "store" / stores.WORK_FOLDER).iterdir() if not path.name.endswith(".part")
+        ]
         assert left == [], at
 
 
@@ -142,4 +144,4 @@ def test_many_writers_and_readers_of_one_store_see_whole_runs_only(tmp_path):
             assert seen.setdefault(name, fact) == fact
     assert [child.exitcode for child in children] == [0] * len(children)
     assert len(facts(tmp_path)) == 12
-    assert [*(tmp_path / "store" / stores.WORK).iterdir()] == []
+    assert [*(tmp_path / "store" / stores.WORK_FOLDER).iterdir()] == []

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpulab as gl
 from gpulab.device import place, rooflines
 from gpulab.device.rooflines import OperationCounter
-from gpulab.store.recorded import measured, write_json
+from gpulab.store.recorded import make_measurement, write_document
 
 EDGE = 64
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -76,8 +76,10 @@ def test_bounds_of_layers_left_and_right_of_the_ridge():
 
 def test_recorded_rooflines_are_shipped_and_one_is_read_back(small, tmp_path, monkeypatch):
     assert "NVIDIA H200" in set(gl.device.recorded_rooflines().machine)
-    write_json(tmp_path / "measured" / "rooflines-here.json", measured("cpu", rows=small.to_dict("records")))
-    monkeypatch.setattr("gpulab.store.recorded.DATA", tmp_path)
+    write_document(
+        tmp_path / "measured" / "rooflines-here.json", make_measurement("cpu", rows=small.to_dict("records"))
+    )
+    monkeypatch.setattr("gpulab.store.recorded.DATA_FOLDER", tmp_path)
     back = gl.device.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
     pd.testing.assert_frame_equal(back[small.columns], small)

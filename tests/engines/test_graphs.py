@@ -7,7 +7,7 @@ import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.engines import fastest
 from gpulab.store.identities import weights_digest
-from gpulab.training.evaluation import Evaluation, heldout_loss
+from gpulab.training.evaluation import EvaluationEngine, heldout_loss
 from gpulab.training.networks import NetworkRun
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -48,11 +48,11 @@ ON_GPU = [pytest.param(f"cuda:{how}", marks=needs_cuda) for how in ("tf32=off", 
 def test_heldout_windows_by_the_fastest_engine_have_the_same_bits(model, setting):
     options = {"frames": 700} if model == "prednet" else {}  # of which a tenth is held out
     spec = NetworkRun.plan(model, setting=setting, profile="smoke", **options)
-    with spec.activated():
+    with spec.activate():
         spec.draw_weights()
-        training, states = spec.set_up(), [None, None]
+        training, states = spec.init_training(), [None, None]
         weights = weights_digest(training.model.state_dict())
-        plain = Evaluation(training.model, Loader("window", spec.setting))
+        plain = EvaluationEngine(training.model, Loader("window", spec.setting))
         engine, losses = fastest(plain), []
         for window in spec.data.heldout(spec.window):
             (found, states[0]), (expected, states[1]) = (

@@ -10,7 +10,7 @@ import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.engines import prednet_windows
 from gpulab.engines.prednet_kernels import uses_tf32
-from gpulab.engines.prednet_windows import FOLLOWED, Windows
+from gpulab.engines.prednet_windows import SUPPORTED_TRUNCATIONS, Windows
 from gpulab.models import PredNet
 from gpulab.numerics.flags import switch_tf32, tf32_restored
 from gpulab.settings import Setting
@@ -64,7 +64,7 @@ def check(net, film):
 
 @pytest.mark.parametrize("setting", ["cpu:threads=1", "cpu:threads=2", pytest.param("cuda:tf32=off", marks=needs_cuda)])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("truncation", FOLLOWED)
+@pytest.mark.parametrize("truncation", SUPPORTED_TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_losses_gradients_and_state_are_autograds_window_after_window(batch, truncation, dtype, setting):
     film = torch.rand(19, batch, 3, 16, 24, dtype=dtype).to(setting.partition(":")[0])
@@ -82,21 +82,21 @@ def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
         objective.backward()
         spoilt = {name: p.grad.clone() for name, p in net.named_parameters()}
         frames = loader.window(part)[:, None]
-        windows = windows or Windows(net, frames, shared=True)
+        windows = windows or Windows(net, frames, frames_share_memory=True)
         same_losses, states[1] = windows(frames, states[1])
         torch.testing.assert_close(same_losses, losses, rtol=1e-7, atol=0)  # a feed divides in float32
         for name, parameter in net.named_parameters():
             torch.testing.assert_close(parameter.grad, spoilt[name], rtol=1e-6, atol=1e-7 * spoilt[name].abs().max())
 
 
-@pytest.mark.parametrize("truncation", FOLLOWED)
+@pytest.mark.parametrize("truncation", SUPPORTED_TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, truncation):
     monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())
     net = unlike_fresh(truncation=truncation)  # of 3 channels, for which there is room for 4
     check(net, torch.rand(19, batch, 3, 16, 24, dtype=torch.float64))
     lowest = prednet_windows.Windows(net, torch.rand(7, batch, 3, 16, 24, dtype=torch.float64)).layers[0]
-    assert lowest.channels == 4
+    assert lowest.padded_channels == 4
     assert lowest.inputs.shape[2] % 16 == 0
 
 
@@ -136,11 +136,11 @@ needs_newer_torch = pytest.mark.skipif(
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_network_of_other_formulas_is_left_to_autograd(change):
     net = PredNet((3, 4), (8, 8))
-    assert Windows.follows(net)
+    assert Windows.supports(net)
     change(net)
-    assert not Windows.follows(net)
+    assert not Windows.supports(net)
     for other in (type("Other", (PredNet,), {})((3, 4), (8, 8)), gl.models.Autoencoder()):
-        assert not Windows.follows(other), "its formulas may be others"
+        assert not Windows.supports(other), "its formulas may be others"
 
 
 @needs_newer_torch

@@ -25,7 +25,7 @@ def run(tmp_path):
     def call(name, *arguments):
         done = start(name, *arguments, "--record", tmp_path / "record.json")
         assert done.returncode == 0, done.stderr
-        return done.stdout, recorded.read_json(tmp_path / "record.json")
+        return done.stdout, recorded.read_document(tmp_path / "record.json")
 
     return call
 

@@ -22,11 +22,11 @@ def random_runs(generator):
     """Runs with ties, effects, noise, lost seeds and scales of every kind; some losses are yes or no."""
     n, levels = generator.integers(1, 25), generator.integers(1, 5)
     base = generator.choice([0.0, 1.0], n) if generator.random() < 0.2 else generator.standard_normal(n)
-    yes_or_no = set(base) <= {0.0, 1.0}
+    is_binary = set(base) <= {0.0, 1.0}
     losses = {"cpu": base if generator.random() < 0.9 else np.full(n, base[0])}
     for level in range(levels):
         size, noise = generator.choice([0.0, 0.1, 0.5, 3.0]), generator.choice([0.0, 1e-6, 0.1, 1.0])
-        if yes_or_no:
+        if is_binary:
             losses[f"s{level}"] = np.where(generator.random(n) < size / 4, 1 - base, base)
         else:
             moved = size * (generator.random(n) < generator.choice([0.2, 1.0]))
@@ -35,7 +35,7 @@ def random_runs(generator):
     if generator.random() < 0.4:
         gone = (generator.random(len(frame)) < 0.3) & (frame.setting == f"s{generator.integers(levels)}")
         frame.loc[gone, "final_loss"] = math.nan
-    if not yes_or_no:
+    if not is_binary:
         frame.final_loss *= generator.choice([1.0, 1e-70, 1e70])
     if generator.random() < 0.3:
         frame["status"] = np.where(frame.final_loss.isna(), "diverged", "finished")

@@ -11,7 +11,7 @@ from logged_runs import FLOORS, logged, metrics, write
 
 import gpulab as gl
 from gpulab.errors import DataError
-from gpulab.stats.configs import MOST_SETTINGS, load_yaml, read_settings
+from gpulab.stats.configs import MAX_SETTINGS, load_yaml, read_settings
 
 RUNS = [(optimizer, seed) for optimizer in FLOORS for seed in range(6)]
 EXPECTED = gl.verdict(logged(), "val_loss", "optimizer", last="epoch").table.difference[0]
@@ -228,7 +228,7 @@ BOMBS = {
     + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 12)),
     "a loop": "a: &a {b: *a}\n",
     "deep lists": "a: " + "[" * 5000 + "]" * 5000,
-    "too many": "\n".join(f"k{n}: 1" for n in range(MOST_SETTINGS + 1)),
+    "too many": "\n".join(f"k{n}: 1" for n in range(MAX_SETTINGS + 1)),
     "too large": "a: " + "x" * (1 << 20),
 }
 

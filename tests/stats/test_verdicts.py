@@ -11,7 +11,7 @@ from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 
 import gpulab as gl
 from gpulab.stats import Verdict
-from gpulab.stats.decisions import COLUMNS, LevelDecision
+from gpulab.stats.decisions import DECISION_COLUMNS, LevelDecision
 
 
 def levels(**losses):
@@ -290,16 +290,16 @@ def test_print_of_a_verdict_to_the_last_word(cpu, cuda, text):
 def test_the_table_has_a_row_for_each_decision():
     verdict = gl.verdict(levels(cpu=BASE, a=shifted(TINY), b=[*BASE[:9], *LOST], c=BASE[:1]))
     by_name = pd.DataFrame(
-        [{"setting": row.level} | {name: getattr(row, name) for name in COLUMNS} for row in verdict.rows]
+        [{"setting": row.level} | {name: getattr(row, name) for name in DECISION_COLUMNS} for row in verdict.rows]
     )
     pd.testing.assert_frame_equal(verdict.table, by_name)
     kinds = LevelDecision.__annotations__
-    assert all(verdict.table[name].dtype == kinds[name] for name in COLUMNS if kinds[name] == "int")
+    assert all(verdict.table[name].dtype == kinds[name] for name in DECISION_COLUMNS if kinds[name] == "int")
     assert [type(row.difference) for row in verdict.rows] == [float] * 3
 
 
 def test_every_column_of_the_table_is_documented():
-    for name in COLUMNS:
+    for name in DECISION_COLUMNS:
         assert f"        {name}: " in LevelDecision.__doc__
         assert name.endswith("_holm") or f"`{name}`" in Verdict.__doc__
 

@@ -43,7 +43,7 @@ MEASURED = sorted(recorded.recorded_folder("measured").glob("*.json"))
 
 @pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.name)
 def test_measured_tables_name_their_command_and_torch(file):
-    document = recorded.read_json(file)
+    document = recorded.read_document(file)
     assert document["command"]
     if file.name != "products-found.json":  # computed from what the others hold, on no machine in particular
         assert document["passport"]["software"]["torch"]

@@ -59,7 +59,7 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, r
         for _ in range(2):  # the first to finish wins; weights are added to it
             assert written(store, seed, history.assign(seconds=9.0), weights, **changes) == run
         assert sorted(file.name for file in run.iterdir()) == ["results.safetensors", "run.json"]
-        assert list((store / stores.WORK).iterdir()) == []
+        assert list((store / stores.WORK_FOLDER).iterdir()) == []
         back, read, kept = stores.read_run(run)
         assert back == {**record, "id": f"run-{seed}", "seed": seed, **changes, "command": command}
         assert read.equals(history)
@@ -69,7 +69,7 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, r
         assert tables.pack(store, store / "all.parquet") == 1
         frame = gl.runs(store / "all.parquet")
         assert frame.drop(columns="path").equals(gl.runs(store).drop(columns="path"))
-        assert [record for record, _ in tables.with_histories(frame)] == [back]
+        assert [record for record, _ in tables.read_histories(frame)] == [back]
         rows = tables.history(frame)
         assert rows.loss.tolist() == losses
         assert (rows.seconds - 0.3).abs().max() <= 1 / 2048, "rounded to 1/1024"
@@ -96,7 +96,7 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp
     for path in frame.path:  # each is wholly of one writer
         back, history, _ = stores.read_run(Path(path))
         assert back["command"] == f"writer {int(history.loss[0])}"
-    assert list((tmp_path / stores.WORK).iterdir()) == []
+    assert list((tmp_path / stores.WORK_FOLDER).iterdir()) == []
 
 
 def flipped(share, bit, file):
@@ -141,7 +141,7 @@ def two_runs(written, tmp_path_factory):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([stores.RECORD, stores.RESULTS]), DAMAGES)
+@given(st.sampled_from([stores.RECORD_FILE, stores.RESULTS_FILE]), DAMAGES)
 def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_runs, name, damage):
     whole, before = two_runs
     with tempfile.TemporaryDirectory() as folder:
@@ -154,10 +154,10 @@ def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_run
             listed = gl.runs(store)
         assert listed.attrs.get("damaged", 0) == len(warned) == 2 - len(listed)
         assert all(f"{run}" in str(each.message) and each.filename == __file__ for each in warned)
-        assert name == stores.RESULTS or listed.id.tolist() == ["run-2"]
+        assert name == stores.RESULTS_FILE or listed.id.tolist() == ["run-2"]
         with pytest.warns(UserWarning, match="the run is trained again"):
             assert stores.find_run(store, identities.Identity("run-1", {})) is None
-        assert [path.name[:6] for path in (store / stores.DAMAGED).iterdir()] == ["run-1-"]
+        assert [path.name[:6] for path in (store / stores.DAMAGED_FOLDER).iterdir()] == ["run-1-"]
         assert gl.runs(store).id.tolist() == ["run-2"]
 
 
@@ -175,11 +175,11 @@ MISSING = [  # the place in a record of what is removed from it
 @pytest.mark.parametrize("place", MISSING, ids=".".join)
 def test_incomplete_record_is_neither_listed_nor_found(written, tmp_path, place):
     folder = written(tmp_path, 1)
-    document = recorded.read_json(folder / stores.RECORD)
+    document = recorded.read_document(folder / stores.RECORD_FILE)
     *parents, key = place
     del functools.reduce(dict.__getitem__, parents, document)[key]
-    recorded.write_json(folder / stores.RECORD, document)
-    where = rf"run-1.{re.escape(stores.RECORD)}: a damaged record"
+    recorded.write_document(folder / stores.RECORD_FILE, document)
+    where = rf"run-1.{re.escape(stores.RECORD_FILE)}: a damaged record"
     with pytest.warns(UserWarning, match=f"1 damaged run.*{where}"):
         assert gl.runs(tmp_path).empty
     with pytest.warns(UserWarning, match=f"{where}.*the run is trained again"):
@@ -194,7 +194,7 @@ def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeyp
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes == {"step": 2}
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    monkeypatch.setattr(recorded, "FORMAT", 99)
+    monkeypatch.setattr(recorded, "FORMAT_VERSION", 99)
     with pytest.raises(gl.DataError, match="format '3'; this gpulab reads 99"):
         read_tensors(file)
 
@@ -241,7 +241,7 @@ def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(writt
     monkeypatch.delenv("GPULAB_STORE")
     assert gl.runs().seed.tolist() == [2]
     assert gl.runs(tmp_path / "absent").empty
-    assert list(gl.runs(tmp_path / "absent").columns) == tables.COLUMNS
+    assert list(gl.runs(tmp_path / "absent").columns) == tables.RUN_COLUMNS
 
 
 @pytest.fixture

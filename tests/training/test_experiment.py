@@ -121,17 +121,17 @@ def test_no_column_of_nan_where_a_training_names_its_metrics(tmp_path):
 
 
 def test_the_bar_moves_within_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
     seen = []
-    monkeypatch.setattr(training_experiment, "show", lambda *shown: seen.append(shown[3]))
-    monkeypatch.setattr(workers, "LOOK", 0.05)
-    notes, real = [], workers.Workers.do
+    monkeypatch.setattr(training_experiment, "update_bar", lambda *shown: seen.append(shown[3]))
+    monkeypatch.setattr(workers, "POLL_SECONDS", 0.05)
+    notes, real = [], workers.Workers.run_job
 
-    def do(self, job, note=None):
+    def run_job(self, job, note=None):
         notes.append(note)
         return real(self, job, note)
 
-    monkeypatch.setattr(workers.Workers, "do", do)
+    monkeypatch.setattr(workers.Workers, "run_job", run_job)
     experiment(tmp_path, seeds=1, options={"frames": 400}).run(progress=False)
     shares = [share for noted in seen for share in noted.values()]
     assert shares == sorted(shares)
@@ -141,7 +141,7 @@ def test_the_bar_moves_within_a_run(tmp_path, monkeypatch):
 
 def test_the_time_that_is_left_follows_the_speed_of_each_setting():
     now = [0.0]
-    clock = progress.RunClock(["fast", "fast", "slow", "slow"], at_once=1, now=lambda: now[0])
+    clock = progress.RunClock(["fast", "fast", "slow", "slow"], n_parallel=1, now=lambda: now[0])
     assert clock.seconds_left({}) is None
     clock.begin(0)
     now[0] = 1.0
@@ -187,12 +187,12 @@ def do_each(jobs, count=4):
 
     def do(number):
         try:
-            ended[number] = engine.do(jobs[number])
+            ended[number] = engine.run_job(jobs[number])
         except gl.GpulabError as error:
             ended[number] = str(error)
 
     with workers.Workers(count) as engine:
-        engine.each(do, dict(enumerate(jobs)))
+        engine.run_each(do, dict(enumerate(jobs)))
     return [ended[number] for number in range(len(jobs))]
 
 
@@ -236,7 +236,7 @@ def test_networks_in_threads_have_the_bits_that_they_have_alone(trained_together
 def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(trained_together, tmp_path):
     waiting = dict(enumerate(jobs(tmp_path)))
     with ctrl_c(lambda: True), workers.Workers(len(NETS)) as engine:
-        engine.each(lambda number: engine.do(waiting[number]), waiting)
+        engine.run_each(lambda number: engine.run_job(waiting[number]), waiting)
     assert len(gl.runs(tmp_path)) < len(NETS)
     assert trained_together(tmp_path) == alone()
 
@@ -244,7 +244,7 @@ def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(traine
 @pytest.mark.slow("waits for the first checkpoint of a training in another process")
 def test_interrupted_process_saves_a_checkpoint_ends_and_goes_on(tmp_path):
     exp = experiment(tmp_path, options={"frames": 40_000})
-    with ctrl_c(lambda: [*tmp_path.glob(f"{stores.WORK}/*.safetensors")]):
+    with ctrl_c(lambda: [*tmp_path.glob(f"{stores.WORK_FOLDER}/*.safetensors")]):
         exp.run(progress=False)
     assert gl.runs(tmp_path).empty
     run = gl.train(**exp.jobs()[0], progress=False)
@@ -271,7 +271,7 @@ def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
     with workers.Workers(2) as engine:
         settings = [ONE, ONE, "cpu:threads=2"]
         waiting = {number: JOB | {"net": "prednet", "setting": setting} for number, setting in enumerate(settings)}
-        engine.each(do, waiting)
+        engine.run_each(do, waiting)
     assert sorted(seen) == [(0, 1), (1, 1), (2, 2)]
 
 
@@ -289,16 +289,16 @@ def test_interruption_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path)
     begun = tmp_path / "begun"
     job = {"net": lambda seed: begun.touch() or time.sleep(600), "setting": ONE, "seed": 0}
     with ctrl_c(begun.exists), workers.Workers(1) as engine:
-        engine.each(lambda _: engine.do(job), {0: job, 1: job})
+        engine.run_each(lambda _: engine.run_job(job), {0: job, 1: job})
     assert [task.cancelled() for task in waited_for] == [False]
 
 
 def test_process_that_does_not_hear_is_killed(monkeypatch, tmp_path):
-    monkeypatch.setattr(workers, "DEAF", 1.0)
+    monkeypatch.setattr(workers, "KILL_TIMEOUT", 1.0)
     begun = tmp_path / "begun"
     job = {"net": goes_on, "setting": ONE, "seed": 0, "begun": str(begun)}
     with ctrl_c(lambda: begun.exists() and begun.read_text()), workers.Workers(1) as engine:
-        engine.each(lambda _: engine.do(job), {0: job})
+        engine.run_each(lambda _: engine.run_job(job), {0: job})
     assert not psutil.pid_exists(int(begun.read_text()))
 
 
@@ -347,7 +347,7 @@ def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(machine,
     Path("go").touch()
     (mark,) = Path("runs/.claims").iterdir()
     if machine == "another":
-        monkeypatch.setattr("gpulab.training.experiment.LEASE_SECONDS", 5.0)
+        monkeypatch.setattr("gpulab.training.experiment.LOCK_LEASE_SECONDS", 5.0)
         mark.write_text(mark.read_text().replace(f"host={socket.gethostname()}", "host=x").replace("=120.0", "=5.0"))
         assert {"host=x", "duration=5.0"} <= set(mark.read_text().splitlines())
     drivers = [gl.Experiment("slow.py:train", ["cpu"], [0, 1, 1], store="runs", workers=2) for _ in range(2)]

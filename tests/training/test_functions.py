@@ -82,7 +82,7 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
     assert frame.accuracy.between(0.3, 1).all()
     assert frame.final_loss.nunique() > 2
     assert gl.verdict(frame, "accuracy").table.seeds.tolist() == [2]
-    ((record, _),) = tables.with_histories(frame.iloc[[1]])
+    ((record, _),) = tables.read_histories(frame.iloc[[1]])
     assert record["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
     run = once("usual.py:train", seed=1)
     assert (run.record["id"], run.metrics["accuracy"]) == (frame.id[1], frame.accuracy[1])

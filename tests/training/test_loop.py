@@ -13,7 +13,7 @@ import torch
 
 from gpulab.data.feed import Loader
 from gpulab.training import loop
-from gpulab.training.loop import Plain
+from gpulab.training.loop import AutogradEngine
 from gpulab.training.networks import NetworkRun
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
@@ -30,7 +30,7 @@ def test_it_is_the_loop_that_everybody_writes(model):
     spec = planned(model)
     net, losses, state = copy.deepcopy(spec.model).double(), [], None
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for window in spec.remaining_windows(spec.set_up()):
+    for window in spec.remaining_windows(spec.init_training()):
         of_window = []
         for batch in net.batches((torch.from_numpy(window.frames).float() / 255).double()):
             optimizer.zero_grad()
@@ -39,8 +39,8 @@ def test_it_is_the_loop_that_everybody_writes(model):
             optimizer.step()
             of_window.append(per_frame.mean().item())
         losses.append(sum(of_window) / len(of_window))
-    training = spec.set_up()
-    loop.train(training, spec.remaining_windows(training), Plain(training, Loader("window", spec.setting)))
+    training = spec.init_training()
+    loop.train(training, spec.remaining_windows(training), AutogradEngine(training, Loader("window", spec.setting)))
     assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-12)
     assert [note.window for note in training.history] == [0, 1, 2, 3, 4]
     assert training.step == (100 if model == "autoencoder" else 5)
@@ -61,7 +61,7 @@ class Telling:
 
 def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
     spec = planned("prednet")
-    training, engine, seen = spec.set_up(), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
+    training, engine, seen = spec.init_training(), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
     loop.train(
         training, spec.remaining_windows(training), engine, lambda: seen.append((training.step, training.inside_window))
     )
@@ -74,7 +74,7 @@ def test_a_loss_that_is_not_finite_ends_it_also_when_looked_at_seldom(wrong):
     notes, looks = [], []
     for look_every in (0.0, 1000.0):
         spec = planned("autoencoder")
-        training = spec.set_up()
+        training = spec.init_training()
         training.look_every = look_every
         engine = Telling([1.0, 3.0], [2.0, 2.0], [4.0, wrong], [1.0, 1.0], [1.0, 1.0])
         loop.train(training, spec.remaining_windows(training), engine, partial(looks.append, look_every))
@@ -89,6 +89,8 @@ def test_a_loss_that_is_not_finite_ends_it_also_when_looked_at_seldom(wrong):
 
 
 def test_the_notebook_prints_this_loop():
-    printed = "".join(inspect.getsource(part) + "\n" for part in (loop.train, Plain.update, Plain.gradients))
+    printed = "".join(
+        inspect.getsource(part) + "\n" for part in (loop.train, AutogradEngine.update, AutogradEngine.gradients)
+    )
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
     assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed

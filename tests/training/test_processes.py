@@ -178,7 +178,7 @@ def test_start_method_of_the_program_is_that_of_its_workers(chosen, monkeypatch)
     assert workers.chosen_start_method() == chosen or METHODS[0] == chosen
     monkeypatch.setattr(worker_process, "_start_method", chosen)
     multiprocessing.set_start_method("spawn", force=True)
-    worker_process.begin_run()
+    worker_process.reset_start_method()
     assert multiprocessing.get_start_method(allow_none=True) == chosen
 
 
@@ -264,13 +264,13 @@ def test_signals_that_a_program_handles_or_ignores_are_left_alone(monkeypatch):
     try:
         signal.signal(signal.SIGTERM, own)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with workers.ended_by_signals():
+        with workers.end_on_signals():
             assert signal.getsignal(signal.SIGTERM) is own
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raised = []
         monkeypatch.setattr(signal, "raise_signal", raised.append)
-        with pytest.raises(KeyboardInterrupt), workers.ended_by_signals():
+        with pytest.raises(KeyboardInterrupt), workers.end_on_signals():
             os.kill(os.getpid(), signal.SIGTERM)
         assert raised == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -166,12 +166,12 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(mode
     for after in stops:
         interrupted(lambda watch: trained(model, store=tmp_path, **watch), after)
         assert gl.runs(tmp_path).empty
-        assert len(list((tmp_path / stores.WORK).glob("*.safetensors"))) == 1
+        assert len(list((tmp_path / stores.WORK_FOLDER).glob("*.safetensors"))) == 1
     resumed = trained(model, store=tmp_path)
     assert resumed.record["resumed_at"] == stops[-1] / 20
     assert same(resumed, reference(model))
     assert resumed.record["gradients"] == reference(model).record["gradients"] != ""
-    assert list((tmp_path / stores.WORK).iterdir()) == []
+    assert list((tmp_path / stores.WORK_FOLDER).iterdir()) == []
     assert len(gl.runs(tmp_path)) == 1
 
 
@@ -186,7 +186,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
 
 def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=80)
-    (file,) = (tmp_path / stores.WORK).glob("*.safetensors")
+    (file,) = (tmp_path / stores.WORK_FOLDER).glob("*.safetensors")
     tensors, notes = read_tensors(file)
     tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}
     write_tensors(file, tensors, notes)
