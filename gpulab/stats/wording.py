@@ -160,7 +160,7 @@ def _name_facts(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> d
         "factor": verdict.factor,
         "block": block,
         "shared": f"only one {block}" if row.seeds else f"no {block}",
-        "fewest": fewest_pairs(verdict.alpha / len(verdict.rows) / verdict.looks),
+        "fewest": min_significant_pairs(verdict.alpha / len(verdict.rows) / verdict.looks),
     }
 
 
