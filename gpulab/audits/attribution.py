@@ -24,14 +24,14 @@ import numpy as np
 
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import INFINITY, Comparison
-from gpulab.audits.diagnosis import SCALER, UPDATE_LOST, rounded_before, skips_updates
+from gpulab.audits.diagnosis import SCALER, UPDATE_LOST, is_nonfinite_on_one_side, rounded_before
 from gpulab.audits.findings import KINDS, Finding, placed
 from gpulab.audits.graphs import Node
 from gpulab.audits.traces import Operation
 from gpulab.audits.values import Value
 
 # What is found where results differ in float64. No rounding explains that.
-FROM_SOURCES = ("mismatch", "other data", "different random numbers", "cause not found", "cannot be told")
+SOURCE_KINDS = ("mismatch", "other data", "different random numbers", "cause not found", "cannot be told")
 MAX_VISITS = 16  # of one pair of values
 Pair = tuple[Value | None, Value | None]  # a value of the first side and its counterpart; None where it has none
 
@@ -73,8 +73,8 @@ class Attribution:
             return finding.share
         if not self.total or finding.kind in ("rounding", "not finite") or finding.detail.startswith(UPDATE_LOST):
             return math.nan  # the rounding of an update counts for the operation that made it
-        if finding.side_by_side and self.from_sources:
-            alike = [other for other in siblings if other.side_by_side]
+        if finding.is_pairwise and self.from_sources:
+            alike = [other for other in siblings if other.is_pairwise]
             return self.from_sources / self.total if len(alike) == 1 else math.nan
         kept = sum(self.kept[op] for op in (finding.op, *finding.others))
         own = math.hypot(*(_own_error(op) for op in (finding.op, *finding.others)))
@@ -226,7 +226,7 @@ def ranked(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]
     def order(finding: Finding) -> tuple[int, float, int]:
         if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < begins:
             return -2, 0.0, 0
-        if finding.side_by_side and finding.kind in FROM_SOURCES and not skips_updates(comparison):
+        if finding.is_pairwise and finding.kind in SOURCE_KINDS and not is_nonfinite_on_one_side(comparison):
             return 1, -2.0, 0  # in the order in which the executions begin to differ
         tier = 1 if finding.op and finding.op is lost else _tier(comparison, finding)
         # Of shares that are shown as the same, the first operation's comes first, and what follows from it later.
@@ -241,7 +241,7 @@ def _rounded_data(comparison: Comparison, attribution: Attribution) -> list[Find
     for value, amount in attribution.from_data.items():
         side = int(value in comparison.graphs[1].users)
         user = next(iter(comparison.graphs[side].users.get(value, [])), None)
-        if user is None or value.dtype not in tol.SHORT or value.deviation <= tol.SAME_VALUE:
+        if user is None or value.dtype not in tol.SHORT_FORMATS or value.deviation <= tol.SAME_VALUE_TOLERANCE:
             continue
         op, trace = user.op, comparison.traces[side]
         detail = (
@@ -271,7 +271,7 @@ def _with_conversions(comparison: Comparison, findings: Sequence[Finding]) -> li
     shares = [finding.share for finding in findings]
     for place, finding in enumerate(findings):
         op = finding.op
-        if op is None or op.name != "_to_copy" or op.dtype not in tol.SHORT:
+        if op is None or op.name != "_to_copy" or op.dtype not in tol.SHORT_FORMATS:
             continue
         if finding.kind == "reduced precision" and finding.share > 0:
             user = _user_of(comparison, op)
@@ -313,23 +313,25 @@ def _tier(comparison: Comparison, finding: Finding) -> int:
     """
     if finding.kind in ("not finite", "overwritten"):
         return -1 if finding.kind == "not finite" else 0
-    if not finding.bounded or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED):
+    if not finding.has_bound or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED_SHARE):
         return 1
     if finding.kind == "reduced precision" and finding.op:
         if finding.detail.startswith(UPDATE_LOST):
             return 1
         return 3 if finding.op.name == "_to_copy" else 2 + 2 * finding.op.rounded_before
     if finding.kind == "nondeterminism":
-        return 6 if finding.share < tol.LITTLE and not comparison.differing else 2
+        return 6 if finding.share < tol.NEGLIGIBLE_SHARE and not comparison.differing else 2
     if finding.kind == "another valid answer":
-        return 2 if any(comparison.apart(result) > tol.UNEXPLAINED for result in comparison.results) else 6
+        return (
+            2 if any(comparison.apart(result) > tol.MIN_UNEXPLAINED_DIFFERENCE for result in comparison.results) else 6
+        )
     return 5 if finding.kind == "rounding" else 2
 
 
 def _lost_before_nan(comparison: Comparison) -> tuple[Operation | None, str]:
     """The operation that lost the digits before a NaN or infinity of one side alone, and what is said of that."""
     op = rounded_before(comparison)
-    if op is None or not skips_updates(comparison):
+    if op is None or not is_nonfinite_on_one_side(comparison):
         return None, ""
     ((side, origin),) = comparison.not_finite.items()
     first, skipped = origin.first, _skipped(comparison, side)

@@ -17,7 +17,7 @@ from gpulab.audits import tolerances as tol
 from gpulab.audits.attribution import ranked
 from gpulab.audits.comparison import Comparison, Result
 from gpulab.audits.compiled import CompiledAudit, audit_compiled
-from gpulab.audits.diagnosis import diagnose, skips_updates
+from gpulab.audits.diagnosis import diagnose, is_nonfinite_on_one_side
 from gpulab.audits.findings import KINDS, Finding, described, named
 from gpulab.audits.page import AnswerPage, Rows, operation_rows
 from gpulab.audits.recording import record
@@ -91,7 +91,7 @@ class Audit(AnswerPage):
             for side, op in (("a", pair.a), ("b", pair.b)):
                 row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
             gaps = self.comparison.gaps(pair.a, pair.b) if pair.a and pair.b else [math.nan]
-            row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS}
+            row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS_TOLERANCE}
             rows.append(row)
         return pd.DataFrame(rows).rename(columns={"name": "operation"})
 
@@ -121,7 +121,9 @@ def _kinds_in_words(answer: Audit) -> str:
     kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
     if not kinds:
         gaps = answer.comparison.gaps
-        identical = all(pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS for pair in answer.pairs)
+        identical = all(
+            pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS_TOLERANCE for pair in answer.pairs
+        )
         kinds = "identical to the last bit" if identical else "all is well: rounding alone"
         kinds += ", in the results that both sides have" if answer.comparison.unpaired else ""
     return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
@@ -136,7 +138,7 @@ def _sizes(comparison: Comparison) -> list[str]:
     for group in ("loss", "gradient", "updated"):
         of_group = [result for result in both if result.group == group and math.isfinite(apart[result])]
         # A gradient that is nothing but roundings, or not finite, has no size to compare with.
-        sound = [r for r in of_group if not any(v.is_rounding_alone for v in comparison.values(r.a))]
+        sound = [r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))]
         bad = {op for origin in comparison.not_finite.values() for op in origin.results}
         sound = [result for result in sound if bad.isdisjoint((result.a, result.b))]
         is_told = group != "updated" or not chosen or any(not result.agrees for result in sound)
@@ -251,7 +253,7 @@ def compare(a: Trace, b: Trace) -> Audit:
     comparison = Comparison(a, b)
     sources: list[Source] = []
     for _ in range(MAX_ENTRIES):
-        if not comparison.differing or skips_updates(comparison):
+        if not comparison.differing or is_nonfinite_on_one_side(comparison):
             sources = []
             break
         sources = find_sources(comparison)

@@ -20,7 +20,7 @@ from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import LARGEST, SKETCH
 from gpulab.audits.graphs import Graph, Node
 from gpulab.audits.matching import Matches, PartSearch, same, tolerance_of
-from gpulab.audits.traces import RESULT, TENSOR, TWINS, Json, Operation, Trace
+from gpulab.audits.traces import KERNEL_ALIASES, RESULT, TENSOR, Json, Operation, Trace
 from gpulab.audits.values import Value, finite_distance
 from gpulab.settings import Setting
 
@@ -33,7 +33,7 @@ EXECUTION_ARGUMENTS = frozenset(_EXECUTION_ARGUMENTS.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 NAN, INFINITY = "NaN", "infinity"
-OF_LEAVES = ("gradient", "updated")
+LEAF_RESULTS = ("gradient", "updated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Result:
     @property
     def group(self) -> str:
         """`gradient`, `updated` or `loss`."""
-        return self.one.name if self.one.name in OF_LEAVES else "loss"
+        return self.one.name if self.one.name in LEAF_RESULTS else "loss"
 
 
 @dataclass(frozen=True)
@@ -129,21 +129,21 @@ class Comparison:
         self.uncertain = [
             graph.following({v for v in graph.trace.values.values() if not v.exact}) for graph in self.graphs
         ]
-        moved = min(1.0, tol.AMPLIFIED * max(self.from_outside.values(), default=0.0))
+        moved = min(1.0, tol.MAX_EXTERNAL_AMPLIFICATION * max(self.from_outside.values(), default=0.0))
         self._tolerances = [
             tolerance_of(
                 graph,
                 dict.fromkeys(graph.following(set(self.from_outside)), moved)
-                | dict.fromkeys(uncertain, tol.INEXACT[self.is_short(side)]),
+                | dict.fromkeys(uncertain, tol.INEXACT_TOLERANCES[self.is_short(side)]),
             )
             for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
         ]
-        self._of_first = set(a.values.values())
+        self._values_of_first = set(a.values.values())
         self.side_of = {op: side for side, trace in enumerate(self.traces) for op in trace.operations}
 
     def tolerance(self, value: Value) -> float:
         """How far another reference of a value may be from this one, relative to it."""
-        return self._tolerances[value not in self._of_first](value)
+        return self._tolerances[value not in self._values_of_first](value)
 
     # --- the two sides ------------------------------------------------------------------------------------
 
@@ -180,20 +180,20 @@ class Comparison:
     def results(self) -> list[Result]:
         """The loss, what else was returned, gradients and updates, and whether they agree in float64."""
         of_both = [[op for op in trace.operations if op.phase == RESULT] for trace in self.traces]
-        returned = [{(op.name, op.module): op for op in ops if op.name not in OF_LEAVES} for ops in of_both]
-        results = [self._result(a, b) for a, b in self._paired_returns(*returned)]
+        returned = [{(op.name, op.module): op for op in ops if op.name not in LEAF_RESULTS} for ops in of_both]
+        results = [self._result(a, b) for a, b in self._pair_returns(*returned)]
         leaves = [_leaves(trace, ops) for trace, ops in zip(self.traces, of_both, strict=True)]
-        pairs = self._paired_leaves(*([leaf for leaf in of_side if not leaf.state] for of_side in leaves))
-        for x, y in [*pairs, *_paired_states(leaves[0], leaves[1], pairs)]:
+        pairs = self._pair_leaves(*([leaf for leaf in of_side if not leaf.state] for of_side in leaves))
+        for x, y in [*pairs, *_pair_states(leaves[0], leaves[1], pairs)]:
             gradients = (x.gradient if x else None, y.gradient if y else None)
             updates = (x.updated if x else None, y.updated if y else None)
             if any(gradients):
                 results.append(self._result(*gradients, starts=(x, y)))
             if any(updates):
                 results.append(self._result(*updates, starts=(x, y)))
-        return self._without_parts([result for result in results if not self._is_nothing(result)])
+        return self._accept_parts([result for result in results if not self._is_negligible(result)])
 
-    def _paired_returns(
+    def _pair_returns(
         self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
     ) -> list[tuple[Operation | None, Operation | None]]:
         """What both sides returned in one place; of two programs, what is left is paired by value."""
@@ -203,7 +203,7 @@ class Comparison:
         left_a = [a for key, a in first.items() if key not in second]
         left_b = [b for key, b in second.items() if key not in first]
         for a in left_a:
-            alike = (b for b in left_b if not self.is_one_program and self._all_same(self.values(a), self.values(b)))
+            alike = (b for b in left_b if not self.is_same_program and self._all_same(self.values(a), self.values(b)))
             other = next(alike, None)
             if other is not None:
                 left_b.remove(other)
@@ -225,15 +225,17 @@ class Comparison:
         if not x or len(x) != len(y):
             return Result(a, b, agrees=False, has_no_counterpart=not (a and b) and None in starts)
         pairs = list(zip(x, y, strict=True))
-        gap = max(_gap_in_float64(v, w) for v, w in pairs)
+        gap = max(_reference_gap(v, w) for v, w in pairs)
         return Result(a, b, all(same(v, w, self.tolerance) or self._is_too_small(v, w) for v, w in pairs), gap)
 
     def _is_too_small(self, x: Value, y: Value) -> bool:
         """Whether two references differ by less than float32's roundings, as by a constant of another precision."""
         unaided = [value.deviation for side, value in enumerate((x, y)) if not self.is_short(side)]
-        return x.is_real and _gap_in_float64(x, y) <= max([tol.SAME_VALUE, *([min(unaided)] if unaided else [])])
+        return x.is_real and _reference_gap(x, y) <= max(
+            [tol.SAME_VALUE_TOLERANCE, *([min(unaided)] if unaided else [])]
+        )
 
-    def _paired_leaves(self, first: list[_Leaf], second: list[_Leaf]) -> list[tuple[_Leaf | None, _Leaf | None]]:
+    def _pair_leaves(self, first: list[_Leaf], second: list[_Leaf]) -> list[tuple[_Leaf | None, _Leaf | None]]:
         """Parameters and buffers that began with the same value; else those of one name and shape.
 
         Several may begin with the same value, as biases begin with zeros. They are told apart by their gradients, and
@@ -273,13 +275,13 @@ class Comparison:
         pairs = zip(first, second, strict=False)
         return len(first) == len(second) and all(same(x, y, self.tolerance) for x, y in pairs)
 
-    def _is_nothing(self, result: Result) -> bool:
+    def _is_negligible(self, result: Result) -> bool:
         """Whether a result of one side alone is zero, or nothing but roundings: the other side need not compute it."""
-        if (result.a and result.b) or self.is_one_program:
+        if (result.a and result.b) or self.is_same_program:
             return False
-        return result.one.name == "gradient" and all(value.is_rounding_alone for value in self.values(result.one))
+        return result.one.name == "gradient" and all(value.is_pure_rounding for value in self.values(result.one))
 
-    def _without_parts(self, results: list[Result]) -> list[Result]:
+    def _accept_parts(self, results: list[Result]) -> list[Result]:
         """The same, where results that each side alone has, but which are parts of each other, count as agreeing."""
         alone = [[r for r in results if (r.b if side else r.a) is None] for side in (1, 0)]
         if not all(alone):
@@ -293,14 +295,14 @@ class Comparison:
         return [Result(r.a, r.b, agrees=True) if r in agreed else r for r in results]
 
     @cached_property
-    def is_one_program(self) -> bool:
+    def is_same_program(self) -> bool:
         """Whether the two traces are of one step, so that each has every result that the other one has."""
         return self.a.step == self.b.step
 
     @cached_property
     def unpaired(self) -> list[Result]:
         """Results of one of two programs that the other one has not: its own parameters, buffers and outputs."""
-        if self.is_one_program:
+        if self.is_same_program:
             return []
         return [result for result in self.results if result.has_no_counterpart and not result.agrees]
 
@@ -375,7 +377,7 @@ class Comparison:
         return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [0.0]
 
 
-def _gap_in_float64(x: Value, y: Value) -> float:
+def _reference_gap(x: Value, y: Value) -> float:
     if x.reference is None or y.reference is None:
         return math.nan
     return finite_distance(y.reference, x.reference) if x.reference.any() else finite_distance(x.reference, y.reference)
@@ -398,15 +400,15 @@ class _Leaf:
 
 def _is_short(trace: Trace) -> bool:
     setting = Setting.parse(trace.setting)
-    asked = setting.emulated or setting.autocast or setting.precision in tol.SHORT
+    asked = setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS
     in_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()  # flags that a CPU does not heed
-    return bool(asked) or in_tf32 or any(op.dtype in tol.SHORT for op in trace.operations)
+    return bool(asked) or in_tf32 or any(op.dtype in tol.SHORT_FORMATS for op in trace.operations)
 
 
 def _leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
     leaves: dict[tuple[str, ...], _Leaf] = {}
     for op in results:
-        if op.name in OF_LEAVES:
+        if op.name in LEAF_RESULTS:
             key = (op.module, *op.inputs)
             start = [trace.values[name] for name in op.inputs]
             leaf = leaves.setdefault(key, _Leaf(op.module, start, op.arguments.get("state", "")))
@@ -414,7 +416,7 @@ def _leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
     return list(leaves.values())
 
 
-def _paired_states(
+def _pair_states(
     first: list[_Leaf], second: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
 ) -> list[tuple[_Leaf | None, _Leaf | None]]:
     """What the optimizers of both sides hold for parameters that stand for each other."""
@@ -433,7 +435,7 @@ def _paired_states(
 
 def kernel(op: Operation) -> str:
     """The name of what an operation computes, whichever kernel does it."""
-    return TWINS.get(op.name, op.name)
+    return KERNEL_ALIASES.get(op.name, op.name)
 
 
 # --- what differs ---------------------------------------------------------------------------------------------
@@ -465,12 +467,12 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
     results = [op for op in trace.operations if op.phase == RESULT and (nans | infinities) & set(op.outputs)]
     if not results:
         return None
-    results.sort(key=lambda op: op.name in OF_LEAVES)
-    losses = [op for op in results if op.name not in OF_LEAVES]
+    results.sort(key=lambda op: op.name in LEAF_RESULTS)
+    losses = [op for op in results if op.name not in LEAF_RESULTS]
     values = {value for op in losses or results for value in op.outputs}
     what, bad = (NAN, nans) if nans & values else (INFINITY, infinities)
     origin, made = _origin(trace, bad)
-    infinity = _maker_of_infinity(graph, origin, infinities) if made and what == NAN else None
+    infinity = _find_infinity_source(graph, origin, infinities) if made and what == NAN else None
     bad_results = (trace.values[name] for op in results for name in op.outputs)
     in_reference = any(value.reference is None or not np.isfinite(value.total).all() for value in bad_results)
     cancelled = _find_cancellation(graph, infinity or origin) if made else None
@@ -497,10 +499,10 @@ def _loses_digits(node: Node) -> bool:
         max((value.deviation for value in values if value.is_real and not is_infinite(value.sketch)), default=0.0)
         for values in (node.outputs, node.inputs)
     )
-    return outputs > max(tol.DIGITS_LOST, tol.CANCELLATION * inputs)
+    return outputs > max(tol.MIN_DIGIT_LOSS_ERROR, tol.MIN_CANCELLATION_GROWTH * inputs)
 
 
-def _maker_of_infinity(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
+def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
     """The operation that made the infinity that another one was given, perhaps through further operations."""
     infinite = {graph.trace.values[name] for name in infinities}
     node = graph.node_of.get(op)

@@ -18,7 +18,7 @@ from gpulab.guards.fingerprints import content
 # about a fifth.
 SKETCH = 64
 LARGEST = 2.0**127  # whose sums and squares are finite
-WITH_FLOAT64 = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
+FLOAT64_DEVICES = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
 BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory for their signs
 
 
@@ -54,9 +54,9 @@ def name(tensor: Tensor, digest: int | None = None) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def where_float64_is(tensor: Tensor) -> Tensor:
+def to_float64_device(tensor: Tensor) -> Tensor:
     """The tensor where it can be computed with in float64: on the CPU for Apple's and some of Intel's GPUs."""
-    return tensor if tensor.device.type in WITH_FLOAT64 else tensor.cpu()
+    return tensor if tensor.device.type in FLOAT64_DEVICES else tensor.cpu()
 
 
 def sketch(tensor: Tensor) -> np.ndarray:
@@ -75,7 +75,7 @@ def sketch(tensor: Tensor) -> np.ndarray:
     >>> bool((sketch(holed) == sketch(nothing)).all())
     True
     """
-    tensor = where_float64_is(tensor.detach())
+    tensor = to_float64_device(tensor.detach())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     numbers = tensor.reshape(-1)
@@ -88,12 +88,12 @@ def sketch(tensor: Tensor) -> np.ndarray:
 def _sums(numbers: Tensor) -> np.ndarray:
     """The sketch of many numbers: the sum of those of all blocks, each with shifts and a sign of its own."""
     if numbers.numel() <= BLOCK:
-        return _sums_of_block(numbers, 0)
+        return _block_sums(numbers, 0)
     blocks = enumerate(numbers.split(BLOCK))
-    return np.sum([_sums_of_block(block, number % SKETCH) * (-1) ** number for number, block in blocks], axis=0)
+    return np.sum([_block_sums(block, number % SKETCH) * (-1) ** number for number, block in blocks], axis=0)
 
 
-def _sums_of_block(numbers: Tensor, shift: int) -> np.ndarray:
+def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
     """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
     count = numbers.numel()
     if numbers.dtype not in (torch.float32, torch.float64):  # of which torch cannot multiply all

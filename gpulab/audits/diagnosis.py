@@ -27,16 +27,16 @@ from gpulab.audits.twins import DEFINITIONS
 from gpulab.settings import Setting
 
 ANOTHER_FUNCTION = "it computes a different function there"
-GIVEN_OTHER_VALUES = (
+UNSEEDED_VALUES_ADVICE = (
     "seed it inside the step, or draw once and reuse the result: an unseeded generator (numpy.random.default_rng(), "
     "random.Random()), the clock, or a loader that continues gives different values each time; and let the step start "
     "from the same weights and optimizer state"
 )
-KEEP_UPDATES = (
+LOST_UPDATE_ADVICE = (
     "keep the weights in float32 and cast them for the forward pass, as autocast does, or use stochastic rounding: "
     "a {dtype} number cannot represent a relative change of less than about {unit:.0e}"
 )
-COUNTED = "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to 2,048"
+INTEGER_ADVICE = "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to 2,048"
 UPDATE_LOST = "update lost"
 SCALER = "_amp_foreach_non_finite_check_and_unscale"
 
@@ -59,7 +59,7 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
     return [*findings, _rounding(comparison)]
 
 
-def skips_updates(comparison: Comparison) -> bool:
+def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
     """Whether one side alone ends in NaN or infinity, and would not in float64: all else that differs follows."""
     return len(comparison.not_finite) == 1 and not next(iter(comparison.not_finite.values())).in_reference
 
@@ -72,7 +72,7 @@ def rounded_before(comparison: Comparison) -> Operation | None:
     graph = comparison.graphs[side]
     queue = [origin.first]
     for op in queue:  # which grows
-        if op.format or op.dtype in tol.SHORT:
+        if op.format or op.dtype in tol.SHORT_FORMATS:
             return op
         node = graph.node_of.get(op)
         makers = [graph.maker.get(value) for value in node.inputs] if node else []
@@ -88,7 +88,7 @@ def _overwritten(trace: Trace) -> Iterator[Finding]:
     for entry in trace.overwritten:
         detail = f"the backward pass needed memory that had been overwritten since it was saved: {entry['why']}"
         location = (entry["operation"], "backward", "", entry["line"])
-        yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], bounded=False)
+        yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], has_bound=False)
 
 
 def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
@@ -114,7 +114,7 @@ def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
 
 def _not_finite_alone(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
     """NaN or infinity of one side alone that neither a short format nor a wrong kernel explains."""
-    if not skips_updates(comparison) or rounded_before(comparison) is not None:
+    if not is_nonfinite_on_one_side(comparison) or rounded_before(comparison) is not None:
         return []
     (origin,) = comparison.not_finite.values()
     wrong = {finding.op for finding in findings if finding.kind == "mismatch"}
@@ -128,14 +128,14 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
     """
     if op.anew:
         detail = "received different values in the second execution, which no operation of the step produced"
-        yield _finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
+        yield _finding_of(comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True)
     elif op.repeats is False:
         apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
         detail = f"gave different bits in the second execution{apart}"
         yield _finding_of(comparison, "nondeterminism", op, detail, size=math.nan if op.spread is None else op.spread)
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
-    if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
+    if op.format or (op.dtype in tol.SHORT_FORMATS and op.inputs and op.error is not None):
         detail = f"computed in {op.dtype}"
         if op.format == FLUSHED:
             detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
@@ -148,9 +148,14 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
         times = "and rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
         detail = f"its error against float64 is {error:.1e}, {times}"
         yield _finding_of(comparison, "mismatch", op, detail, size=size)
-    elif op.dtype in tol.SHORT and not op.inputs and op.outputs and _deviation(comparison, op) > tol.COINCIDES:
+    elif (
+        op.dtype in tol.SHORT_FORMATS
+        and not op.inputs
+        and op.outputs
+        and _deviation(comparison, op) > tol.REFERENCE_TOLERANCE
+    ):
         size = _deviation(comparison, op)  # such as places, counted by `arange`
-        yield _finding_of(comparison, "reduced precision", op, f"computed in {op.dtype}", COUNTED, size=size)
+        yield _finding_of(comparison, "reduced precision", op, f"computed in {op.dtype}", INTEGER_ADVICE, size=size)
 
 
 def _deviation(comparison: Comparison, op: Operation) -> float:
@@ -162,7 +167,7 @@ def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
     """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
     trace, graph = comparison.traces[side], comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
-    lost = [op for op in updates if op.arguments["lost"] >= tol.LOST_SHARE * op.arguments["moved"]]
+    lost = [op for op in updates if op.arguments["lost"] >= tol.LOST_UPDATE_SHARE * op.arguments["moved"]]
     if not lost:
         return
     makers = [graph.maker.get(value) for op in lost for value in comparison.values(op)]
@@ -175,7 +180,7 @@ def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
         f"{UPDATE_LOST}: {numbers:,} of the {moved:,} numbers in {names} that change in float64 keep their old value "
         f"(in {len(lost)} of {len(updates)} updated tensors)"
     )
-    advice = KEEP_UPDATES.format(dtype=dtype, unit=unit)
+    advice = LOST_UPDATE_ADVICE.format(dtype=dtype, unit=unit)
     yield _finding_of(comparison, "reduced precision", blamed, detail, advice, size=math.nan)
 
 
@@ -216,16 +221,16 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
 
 def _missing(comparison: Comparison) -> Iterator[Finding]:
     """A gradient or an update that one side alone computes (the faults "a bias without gradient")."""
-    if skips_updates(comparison):
+    if is_nonfinite_on_one_side(comparison):
         return
     for result in comparison.differing:
         if not (result.a and result.b):
             there = comparison.other_title(result.one)
             advice = f"check why {there} does not compute it: {ANOTHER_FUNCTION}"
             # One program of two may well keep a result to itself, so that other differences come first.
-            bounded = not comparison.is_one_program
+            has_bound = not comparison.is_same_program
             detail = f"{there} does not compute it"
-            yield _finding_of(comparison, "mismatch", result.one, detail, advice, bounded=bounded)
+            yield _finding_of(comparison, "mismatch", result.one, detail, advice, has_bound=has_bound)
 
 
 def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
@@ -243,7 +248,7 @@ def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Fin
             continue  # nondeterminism says so
         finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
-    if not sources and comparison.differing and not given_anew and not skips_updates(comparison):
+    if not sources and comparison.differing and not given_anew and not is_nonfinite_on_one_side(comparison):
         loose = [graph.following(set(comparison.from_outside)) for graph in comparison.graphs]
         paired = [
             result
@@ -320,7 +325,7 @@ def _of_arguments(
     line = f", at {a.line}" if a.line != b.line else ""
     detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}{_effect(comparison)}"
     if all(_is_of_format(x, a.dtype) and _is_of_format(y, b.dtype) for x, y in arguments.values()):
-        short = b if b.dtype in tol.SHORT else a
+        short = b if b.dtype in tol.SHORT_FORMATS else a
         detail += "; both are properties of the number formats"
         advice = f"take the number from torch.float32 and not from {short.dtype} if it matters"
         return _finding_between(comparison, "reduced precision", short, gap, detail, advice)
@@ -354,14 +359,14 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
         uncertain = comparison.uncertain[side]
         if uncertain.isdisjoint(node.outputs):
             continue
-        if node.op.name in tol.DECIDES or node.op.name in comparison.traces[side].without_reference:
+        if node.op.name in tol.DISCONTINUOUS_OPERATIONS or node.op.name in comparison.traces[side].without_reference:
             return True
         for value in node.outputs:
             others = [
                 v for v in comparison.graphs[1 - side].values() if v.shape == value.shape and v.dtype == value.dtype
             ]
             nearest = min((comparison.gap(value, other) for other in others), default=0.0)
-            if nearest <= tol.FAR * comparison.tolerance(value):
+            if nearest <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
                 return True
     return False
 
@@ -391,9 +396,9 @@ def _cannot_be_told(comparison: Comparison, source: Source, gap: float) -> Findi
     one_kernel = source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
     given = [value for node in source.nodes for value in node.inputs]
     if one_kernel and not any(is_infinite(value.sketch) for value in given):
-        bound = tol.ROOM * sum(n.op.loosest or n.op.bound or 0.0 for n in source.nodes)
-        allowed = max(bound, tol.INEXACT[any(map(comparison.is_short, (0, 1)))])
-        if gap > allowed and op.name not in tol.DECIDES:
+        bound = tol.BOUND_SLACK * sum(n.op.max_bound or n.op.bound or 0.0 for n in source.nodes)
+        allowed = max(bound, tol.INEXACT_TOLERANCES[any(map(comparison.is_short, (0, 1)))])
+        if gap > allowed and op.name not in tol.DISCONTINUOUS_OPERATIONS:
             detail = (
                 f"from the same inputs, its result differs by {gap:.1e} (relative) from that under "
                 f"{comparison.other_title(op)}; rounding explains {allowed:.1e}"
@@ -447,7 +452,7 @@ def _other_answers(comparison: Comparison) -> Iterator[Finding]:
         given = [[comparison.traces[side].values[name] for name in op.inputs] for side, op in enumerate((a, b))]
         of_inputs = max(map(comparison.gap, *given), default=0.0)
         gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
-        if gap > tol.UNEXPLAINED and of_inputs <= tol.SAME_INPUTS:
+        if gap > tol.MIN_UNEXPLAINED_DIFFERENCE and of_inputs <= tol.SAME_INPUTS_TOLERANCE:
             detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
             yield _finding_between(comparison, "another valid answer", b, gap, detail)
 
@@ -463,8 +468,8 @@ def _finding_of(
     advice: str = "",
     *,
     size: float = math.nan,
-    bounded: bool = True,
-    side_by_side: bool = False,
+    has_bound: bool = True,
+    is_pairwise: bool = False,
 ) -> Finding:
     """A finding about an operation of one of two traces."""
     return Finding(
@@ -478,15 +483,15 @@ def _finding_of(
         detail,
         advice or ADVICE[kind],
         size=size,
-        bounded=bounded,
+        has_bound=has_bound,
         op=op,
-        side_by_side=side_by_side,
+        is_pairwise=is_pairwise,
     )
 
 
 def _finding_between(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:
     """A finding that shows side by side, of an operation that is so far from its partner; its detail, and an advice."""
-    return _finding_of(comparison, kind, op, *words, size=gap, side_by_side=True)
+    return _finding_of(comparison, kind, op, *words, size=gap, is_pairwise=True)
 
 
 def _place_of(op: Operation) -> str:
@@ -500,12 +505,12 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     convolution = op.name.startswith("convolution")
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
-    if op.dtype in tol.SHORT and setting.autocast == op.dtype:
+    if op.dtype in tol.SHORT_FORMATS and setting.autocast == op.dtype:
         keep = f"torch.autocast({setting.kind!r}, enabled=False)"
         return f"{setting} asks for it; {keep} around this line keeps it in float32"
-    if op.dtype in tol.SHORT and setting.precision == op.dtype:
+    if op.dtype in tol.SHORT_FORMATS and setting.precision == op.dtype:
         return f"{setting} asks for it; if it matters, .float() before this line computes it in float32"
-    if op.dtype in tol.SHORT:
+    if op.dtype in tol.SHORT_FORMATS:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"

@@ -58,8 +58,8 @@ ADVICE = {
 }
 
 
-SHOWN = 3  # findings in an issue
-MOST_LINES = 12  # of findings that are printed
+MAX_MARKDOWN_FINDINGS = 3  # findings in an issue
+MAX_PRINTED_LINES = 12  # of findings that are printed
 FIELDS = ("kind", "setting", "operation", "phase", "module", "line", "detail", "advice", "size", "share", "ratio")
 
 
@@ -71,9 +71,9 @@ class Finding:
     rounding explains (NaN where it has no float64 reference), `detail` what was seen. `size` is how far the operation's
     result is off for this reason, relative to it (NaN where that is not known), and `share` how much of the
     difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
-    computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
+    computed with wrong memory, or is missing, is not `has_bound`: it could explain everything.
 
-    `op` is the operation in its trace. `under_both` says whether both settings show it; `side_by_side` whether it was
+    `op` is the operation in its trace. `under_both` says whether both settings show it; `is_pairwise` whether it was
     found by comparing the two settings, each of which computes rightly what it is asked to. `others` are the operations
     of the other setting that show the same.
     """
@@ -89,9 +89,9 @@ class Finding:
     advice: str
     size: float = math.nan
     share: float = math.nan
-    bounded: bool = True
+    has_bound: bool = True
     op: Operation | None = field(default=None, repr=False, compare=False)
-    side_by_side: bool = field(default=False, repr=False, compare=False)
+    is_pairwise: bool = field(default=False, repr=False, compare=False)
     under_both: bool = field(default=False, repr=False, compare=False)
     others: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
@@ -103,7 +103,7 @@ class Finding:
         )
 
     def _effect(self) -> str:
-        if not self.bounded:
+        if not self.has_bound:
             return "\n      its effect has no bound: it could explain all of the difference in the results"
         if math.isnan(self.share) or self.kind == "rounding":
             return ""
@@ -197,7 +197,7 @@ class Answer(report.Report):
 
     def as_markdown(self) -> str:
         """What one pastes into an issue: the first line, the first three findings, and both machines."""
-        findings = "\n\n".join(map(str, self.findings[:SHOWN]))
+        findings = "\n\n".join(map(str, self.findings[:MAX_MARKDOWN_FINDINGS]))
         sides = (
             f"- {title}: {Passport(passport).summary()}"
             for title, passport in zip(self.titles, self.passports, strict=True)
@@ -226,5 +226,5 @@ def by_line(findings: Sequence[Finding]) -> list[str]:
         counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
         listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
         texts.append(f"{first}\n      also in this line: {listed}" if alike else str(first))
-    more = [f"… and {len(texts) - MOST_LINES} more lines"] if len(texts) > MOST_LINES else []
-    return texts[:MOST_LINES] + more
+    more = [f"… and {len(texts) - MAX_PRINTED_LINES} more lines"] if len(texts) > MAX_PRINTED_LINES else []
+    return texts[:MAX_PRINTED_LINES] + more

@@ -77,17 +77,17 @@ class Graph:
         return nodes
 
     @cached_property
-    def rounding_alone(self) -> set[Value]:
+    def pure_rounding_values(self) -> set[Value]:
         """Values that are nothing but roundings, and what is made of them and of zeros, such as their running means."""
         found: set[Value] = set()
         for node in self.nodes:
             reals = [value for value in node.inputs if value.is_real]
-            begins = any(value.deviation > tol.NOTHING_BUT_ROUNDING for value in reals)
-            if (begins or not found.isdisjoint(reals)) and all(v.is_rounding_alone or v in found for v in reals):
+            begins = any(value.deviation > tol.PURE_ROUNDING_RATIO for value in reals)
+            if (begins or not found.isdisjoint(reals)) and all(v.is_pure_rounding or v in found for v in reals):
                 found.update(node.outputs)
             largest = max((_size(value) for value in reals), default=0.0)
             for value in node.outputs:
-                if value.is_real and not value.sketch.any() and 0 < _size(value) <= tol.CANCELLED * largest:
+                if value.is_real and not value.sketch.any() and 0 < _size(value) <= tol.CANCELLATION_RESIDUE * largest:
                     found.add(value)  # the recorded sum is zero, and that of the reference next to nothing
         return found
 

@@ -18,11 +18,11 @@ from gpulab.audits.graphs import Graph
 from gpulab.audits.values import Value
 
 Tolerance = Callable[[Value], float]
-FEWEST_OF_A_PART = 4  # numbers; fewer may be found anywhere by chance
-LARGEST_TOLERANCE = 1e6
-MOST_STRETCHES = 1 << 18  # sums that are compared at a time
+MIN_PART_SIZE = 4  # numbers; fewer may be found anywhere by chance
+MAX_TOLERANCE = 1e6
+MAX_STRETCHES = 1 << 18  # sums that are compared at a time
 NEGLIGIBLE = 1e-24  # of the sum of squares: what a slice has that consists of roundings
-REACH = 12  # operations beyond what has a counterpart, among whose values parts are looked for
+MAX_PART_DEPTH = 12  # operations beyond what has a counterpart, among whose values parts are looked for
 
 
 def same(x: Value, y: Value, tolerance: Tolerance) -> bool:
@@ -85,7 +85,7 @@ class Matches:
             transposed = [] if equal else [other for other in near if is_transposed(value, other, self.tolerance)]
             if equal or transposed:
                 self.known |= {value, *equal, *transposed}
-            elif not value.tells_little:
+            elif not value.is_uninformative:
                 turned = [other for other in near if is_transposed(value, other, self.tolerance) is False]
                 self.rearranged.update([value, *turned] if turned else [])
 
@@ -93,7 +93,7 @@ class Matches:
         """Find values that are a slice of a value of the other execution, or are covered by slices of several."""
         everything = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
-            others = [v for v in everything[1 - side] if v.profiles and not v.is_rounding_alone]
+            others = [v for v in everything[1 - side] if v.profiles and not v.is_pure_rounding]
             self.known |= self._parts(graph, PartSearch(others, self.tolerance))
 
     def _parts(self, graph: Graph, others: PartSearch) -> set[Value]:
@@ -103,13 +103,13 @@ class Matches:
             node = graph.maker.get(value)
             before = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
             depth[value] = 0 if value in self.known else before + (node is None or not node.op.is_view)
-            is_loose = self.tolerance(value) > tol.SHARP_ENOUGH
+            is_loose = self.tolerance(value) > tol.MAX_SUM_MATCHING_TOLERANCE
             if (
                 is_loose
                 or value in self.known
-                or depth[value] > REACH
-                or value.tells_little
-                or value.count < FEWEST_OF_A_PART
+                or depth[value] > MAX_PART_DEPTH
+                or value.is_uninformative
+                or value.count < MIN_PART_SIZE
             ):
                 continue
             if others.has_whole_of(value) or others.cover(value):
@@ -148,9 +148,9 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
 
     None where they have no dimension of one size, so that it cannot be told.
     """
-    if x.is_rounding_alone and y.is_rounding_alone:
+    if x.is_pure_rounding and y.is_pure_rounding:
         return True
-    if max(tolerance(x), tolerance(y)) > tol.SHARP_ENOUGH:
+    if max(tolerance(x), tolerance(y)) > tol.MAX_SUM_MATCHING_TOLERANCE:
         return None
     allowed = 8 * max(tolerance(x), tolerance(y), 1e-9)
     squares = max(x.total[1], y.total[1])
@@ -186,12 +186,12 @@ class PartSearch:
             for dim, profile in value.profiles.items():
                 if np.isfinite(profile).all():
                     wholes[value.count, dim, profile.shape[1]].append(value)
-            if value.count >= FEWEST_OF_A_PART and not value.is_constant and np.isfinite(value.total).all():
+            if value.count >= MIN_PART_SIZE and not value.is_constant and np.isfinite(value.total).all():
                 parts[value.count].append(value)
         self.wholes = {
-            (count, size, start, dim): _Stretches(some[start : start + max(1, MOST_STRETCHES // size)], dim, tolerance)
+            (count, size, start, dim): _Stretches(some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance)
             for (count, dim, size), some in wholes.items()
-            for start in range(0, len(some), max(1, MOST_STRETCHES // size))
+            for start in range(0, len(some), max(1, MAX_STRETCHES // size))
         }
         self.parts = {
             count: (np.array([part.total for part in some]), np.array([tolerance(part) for part in some]))
@@ -276,12 +276,14 @@ def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
 
     def tolerance(value: Value) -> float:
         if value not in cache:
-            if value in graph.rounding_alone:
-                cache[value] = LARGEST_TOLERANCE
+            if value in graph.pure_rounding_values:
+                cache[value] = MAX_TOLERANCE
             elif value in uncertain:
                 cache[value] = uncertain[value] * _condition(graph, value)
             else:
-                cache[value] = tol.COINCIDES + min(LARGEST_TOLERANCE, tol.COINCIDES_BY_ROUNDING * value.deviation)
+                cache[value] = tol.REFERENCE_TOLERANCE + min(
+                    MAX_TOLERANCE, tol.REFERENCE_TOLERANCE_PER_DEVIATION * value.deviation
+                )
         return cache[value]
 
     return tolerance
@@ -291,5 +293,5 @@ def _condition(graph: Graph, value: Value) -> float:
     """How many times as large as those of its inputs the relative roundings of a value may be, by its error bound."""
     node = graph.maker.get(value)
     bound = (node.op.bound or 0.0) if node else 0.0
-    unit = tol.SHORT_SIZE if value.dtype in tol.SHORT else 64 * tol.ROUNDOFF
+    unit = tol.SHORT_FORMAT_ROUNDOFF if value.dtype in tol.SHORT_FORMATS else 64 * tol.FLOAT32_ROUNDOFF
     return max(1.0, bound / unit) if math.isfinite(bound) else 1.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpulab import _torch_internals
 from gpulab._torch_internals import Nested, named_leaves, tree_map
-from gpulab.audits.count_sketch import rounds, where_float64_is
+from gpulab.audits.count_sketch import rounds, to_float64_device
 from gpulab.audits.float64_failures import Request, ShortFormatRequests, line_of_error
 from gpulab.audits.recording import SEED
 from gpulab.errors import GpulabError, UsageError
@@ -24,10 +24,10 @@ Results = dict[str, Tensor]
 # How many times as far as one rounding leads a right result may be in float32. The numbers are moved so far, and not
 # the movement taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of
 # it.
-LEEWAY = 64.0
-FURTHEST = 2.0**-6  # the largest movement, which 64 roundings of TF32 exceed
+MAX_ERROR_RATIO = 64.0
+MAX_NUDGE = 2.0**-6  # the largest movement, which 64 roundings of TF32 exceed
 # In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The numbers are moved by one.
-SHORT_UNIT = 2.0**-11
+MIN_SHORT_ROUNDOFF = 2.0**-11
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModuleCall(Step):
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
 
 
-class _Whole(PreparedStep):
+class _StepRun(PreparedStep):
     """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
 
     With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`, up or down. With
@@ -122,7 +122,7 @@ class _Whole(PreparedStep):
         return {"loss": loss} | self.outputs
 
 
-class _Alone(_Whole):
+class _IsolatedModuleRun(_StepRun):
     """A module with the inputs, and the gradients of its outputs, that it had in a step."""
 
     def results(self) -> Results:
@@ -164,7 +164,7 @@ def is_short(setting: Setting) -> bool:
     [False, True, True]
     """
     dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
-    return torch.finfo(dtype).eps / 2 >= SHORT_UNIT
+    return torch.finfo(dtype).eps / 2 >= MIN_SHORT_ROUNDOFF
 
 
 def nudge_size(setting: Setting) -> float:
@@ -174,7 +174,7 @@ def nudge_size(setting: Setting) -> float:
     (True, True)
     """
     unit = rounding_unit(setting)
-    return unit if is_short(setting) else min(LEEWAY * unit, FURTHEST)
+    return unit if is_short(setting) else min(MAX_ERROR_RATIO * unit, MAX_NUDGE)
 
 
 def _kept(value: Nested) -> Nested:
@@ -202,7 +202,7 @@ def execute(
     Raises:
         GpulabError: Where torch's compiler fails, and where the step fails.
     """
-    kind = _Alone if isinstance(step, ModuleCall) else _Whole
+    kind = _IsolatedModuleRun if isinstance(step, ModuleCall) else _StepRun
     with seeded(setting, SEED), setting.apply():
         with (
             kind(step, setting, nudge, first_rounded_to) as prepared,
@@ -211,7 +211,7 @@ def execute(
         ):
             results: Results = prepared()  # type: ignore[assignment]  # all results in place of the loss
         state = _random_state(setting)
-    return Execution({name: where_float64_is(tensor).double() for name, tensor in results.items()}, state)
+    return Execution({name: to_float64_device(tensor).double() for name, tensor in results.items()}, state)
 
 
 def request_behind_failure(step: Step, setting: Setting) -> Request | None:
@@ -256,7 +256,7 @@ def _errors_explained(setting: Setting, model: nn.Module) -> Iterator[None]:
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
     """The first call of each module in a step that is done as it is written; inner modules stand before outer ones."""
-    prepared, calls, inputs = _Whole(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Nested]()
+    prepared, calls, inputs = _StepRun(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Nested]()
 
     def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
         inputs[module] = tree_map(_kept, (args, kwargs))

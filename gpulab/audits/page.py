@@ -34,8 +34,8 @@ from gpulab.pages import (
 from gpulab.picture import responsive
 from gpulab.wording import setting_words
 
-MOST_CARDS = 12  # findings that are seen before a fold
-MOST_ROWS = 20
+MAX_CARDS = 12  # findings that are seen before a fold
+MAX_ROWS = 20
 CAPTION = (
     "A dot is an operation under one of the settings, compared with float64 from the same inputs. Grey dots are what "
     "rounding explains."
@@ -117,8 +117,8 @@ class AnswerPage(Answer):
         return report.render(
             "audit_findings.html",
             cards=[_card(group, self.titles) for group in grouped(self.findings)],
-            most_cards=MOST_CARDS,
-            most_rows=MOST_ROWS,
+            max_cards=MAX_CARDS,
+            max_rows=MAX_ROWS,
             **vars(rows),
         )
 
@@ -233,7 +233,7 @@ def _card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
 
 def _share(finding: Finding) -> tuple[str, int | None, str]:
     """How much of the difference a finding explains: as words, as a number and as a clause."""
-    if not finding.bounded:
+    if not finding.has_bound:
         return "may explain all", None, "its effect has no bound: it may explain all of the difference in the results"
     if finding.kind == "rounding":
         return "" if math.isnan(finding.ratio) else f"{_units(finding.ratio)} of what rounding explains", None, ""

@@ -22,7 +22,7 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, check_step, ready, refused, seeded
 
-MOST_LETTERS = 32  # of an argument in the name of a step
+MAX_ARGUMENT_LETTERS = 32  # of an argument in the name of a step
 SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
 
 
@@ -171,7 +171,7 @@ def _short(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor{tuple(value.shape)}"
     text = str(value)
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
+    return text if len(text) <= MAX_ARGUMENT_LETTERS else f"{text[:MAX_ARGUMENT_LETTERS]}…"
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:

@@ -37,7 +37,7 @@ MIN_GROWTH = 1 << 18  # bytes of new copies before copies of freed storages are 
 MAX_GROWTH = 1 / 32  # the same, relative to all copies
 MIN_NEW_STORAGES = 64  # before freed storages are looked for, however small they are
 # Operations that return or write numbers of the program's own state, which the reference shares.
-AS_RECORDED = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
+UNREPEATED_OPERATIONS = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
 _OTHER_REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 
 
@@ -115,7 +115,7 @@ class References:
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
         if memory.stand_in is not None:
             return memory.stand_in
-        if self.is_disabled or tensor.device.type not in sk.WITH_FLOAT64:
+        if self.is_disabled or tensor.device.type not in sk.FLOAT64_DEVICES:
             return _widened(tensor)
         storage = tensor.untyped_storage()
         is_outdated = memory.numbers is not None and memory.numbers.numel() * real.itemsize != storage.nbytes()
@@ -146,7 +146,7 @@ class References:
         if is_second and memory.numbers is not None and reference.shape == tensor.shape:
             self.of(tensor).copy_(reference)
             return
-        if tensor.device.type not in sk.WITH_FLOAT64 or self.is_disabled or not tensor.numel():
+        if tensor.device.type not in sk.FLOAT64_DEVICES or self.is_disabled or not tensor.numel():
             return
         if reference.shape != tensor.shape:
             memory.stand_in = reference
@@ -253,7 +253,7 @@ class References:
         args, kwargs = inputs
         if self.is_disabled:
             return None
-        if name in AS_RECORDED:
+        if name in UNREPEATED_OPERATIONS:
             return ()
         try:
             if random:
@@ -287,13 +287,13 @@ def _with_same_draws(operation: OpOverload, name: str, args: Nested, kwargs: Nes
         return named["input"] * kept * (scale if named["train"] is not False else 1.0), kept
     reals = [t for t in find_tensors((args, kwargs)) if sk.rounds(t)]
     drawn = [t for t in find_tensors(out) if sk.rounds(t)]
-    if drawn and reals and name not in ("bernoulli", *FROM_NUMBERS):
+    if drawn and reals and name not in ("bernoulli", *FACTORY_DRAWS):
         return None
     return map_nested(lambda value: _widened(value) if isinstance(value, Tensor) else value, out)
 
 
 # Operations that draw by numbers, and read nothing of the tensor that they are given but its shape.
-FROM_NUMBERS = {
+FACTORY_DRAWS = {
     *("uniform", "normal", "random", "exponential", "geometric", "cauchy", "log_normal"),
     *("rand_like", "randn_like", "randint_like"),
 }
@@ -353,6 +353,6 @@ def _real_type(dtype: torch.dtype) -> torch.dtype:
 def _widened(tensor: Tensor) -> Tensor:
     """The recorded numbers in float64; whole numbers as they are."""
     tensor = tensor.detach()
-    if not sk.rounds(tensor) or tensor.device.type not in sk.WITH_FLOAT64:
+    if not sk.rounds(tensor) or tensor.device.type not in sk.FLOAT64_DEVICES:
         return tensor.clone()
     return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()

@@ -18,13 +18,13 @@ from torch import Tensor
 from gpulab._torch_internals import Nested, OpOverload, has_failed, named_arguments
 from gpulab.audits.count_sketch import factors, rounds
 from gpulab.audits.formulas import attend
-from gpulab.audits.twins import Twin, distance, norm, repeats, rounded_results
+from gpulab.audits.twins import Float64Reference, distance, norm, repeats, rounded_results
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
-SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
+SAFETY_FACTOR = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
 EXPLAINED = 0.5  # the share of an error that a number format must account for to be named as its cause
-FEW, FEW_EXPLAINED = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
+FEW, SMALL_RESULT_EXPLAINED_SHARE = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
 FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38, are taken for zero
 
 # The operands that are multiplied with each other, by position. What else there is (a bias) is added.
@@ -44,7 +44,7 @@ RECURRENT = {
 # random: n of them may be off by n roundings.
 SUMS_BY_INDEX = {"embedding_dense_backward", "index_add", "index_put", "_index_put_impl", "scatter_add"}
 # The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
-ROUNDINGS = (
+HARDWARE_ROUNDINGS = (
     ("tf32", "nearest", None),
     ("tf32", "away", None),  # where most of what lies halfway goes one way, which is where sums feel it
     ("tf32", "truncate", None),
@@ -61,18 +61,18 @@ ROUNDINGS = (
 class Accuracy:
     """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
 
-    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
+    `bound` is the error that rounding explains, in the same unit; `max_bound` that of the result that may be furthest
     off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
     factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
     numbers were taken for zero.
-    None where there is nothing to say: no twin in float64, no product.
+    None where there is nothing to say: no reference in float64, no product.
     """
 
     error: float | None = None
     bound: float | None = None
     format: str | None = None
     rounded_before: bool = False
-    loosest: float | None = None
+    max_bound: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -100,38 +100,40 @@ def forward_error(
         out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
     results = rounded_results(out)
     results = results[:1] if name in ATTENTION else results
-    twin = Twin(operation, args, kwargs, len(results))
+    reference = Float64Reference(operation, args, kwargs, len(results))
     if name in ATTENTION:
-        twin.compute = _attention(operation)
+        reference.compute = _attention(operation)
     elif name == "_to_copy" and rounds(args[0]):
-        twin.compute = lambda x, **_: x  # the exact result of a conversion is what it converts
+        reference.compute = lambda x, **_: x  # the exact result of a conversion is what it converts
     try:
-        answer = twin.by_definition(name, out)
+        answer = reference.check_definition(name, out)
         if answer is not None:
             error, roundings = answer
             unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
-            return Accuracy(error=error, bound=None if roundings is None else SAFETY * roundings * unit)
-        return _beside_twin(name, args, results, twin)
+            return Accuracy(error=error, bound=None if roundings is None else SAFETY_FACTOR * roundings * unit)
+        return _compare_with_reference(name, args, results, reference)
     except RuntimeError:  # a kernel of one device alone, or none for float64
         return Accuracy()
 
 
-def _beside_twin(name: str, args: Sequence[Nested], results: list[Tensor], twin: Twin) -> Accuracy:
+def _compare_with_reference(
+    name: str, args: Sequence[Nested], results: list[Tensor], reference: Float64Reference
+) -> Accuracy:
     """The error of that result which is worst, and what rounds as it does."""
-    exact = twin()
+    exact = reference()
     sizes = list(map(norm, exact))
     if not exact or [e.shape for e in exact] != [r.shape for r in results] or not all(map(math.isfinite, sizes)):
         return Accuracy()
     unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
-    copies = [t.numel() for t in twin.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
+    copies = [t.numel() for t in reference.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
     if copies and not any(map(distance, results, exact)):  # the rest would say nothing
         return Accuracy(error=0.0, bound=unit)
-    terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
-    reaches = SAFETY * np.sqrt(np.maximum(1.0, terms))
+    terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, reference, exact)
+    reaches = SAFETY_FACTOR * np.sqrt(np.maximum(1.0, terms))
     if name in PRODUCTS:
-        bounds = reaches * _moves_of_products(twin, unit)
+        bounds = reaches * _moves_of_products(reference, unit)
     else:
-        bounds = reaches * (_moves(name, twin, exact, unit) + _one_pass(name, twin, exact, unit))
+        bounds = reaches * (_moves(name, reference, exact, unit) + _one_pass(name, reference, exact, unit))
         if name in SUMS_BY_INDEX:
             bounds[0] += terms[0] * unit * sizes[0]
     # Numbers too small for the format are lost: below the smallest subnormal one; and where a unit takes those for
@@ -146,19 +148,19 @@ def _beside_twin(name: str, args: Sequence[Nested], results: list[Tensor], twin:
     error, bound, size = errors[worst], float(bounds[worst]), norm(exact[worst]) or 1.0
     if math.isnan(bound):  # next to inputs for which there is no result
         return Accuracy()
-    loosest = float(max(bounds / [norm(e) or 1.0 for e in exact]))
-    seen = Accuracy(error=error / size, bound=bound / size, loosest=loosest)
+    max_bound = float(max(bounds / [norm(e) or 1.0 for e in exact]))
+    seen = Accuracy(error=error / size, bound=bound / size, max_bound=max_bound)
     factors = [args[index] for index in FACTORS.get(name, ())]
-    if error > bound and _is_flushed(twin, results[worst], worst, bound + lost[worst]):
+    if error > bound and _is_flushed(reference, results[worst], worst, bound + lost[worst]):
         seen.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
         # Where a format shorter than float32 was used, the error is at least half of one rounding; and where all
         # products have one sign, which the sum of n of them hides best, 2^-12 / sqrt(n) of the result.
-        reach = reaches[worst] if name in PRODUCTS else SAFETY
-        if not error <= max(bound / 2, SAFETY * 2.0**-15 * sizes[worst]) / reach:
+        reach = reaches[worst] if name in PRODUCTS else SAFETY_FACTOR
+        if not error <= max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / reach:
             # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
             worst_error = math.inf if math.isnan(error) else error
-            seen.format = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
+            seen.format = _explaining_format(FACTORS[name], reference, results[worst], worst_error, worst)
         if seen.format is None:
             seen.format = next(filter(None, map(rounded_format, factors)), None)
             seen.rounded_before = seen.format is not None
@@ -182,12 +184,12 @@ def _terms(name: str, args: Sequence[Nested]) -> list[float]:
     return [first.shape[-1] * (len(first) if name == "addbmm" else 1)]  # which sums over the batch as well
 
 
-def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
+def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -> list[float]:
     """How many numbers may be summed for each number of each result, of operations that are no products.
 
     As many as the inputs have for one of the result; and where shapes do not show it, as the arguments say.
     """
-    numbers, arguments = twin.numbers, twin.named
+    numbers, arguments = reference.numbers, reference.named
     most, longest = max((t.numel() for t in numbers), default=1), 1.0
     dims = arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
@@ -206,7 +208,7 @@ def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
     return [max(1.0, longest, most / e.numel()) for e in exact]
 
 
-def _moves_of_products(twin: Twin, unit: float) -> np.ndarray:
+def _moves_of_products(reference: Float64Reference, unit: float) -> np.ndarray:
     """The norms of u |A| |B|, of which sqrt(n) bound the error whatever the order of summation.
 
     See Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)).
@@ -214,10 +216,10 @@ def _moves_of_products(twin: Twin, unit: float) -> np.ndarray:
     Of norms, it also leaves room for convolutions by Winograd's algorithm (Barabasz et al. 2020, ACM TOMS 46(4)) and by
     Fourier's transform, and for complex products by three real ones (Higham 1992, SIAM J. Matrix Anal. Appl. 13(3)).
     """
-    return unit * np.array([norm(product) for product in twin(torch.abs)])
+    return unit * np.array([norm(product) for product in reference(torch.abs)])
 
 
-def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.ndarray:
+def _moves(name: str, reference: Float64Reference, exact: list[Tensor], unit: float) -> np.ndarray:
     """How far the result moves when every input is off by one rounding, and one more for the result. Norms.
 
     The roundings have random signs, in two draws, so that one lucky sign does not hide a movement; and then one sign,
@@ -232,17 +234,17 @@ def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.ndarra
     def lowered(x: Tensor) -> Tensor:
         return x * (1 - unit * torch.sgn(x).conj())
 
-    sums = torch.Tag.pointwise not in twin.operation.tags
-    moved = [twin(change) for change in ([shrunk, shrunk, lowered] if sums else [shrunk, shrunk])]
+    sums = torch.Tag.pointwise not in reference.operation.tags
+    moved = [reference(change) for change in ([shrunk, shrunk, lowered] if sums else [shrunk, shrunk])]
     moves = np.array([math.hypot(*(norm(m - e) for m in of_one)) for e, *of_one in zip(exact, *moved, strict=True)])
     sizes = list(map(norm, exact))
     if name in ATTENTION:
         # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA guide).
-        sizes = [4 * norm(t) for t in twin(torch.abs, (2,))]
+        sizes = [4 * norm(t) for t in reference(torch.abs, (2,))]
     return moves + unit * np.array(sizes)
 
 
-def _one_pass(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.ndarray:
+def _one_pass(name: str, reference: Float64Reference, exact: list[Tensor], unit: float) -> np.ndarray:
     """What is lost where the variance is the mean of squares minus the square of the mean, which cancels.
 
     oneDNN documents that for its batch normalisation, and compilers make it of others (Chan, Golub, LeVeque 1983,
@@ -251,7 +253,7 @@ def _one_pass(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.nda
     lost = np.zeros(len(exact))
     if "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
         # These are the result, the means and the reciprocal deviations.
-        x, result, _, reciprocal = twin.args[0], *exact[:3]
+        x, result, _, reciprocal = reference.args[0], *exact[:3]
         if "batch" in name:
             x, result = x.transpose(0, 1), result.transpose(0, 1)
         x, result = (t.reshape(reciprocal.numel(), -1) for t in (x, result))
@@ -265,24 +267,24 @@ def _one_pass(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.nda
 # --- which number format --------------------------------------------------------------------------------------
 
 
-def _is_flushed(twin: Twin, result: Tensor, output_index: int, bound: float) -> bool:
+def _is_flushed(reference: Float64Reference, result: Tensor, output_index: int, bound: float) -> bool:
     """Whether taking subnormal numbers for zero explains a result; the bound allows those that it may lose."""
     smallest = torch.finfo(result.dtype).smallest_normal
-    flushed = twin(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
+    flushed = reference(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
     return result.dtype != torch.float16 and distance(result, flushed) <= bound
 
 
 def _explaining_format(
-    factor_positions: Sequence[int], twin: Twin, result: Tensor, error: float, output_index: int
+    factor_positions: Sequence[int], reference: Float64Reference, result: Tensor, error: float, output_index: int
 ) -> str | None:
     """The format whose rounding of the factors explains the error best, if any explains half of it."""
-    best, least = None, 1 - (EXPLAINED if result.numel() > FEW else FEW_EXPLAINED)
-    for format_, mode, of_result in ROUNDINGS:
+    best, least = None, 1 - (EXPLAINED if result.numel() > FEW else SMALL_RESULT_EXPLAINED_SHARE)
+    for format_, mode, of_result in HARDWARE_ROUNDINGS:
 
         def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
             return rounded_factor(x.float(), format_, mode).double()
 
-        candidate = twin(rounded, factor_positions)[output_index]
+        candidate = reference(rounded, factor_positions)[output_index]
         if of_result is not None:  # it overflows where the format ends
             candidate = round_to(candidate.float(), of_result).double()
         remaining = (distance(result, candidate) / error) ** 2

@@ -22,9 +22,9 @@ _READ_SHAPES = """
     empty_like eq full_like ge gt isfinite isinf isnan le lt ne new_full new_ones new_zeros ones_like rand_like
     randn_like zeros_like
 """
-READ_SHAPES = frozenset(_READ_SHAPES.split())
+SHAPE_READING_OPERATIONS = frozenset(_READ_SHAPES.split())
 # Inputs, by position, of which an operation reads nothing but the shape.
-SHAPES_AMONG_INPUTS = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}
+SHAPE_INPUT_POSITIONS = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}
 # Operations that leave out some of what they are given: a value that they leave out may be wrong.
 _SELECT = """
     amax amin clamp_min diagonal embedding gather index index_select kthvalue masked_select max
@@ -37,7 +37,7 @@ _FORGET = """
     addcdiv cudnn_batch_norm _foreach_addcdiv _foreach_sqrt _fused_adam _fused_adamw _log_softmax miopen_batch_norm
     native_batch_norm native_group_norm native_layer_norm _native_batch_norm_legit sgn sign _softmax sqrt
 """
-FORGET_SIZE = frozenset(_FORGET.split())
+SCALE_FORGETTING_OPERATIONS = frozenset(_FORGET.split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,21 +93,27 @@ class Side:
         sure = {value for value in self.graph.values() if value in self.known and self._is_no_coincidence(value)}
         for node in self.graph.nodes:
             if not node.op.random and (not node.inputs or node.op.name.endswith("_like")):
-                sure.update(value for value in node.outputs if value.is_whole)
+                sure.update(value for value in node.outputs if value.is_integral)
         final = {
             value
             for result in self.comparison.results
             for value in self.comparison.values((result.a, result.b)[self.side])
         }
         for node in reversed(self.graph.nodes):
-            if node.op.random or node.op.name in READ_SHAPES or node.op.name in FORGET_SIZE:
+            if (
+                node.op.random
+                or node.op.name in SHAPE_READING_OPERATIONS
+                or node.op.name in SCALE_FORGETTING_OPERATIONS
+            ):
                 continue
-            if any(self.comparison.tolerance(value) > tol.SHARP for value in node.outputs):
+            if any(self.comparison.tolerance(value) > tol.MAX_CERTIFYING_TOLERANCE for value in node.outputs):
                 continue  # what is compared loosely may be equal by chance
             used = [
                 value
                 for value in node.outputs
-                if not value.tells_little and value not in node.inputs and (value in self.graph.users or value in final)
+                if not value.is_uninformative
+                and value not in node.inputs
+                and (value in self.graph.users or value in final)
             ]
             if used and sure.issuperset(used):
                 sure.update(self._implied(node, used))
@@ -118,7 +124,7 @@ class Side:
 
     def _is_no_coincidence(self, value: Value) -> bool:
         """Whether the counterpart of a value says something: it has various numbers, or the same call made it."""
-        if not value.tells_little or (value.is_rounding_alone and value.is_real):
+        if not value.is_uninformative or (value.is_pure_rounding and value.is_real):
             return True
         node, others = self.graph.maker.get(value), self.comparison.matches.equal.get(value, [])
         makers = [self.comparison.graphs[1 - self.side].maker.get(other) for other in others]
@@ -131,7 +137,7 @@ class Side:
 
     def _implied(self, node: Node, outputs: Sequence[Value]) -> list[Value]:
         """The inputs of an operation that are right if its outputs are."""
-        position = SHAPES_AMONG_INPUTS.get(node.op.name)
+        position = SHAPE_INPUT_POSITIONS.get(node.op.name)
         made = sum(value.count for value in outputs)
         return [
             value
@@ -195,7 +201,9 @@ def _pairs(comparison: Comparison, of_a: Sequence[Node], of_b: Sequence[Node]) -
 
     def common(a: Node, b: Node) -> int:
         of_a, of_b = (_seen_through_views(graph, node) for graph, node in zip(comparison.graphs, (a, b), strict=True))
-        counterparts = {w for value in of_a if not value.tells_little for w in comparison.matches.equal.get(value, ())}
+        counterparts = {
+            w for value in of_a if not value.is_uninformative for w in comparison.matches.equal.get(value, ())
+        }
         shared = bool(counterparts & of_b)
         alike = kernel(a.op) == kernel(b.op)
         in_place = (a.op.phase, a.op.module) == (b.op.phase, b.op.module)
@@ -291,9 +299,12 @@ def _allowed_from_outside(comparison: Comparison, source: Source) -> float:
     for graph, value in zip(comparison.graphs, (source.data_a, source.data_b), strict=True):
         users = graph.users.get(value, []) if value is not None else []
         until = min((node.number for node in users), default=0)
-        made = (v for node in graph.nodes[:until] for v in node.outputs if not v.is_rounding_alone)
+        made = (v for node in graph.nodes[:until] for v in node.outputs if not v.is_pure_rounding)
         deviations += [v.deviation for v in made if math.isfinite(v.deviation)]
-    return max(tol.FROM_OUTSIDE, min(tol.MOST_FROM_OUTSIDE, tol.OUTSIDE_BY_ROUNDING * max(deviations)))
+    return max(
+        tol.EXTERNAL_DATA_TOLERANCE,
+        min(tol.MAX_EXTERNAL_DATA_TOLERANCE, tol.EXTERNAL_TOLERANCE_PER_DEVIATION * max(deviations)),
+    )
 
 
 def _differ_by_little(a: Node, b: Node, source: Source) -> bool:
@@ -312,7 +323,7 @@ def _differ_by_little(a: Node, b: Node, source: Source) -> bool:
         if x.is_real and x.reference is not None and y.reference is not None and x.shape == y.shape
     ]
     is_one_call = kernel(a.op) == kernel(b.op) and not differing_arguments(a.op, b.op)
-    return is_one_call and bool(gaps) and max(gaps) <= tol.SAME_VALUE
+    return is_one_call and bool(gaps) and max(gaps) <= tol.SAME_VALUE_TOLERANCE
 
 
 def _differ_by_repeating(source: Source) -> bool:
@@ -326,7 +337,7 @@ def _differ_by_repeating(source: Source) -> bool:
         if v.reference is not None and w.reference is not None
     )
     alike = kernel(source.a.op) == kernel(source.b.op)
-    return alike and spread > 0 and max(gaps, default=math.inf) <= tol.REPEATS * spread
+    return alike and spread > 0 and max(gaps, default=math.inf) <= tol.MAX_REPEAT_SPREAD_RATIO * spread
 
 
 def _differ_by_rounded_numbers(a: Node, b: Node) -> bool:
@@ -335,5 +346,6 @@ def _differ_by_rounded_numbers(a: Node, b: Node) -> bool:
         return False
     pairs = [(x, b.op.arguments[name]) for name, x in a.op.arguments.items() if x != b.op.arguments[name]]
     return bool(pairs) and all(
-        isinstance(x, float) and isinstance(y, float) and abs(x - y) <= tol.FROM_OUTSIDE * abs(x) for x, y in pairs
+        isinstance(x, float) and isinstance(y, float) and abs(x - y) <= tol.EXTERNAL_DATA_TOLERANCE * abs(x)
+        for x, y in pairs
     )

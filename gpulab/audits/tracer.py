@@ -40,7 +40,7 @@ from gpulab._torch_internals import (
     written_tensors,
 )
 from gpulab.audits import count_sketch as sk
-from gpulab.audits.references import AS_RECORDED, SHORT, References, drawn_again
+from gpulab.audits.references import SHORT, UNREPEATED_OPERATIONS, References, drawn_again
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, writes
@@ -58,9 +58,9 @@ NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask
 NOTES |= {"weight_buf", "reserve", "dropout_state"}  # of cuDNN's recurrent layers: the weights again, and its own
 NOTES |= {"logsumexp", "log_sumexp", "log_alpha"}  # which are written in part
 # Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
-WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
-MOST_UPDATED = 1 << 28  # numbers of a leaf that are kept, to see which of them an update leaves as they were
-FEW_DIGITS = 5  # of a number that may be a constant
+UNDECLARED_WRITERS = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+MAX_TRACKED_UPDATE_SIZE = 1 << 28  # numbers of a leaf that are kept, to see which of them an update leaves as they were
+MAX_SIMPLE_NUMBER_DIGITS = 5  # of a number that may be a constant
 COPIES = {"_to_copy", "clone", "copy"}
 
 
@@ -91,7 +91,7 @@ class Call:
         self.written = [t for t in written_tensors(operation, args, kwargs) if sk.is_plain(t) and t.numel()]
         bases = map(base_of, self.written)
         self.bases = [base for base in bases if base is not None and base.numel() and sk.is_plain(base)]
-        self.writes = writes(operation) or name in WRITES_UNSAID
+        self.writes = writes(operation) or name in UNDECLARED_WRITERS
         self.random = _is_random(operation, self.arguments)
         overwrites = writes(operation) and (self.random or overwrites_first_argument(name))
         self.overwritten = args[0] if overwrites else None
@@ -215,7 +215,7 @@ class Tracer(UncompiledDispatchMode):
         longer = None
         if state is not None:
             longer = drawn_again(call.operation, call.written[0], call.args, call.kwargs, state)
-        followed = made is not None and not call.random and call.name not in AS_RECORDED
+        followed = made is not None and not call.random and call.name not in UNREPEATED_OPERATIONS
         for t in call.written:
             self._attempt(partial(self.references.note_write, t, exact and made is not None, followed, longer))
 
@@ -228,12 +228,12 @@ class Tracer(UncompiledDispatchMode):
         others = find_tensors((inputs, call.given, out))
         shared = {storage_identity(t.untyped_storage()) for t in others if sk.is_plain(t)}
         new: set[int] = set()  # storages; some kernels return views of one
-        for t, reference in _paired(out, made):
+        for t, reference in _pair_with_references(out, made):
             storage = storage_identity(t.untyped_storage()) if sk.is_plain(t) else None
             if storage is None or storage in known:
                 continue
             if follows:
-                is_note = made is not None and (not sk.rounds(t) or call.name in AS_RECORDED)
+                is_note = made is not None and (not sk.rounds(t) or call.name in UNREPEATED_OPERATIONS)
                 is_exact = exact and (reference is not None or is_note)
                 content, is_second = t if reference is None else reference, storage in new
                 may_own = storage_identity(content.untyped_storage()) not in shared
@@ -368,7 +368,7 @@ def _is_plain_number(number: float) -> bool:
     >>> _is_plain_number(0.125), _is_plain_number(0.31783719360828)
     (True, False)
     """
-    return len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0]) <= FEW_DIGITS
+    return len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0]) <= MAX_SIMPLE_NUMBER_DIGITS
 
 
 def _key_of(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
@@ -377,14 +377,14 @@ def _key_of(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
     return serial, version, *where, tensor.is_conj(), tensor.is_neg()
 
 
-def _paired(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _pair_with_references(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Each tensor of what an operation returned, with what stands in its place among the results of the reference."""
     if isinstance(out, Tensor):
         yield out, made if isinstance(made, Tensor) else None
     elif isinstance(out, list | tuple):
         others = made if isinstance(made, list | tuple) else ()
         for place, value in enumerate(out):
-            yield from _paired(value, others[place] if place < len(others) else None)
+            yield from _pair_with_references(value, others[place] if place < len(others) else None)
 
 
 def _lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
@@ -536,7 +536,11 @@ class StepResults:
             return
         storages = {storage_identity(t.untyped_storage()) for t in written}
         for leaf in self.leaves if storages else ():
-            is_known = leaf in self.starts or not (sk.is_plain(leaf) and sk.rounds(leaf)) or leaf.numel() > MOST_UPDATED
+            is_known = (
+                leaf in self.starts
+                or not (sk.is_plain(leaf) and sk.rounds(leaf))
+                or leaf.numel() > MAX_TRACKED_UPDATE_SIZE
+            )
             if not is_known and storage_identity(leaf.untyped_storage()) in storages:
                 recorded = leaf.detach().clone()
                 has_copy = references.has_copy(leaf)
@@ -642,7 +646,7 @@ class StepResults:
         """
         final = [] if leaf.grad is None else self._names_of(leaf.grad)
         values = [self.tracer.values[name] for name in final]
-        is_left = any(value.sketch.any() or not value.is_rounding_alone for value in values)
+        is_left = any(value.sketch.any() or not value.is_pure_rounding for value in values)
         accumulated = self.gradients.get(leaf, [])
         return self._result("gradient", name, start, self.stepped.get(leaf) or (final if is_left else accumulated))
 

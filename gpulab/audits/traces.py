@@ -39,10 +39,12 @@ COMPRESSION: dict[str, bool | int | str] = {"use_dictionary": False, "compressio
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
 
 # Kernels of different devices that compute the same thing.
-TWINS = {"_unsafe_view": "view"}
+KERNEL_ALIASES = {"_unsafe_view": "view"}
 for _suffix in ("", "_backward"):
-    TWINS |= {f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}" for library in ("cudnn", "miopen")}
-    TWINS |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
+    KERNEL_ALIASES |= {
+        f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}" for library in ("cudnn", "miopen")
+    }
+    KERNEL_ALIASES |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
 
 
 @dataclass
@@ -240,8 +242,8 @@ def _value(about: list[Json], numbers: Iterator[np.ndarray]) -> Value:
 
 
 def call_of(op: Operation) -> tuple[str, str, str]:
-    """What operations are aligned by: phase, module and name, kernels of `TWINS` being one."""
-    return op.phase, op.module, TWINS.get(op.name, op.name)
+    """What operations are aligned by: phase, module and name, kernels of `KERNEL_ALIASES` being one."""
+    return op.phase, op.module, KERNEL_ALIASES.get(op.name, op.name)
 
 
 def aligned(first: list[Operation], second: list[Operation]) -> list[tuple[Operation | None, Operation | None]]:

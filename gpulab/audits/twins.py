@@ -1,6 +1,6 @@
 """What an operation's result is held against: the same call in float64, on the same arguments.
 
-Of an operation with several right answers a twin in float64 may well give another one, so that an answer is held
+Of an operation with several right answers a reference in float64 may well give another one, so that an answer is held
 against its definition instead. Each check gets the call and its results, all in float64, and returns the answer's
 error, relative to its size, with the number of roundings that explain it. None stands for a call that has one answer
 alone; `UNKNOWN` for what a check cannot follow.
@@ -26,16 +26,16 @@ from gpulab._torch_internals import (
     returned_or_written,
     schema_name,
 )
-from gpulab.audits.count_sketch import WITH_FLOAT64, rounds, where_float64_is
+from gpulab.audits.count_sketch import FLOAT64_DEVICES, rounds, to_float64_device
 
 Answer = tuple[float | None, float | None]
 UNKNOWN: Answer = None, None
 WRONG: Answer = math.inf, 1.0
-NO_PLACE_TWICE = {"sort", "topk"}
+UNIQUE_INDEX_OPERATIONS = {"sort", "topk"}
 SMALLEST = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # the smallest subnormal number
 
 
-class Twin:
+class Float64Reference:
     """An operation and its arguments in float64, to be called on these as they are or changed.
 
     It returns so many of the results as are compared. `compute` may be another function of the same arguments.
@@ -74,7 +74,7 @@ class Twin:
             raise RuntimeError("a factorisation failed")
         return rounded_results(returned_or_written(self.operation, args, out))[: self.results]
 
-    def by_definition(self, name: str, out: Nested) -> Answer | None:
+    def check_definition(self, name: str, out: Nested) -> Answer | None:
         """What the definition of an operation with several right answers says of what it returned."""
         if name not in DEFINITIONS:
             return None
@@ -88,10 +88,10 @@ def _cloned(value: Nested) -> Nested:
 def in_float64(value: Nested) -> Nested:
     """A tensor of real or complex numbers in float64, any other as it is; both on a device that has float64."""
     if isinstance(value, torch.device):
-        return value if value.type in WITH_FLOAT64 else torch.device("cpu")
+        return value if value.type in FLOAT64_DEVICES else torch.device("cpu")
     if not isinstance(value, Tensor):
         return value
-    value = where_float64_is(value.detach())
+    value = to_float64_device(value.detach())
     if value.is_complex():
         return value.to(torch.complex128)
     if value.dtype == torch.float32 and not SMALLEST.double():  # a cast takes subnormal numbers for zero then, too
@@ -108,7 +108,7 @@ def writes(operation: OpOverload) -> bool:
 
 def rounded_results(out: Nested) -> list[Tensor]:
     """The tensors that an operation returned whose numbers are rounded."""
-    return [where_float64_is(t.detach()) for t in find_tensors(out) if rounds(t) and t.numel()]
+    return [to_float64_device(t.detach()) for t in find_tensors(out) if rounds(t) and t.numel()]
 
 
 def norm(tensor: Tensor) -> float:
@@ -140,15 +140,15 @@ def _relative(result: Tensor, exact: Tensor) -> float:
 # --- places of numbers, where several are equal ---------------------------------------------------------------
 
 
-def _selection(twin: Twin, name: str, results: list[Tensor]) -> Answer | None:
+def _selection(reference: Float64Reference, name: str, results: list[Tensor]) -> Answer | None:
     """The numbers at the places named are those at the places that float64 names, and no place is named twice."""
-    arguments = twin.named
+    arguments = reference.named
     x, dim = arguments["self"], arguments.get("dim")
     *values, indices = results
     of_all = not values and not name.startswith("arg")  # the largest number of all, which comes without its place
     if of_all or arguments.get("indices") is not None or arguments.get("stable"):
         return None
-    made = twin.operation(**{key: value for key, value in arguments.items() if key not in ("values", "indices")})
+    made = reference.operation(**{key: value for key, value in arguments.items() if key not in ("values", "indices")})
     exact_indices = made[-1] if isinstance(made, tuple) else made
     if "pool" in name:
         sides = 3 if "3d" in name else 2
@@ -161,7 +161,7 @@ def _selection(twin: Twin, name: str, results: list[Tensor]) -> Answer | None:
     length = x.shape[dim] if x.dim() else 1
     if indices.shape != exact_indices.shape or bool(((indices < 0) | (indices >= length)).any()):
         return WRONG
-    if name in NO_PLACE_TWICE and x.dim() and bool((indices.sort(dim).values.diff(dim=dim) == 0).any()):
+    if name in UNIQUE_INDEX_OPERATIONS and x.dim() and bool((indices.sort(dim).values.diff(dim=dim) == 0).any()):
         return WRONG
     selected, exact = (x.gather(dim, where) if x.dim() else x for where in (indices, exact_indices))
     error = max((_relative(value, selected) for value in values), default=0.0)
@@ -173,10 +173,10 @@ def _selection(twin: Twin, name: str, results: list[Tensor]) -> Answer | None:
 # --- several numbers written to one place ---------------------------------------------------------------------
 
 
-def _written(twin: Twin, *_: object) -> Answer | None:
+def _written(reference: Float64Reference, *_: object) -> Answer | None:
     """Where a place is named twice, either number may stay; of sums, and one number for all places, nobody can tell."""
-    summed = twin.named.get("reduce") is not None or twin.named.get("accumulate")
-    return UNKNOWN if not summed and "value" not in twin.named and repeats(twin.named) > 1 else None
+    summed = reference.named.get("reduce") is not None or reference.named.get("accumulate")
+    return UNKNOWN if not summed and "value" not in reference.named and repeats(reference.named) > 1 else None
 
 
 def repeats(arguments: dict[str, Nested]) -> int:
@@ -188,13 +188,13 @@ def repeats(arguments: dict[str, Nested]) -> int:
 # --- matrices --------------------------------------------------------------------------------------------------
 
 
-def _factorisation(twin: Twin, name: str, factors: list[Tensor]) -> Answer | None:
+def _factorisation(reference: Float64Reference, name: str, factors: list[Tensor]) -> Answer | None:
     """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and order.
 
     Of an n × n matrix roundings lead to about n units in the last place of its size (Higham 2002, Accuracy and
     Stability of Numerical Algorithms, ch. 19): these algorithms are backward stable.
     """
-    matrix = twin.named["A"]
+    matrix = reference.named["A"]
     if matrix.is_complex() or not all(t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)):
         return UNKNOWN
     bases = factors[:1]
@@ -205,7 +205,7 @@ def _factorisation(twin: Twin, name: str, factors: list[Tensor]) -> Answer | Non
         product = factors[0][..., :rank] * factors[1].unsqueeze(-2) @ factors[2][..., :rank, :]
         bases = [factors[0], factors[2].mT]
     else:  # the eigenvectors of a symmetric matrix, of which one triangle is read
-        upper = twin.named["UPLO"] == "U"
+        upper = reference.named["UPLO"] == "U"
         matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
         matrix, product, bases = matrix @ factors[1], factors[1] * factors[0].unsqueeze(-2), factors[1:]
     angles = [basis.mT @ basis for basis in bases]
@@ -217,7 +217,7 @@ _SELECTIONS = """
     adaptive_max_pool2d adaptive_max_pool3d argmax argmin cummax cummin kthvalue max max_pool2d_with_indices
     max_pool3d_with_indices median min nanmedian sort topk
 """
-DEFINITIONS: dict[str, Callable[[Twin, str, list[Tensor]], Answer | None]] = (
+DEFINITIONS: dict[str, Callable[[Float64Reference, str, list[Tensor]], Answer | None]] = (
     dict.fromkeys(_SELECTIONS.split(), _selection)
     | dict.fromkeys(("scatter", "index_copy", "index_put", "_index_put_impl"), _written)
     | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_qr"), _factorisation)

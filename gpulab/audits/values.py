@@ -103,7 +103,7 @@ class Value:
             value.reference = value.sketch
         else:
             value.reference = slabs.keep(sk.sketch(real))
-        numbers = sk.where_float64_is(real.detach()).double()
+        numbers = sk.to_float64_device(real.detach()).double()
         value.profiles = {dim: slabs.keep(profile) for dim, profile in _profiles(numbers).items()}
         value.total = _totals(numbers, value.profiles) if same is None else same.total
         return value
@@ -116,7 +116,7 @@ class Value:
         value = cls._recorded(tensor, not stands_in, slabs, digest, same)
         if stands_in:
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            wide = torch.float64 if real.device.type in sk.WITH_FLOAT64 else None
+            wide = torch.float64 if real.device.type in sk.FLOAT64_DEVICES else None
             value.reference = value.sketch
             norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sk.rounds(real) else math.nan
             value.total = [float(real.sum(dtype=wide)), norm**2] if sk.rounds(real) else _totals(real.double(), {})
@@ -144,9 +144,9 @@ class Value:
         return 0.0 if self.reference is None else finite_distance(self.sketch, self.reference)
 
     @cached_property
-    def is_rounding_alone(self) -> bool:
+    def is_pure_rounding(self) -> bool:
         """Whether it has nothing but roundings, or zeros."""
-        return self.reference is None or self.deviation > tol.NOTHING_BUT_ROUNDING or not self.reference.any()
+        return self.reference is None or self.deviation > tol.PURE_ROUNDING_RATIO or not self.reference.any()
 
     @cached_property
     def is_constant(self) -> bool:
@@ -155,16 +155,16 @@ class Value:
         return self.count > 1 and abs(squares * self.count - total * total) <= 1e-9 * squares * self.count
 
     @cached_property
-    def is_whole(self) -> bool:
+    def is_integral(self) -> bool:
         """Whether all its numbers are whole, as far as the sketch shows."""
         return self.reference is not None and bool((np.round(self.reference) == self.reference).all())
 
     @cached_property
-    def tells_little(self) -> bool:
+    def is_uninformative(self) -> bool:
         """Whether an equal value elsewhere may be a coincidence: a whole number, equal numbers, or next to nothing."""
-        one_whole = self.count == 1 and (self.is_whole or not math.isfinite(self.total[0] if self.total else 0.0))
+        one_whole = self.count == 1 and (self.is_integral or not math.isfinite(self.total[0] if self.total else 0.0))
         few_flags = self.dtype == "bool" and self.count < FEW_FLAGS
-        return self.count == 0 or few_flags or self.is_rounding_alone or one_whole or self.is_constant
+        return self.count == 0 or few_flags or self.is_pure_rounding or one_whole or self.is_constant
 
     def __eq__(self, other: object) -> bool:
         return self is other

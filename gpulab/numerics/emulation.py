@@ -38,7 +38,7 @@ from gpulab._torch_internals import (
 )
 from gpulab.errors import GpulabError, UsageError
 from gpulab.guards.call_sites import innermost_line
-from gpulab.numerics.flags import precision_allowed, switch_tf32, tf32_restored
+from gpulab.numerics.flags import precision_allowed, restore_tf32_on_exit, switch_tf32
 from gpulab.numerics.formats import FORMATS, round_to
 
 # --- what chips do ---------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def float32_products() -> Iterator[None]:
         ...     inside, (x @ x.T).item()
         (1.1111111640930176, 1.1110568046569824)
     """
-    with tf32_restored(), emulate("float32") if emulators() else contextlib.nullcontext():
+    with restore_tf32_on_exit(), emulate("float32") if emulators() else contextlib.nullcontext():
         switch_tf32(False)
         yield
 

@@ -64,7 +64,7 @@ def switch_tf32(allowed: bool) -> None:
 
 
 @contextlib.contextmanager
-def tf32_restored() -> Iterator[None]:
+def restore_tf32_on_exit() -> Iterator[None]:
     """Put both interfaces back afterwards; what has not changed is left alone, for writing a value pins it."""
     every = list(_new_interface().values())
     old, new = _old_interface(), [backend.fp32_precision for backend in every]

@@ -161,13 +161,13 @@ def test_constants_cover_nothing():
 )
 def test_constants_and_whole_numbers_say_little(tensor, says_little):
     value = Value.of(tensor, tensor.double() if tensor.is_floating_point() else tensor, exact=True)
-    assert value.tells_little == says_little
+    assert value.is_uninformative == says_little
 
 
 def test_roundings_alone_say_little():
     value = Value.of(drawn(5).mul(1e-8), drawn(5, seed=1).double().mul(1e-17), exact=True)
-    assert value.is_rounding_alone
-    assert value.tells_little
+    assert value.is_pure_rounding
+    assert value.is_uninformative
 
 
 # --- two executions -------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_gradients_that_consist_of_roundings_agree_with_each_other():
 
     report = gl.audit(before_normalisation(True), by_formula, setting="cpu", progress=False)
     gradients = [r for r in report.comparison.results if r.group == "gradient"]
-    (of_bias,) = (r for r in gradients if report.comparison.values(r.a)[0].is_rounding_alone)
+    (of_bias,) = (r for r in gradients if report.comparison.values(r.a)[0].is_pure_rounding)
     assert of_bias.gap > 1e-3, "they are other roundings"
     assert of_bias.agrees
     assert report.kind == "rounding", str(report)
@@ -325,7 +325,7 @@ def test_references_of_two_orders_of_one_program_are_the_same_to_ten_digits():
 
     comparison = Comparison(recorded(step), recorded(step, "cpu:emulate=tf32"))
     gradients = [r for r in comparison.results if r.group == "gradient"]
-    sound = [r for r in gradients if not comparison.values(r.a)[0].is_rounding_alone]
+    sound = [r for r in gradients if not comparison.values(r.a)[0].is_pure_rounding]
     assert len(sound) == 5
     assert all(r.agrees and r.gap < 1e-12 < 1e-6 < comparison.apart(r) for r in sound)
     assert np.isfinite([r.gap for r in sound]).all()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from gpulab._torch_internals import operation_name
-from gpulab.audits.rounding import SAFETY, Accuracy, forward_error
+from gpulab.audits.rounding import SAFETY_FACTOR, Accuracy, forward_error
 from gpulab.numerics.formats import round_to
 
 aten = torch.ops.aten
@@ -58,7 +58,9 @@ def test_error_and_bound_of_a_product_are_those_computed_by_hand():
     exact = a.double().numpy() @ b.double().numpy()
     size = np.linalg.norm(exact)
     assert seen.error == pytest.approx(np.linalg.norm(made.double().numpy() - exact) / size, rel=1e-9)
-    bound = SAFETY * math.sqrt(30) * UNIT * np.linalg.norm(np.abs(a.double().numpy()) @ np.abs(b.double().numpy()))
+    bound = (
+        SAFETY_FACTOR * math.sqrt(30) * UNIT * np.linalg.norm(np.abs(a.double().numpy()) @ np.abs(b.double().numpy()))
+    )
     assert seen.bound == pytest.approx(bound / size, rel=1e-9)
     assert (seen.format, seen.rounded_before) == (None, False)
 
@@ -94,7 +96,7 @@ def test_products_are_bounded_by_the_number_of_their_terms(operation, args, inne
     assert seen.error is not None
     sizes, results = (in_double(operation, args, change) for change in (torch.abs, torch.clone))
     bounds = [
-        float(SAFETY * math.sqrt(n) * UNIT * size.norm() / result.norm())
+        float(SAFETY_FACTOR * math.sqrt(n) * UNIT * size.norm() / result.norm())
         for n, size, result in zip(inner, sizes, results, strict=True)
     ]
     assert min(abs(seen.bound / bound - 1) for bound in bounds) < 1e-6
