@@ -144,7 +144,7 @@ class Attribution:
         for side, node in enumerate(nodes):
             other_node = nodes[1 - side]
             for value in node.inputs if node else ():
-                if not value.is_real:
+                if not value.is_float_or_complex:
                     continue
                 equal = self.comparison.matches.equal.get(value, [])
                 there = [other for other in equal if other_node and other in other_node.inputs]
@@ -169,7 +169,7 @@ class Attribution:
         error = _own_error(node.op)
         if error or node.op.error is not None or node.op.is_view:
             return error
-        before = max((value.deviation for value in node.inputs if value.is_real), default=0.0)
+        before = max((value.deviation for value in node.inputs if value.is_float_or_complex), default=0.0)
         after = max((value.deviation for value in node.outputs), default=0.0)
         return math.sqrt(max(0.0, after**2 - before**2)) if math.isfinite(after) else math.inf
 
@@ -318,7 +318,7 @@ def _tier(comparison: Comparison, finding: Finding) -> int:
     if finding.kind == "reduced precision" and finding.op:
         if finding.detail.startswith(UPDATE_LOST):
             return 1
-        return 3 if finding.op.name == "_to_copy" else 2 + 2 * finding.op.rounded_before
+        return 3 if finding.op.name == "_to_copy" else 2 + 2 * finding.op.has_rounded_factors
     if finding.kind == "nondeterminism":
         return 6 if finding.share < tol.NEGLIGIBLE_SHARE and not comparison.differing else 2
     if finding.kind == "another valid answer":

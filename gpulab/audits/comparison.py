@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.count_sketch import LARGEST, SKETCH
+from gpulab.audits.count_sketch import MAX_SKETCHED_NUMBER, SKETCH_SIZE
 from gpulab.audits.graphs import Graph, Node
 from gpulab.audits.matching import Matches, PartSearch, same, tolerance_of
 from gpulab.audits.traces import KERNEL_ALIASES, RESULT, TENSOR, Json, Operation, Trace
@@ -231,7 +231,7 @@ class Comparison:
     def _is_too_small(self, x: Value, y: Value) -> bool:
         """Whether two references differ by less than float32's roundings, as by a constant of another precision."""
         unaided = [value.deviation for side, value in enumerate((x, y)) if not self.is_short(side)]
-        return x.is_real and _reference_gap(x, y) <= max(
+        return x.is_float_or_complex and _reference_gap(x, y) <= max(
             [tol.SAME_VALUE_TOLERANCE, *([min(unaided)] if unaided else [])]
         )
 
@@ -461,7 +461,7 @@ def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Jso
 def find_not_finite(graph: Graph) -> NotFinite | None:
     """The origin of what is not finite in a trace's loss, or else in its gradients; None where all are finite."""
     trace = graph.trace
-    nans = {value for op in trace.operations if op.nans for value in op.outputs}
+    nans = {value for op in trace.operations if op.has_nan for value in op.outputs}
     nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
     infinities = {name for name, value in trace.values.items() if is_infinite(value.sketch)}
     results = [op for op in trace.operations if op.phase == RESULT and (nans | infinities) & set(op.outputs)]
@@ -496,7 +496,10 @@ def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
 def _loses_digits(node: Node) -> bool:
     """Whether the relative error of a result is far larger than that of what it was computed from."""
     outputs, inputs = (
-        max((value.deviation for value in values if value.is_real and not is_infinite(value.sketch)), default=0.0)
+        max(
+            (value.deviation for value in values if value.is_float_or_complex and not is_infinite(value.sketch)),
+            default=0.0,
+        )
         for values in (node.outputs, node.inputs)
     )
     return outputs > max(tol.MIN_DIGIT_LOSS_ERROR, tol.MIN_CANCELLATION_GROWTH * inputs)
@@ -519,10 +522,15 @@ def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> 
 
 
 def is_infinite(sketch: np.ndarray) -> bool:
-    """Whether a value has infinity in it, which counts as `LARGEST` in the sketch of a large tensor."""
-    if sketch.size < SKETCH:
+    """Whether a value has infinity in it, which counts as `MAX_SKETCHED_NUMBER` in the sketch of a large tensor."""
+    if sketch.size < SKETCH_SIZE:
         return bool(np.isinf(sketch).any())
-    return bool((np.abs(np.nan_to_num(sketch, posinf=LARGEST, neginf=-LARGEST)) >= LARGEST / 2).any())
+    return bool(
+        (
+            np.abs(np.nan_to_num(sketch, posinf=MAX_SKETCHED_NUMBER, neginf=-MAX_SKETCHED_NUMBER))
+            >= MAX_SKETCHED_NUMBER / 2
+        ).any()
+    )
 
 
 def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:

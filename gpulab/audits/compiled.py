@@ -302,11 +302,11 @@ def _tolerance(
     """How far roundings lead a result away from itself without the compiler, relative to its size.
 
     In float32 a correct result may be `MAX_ERROR_RATIO` times as far from float64 as the one without the compiler is.
-    That many roundings of bfloat16 or float16 would excuse anything. There the two results make roundings of the same size, so each may be as
-    far from float64 as the other: the tolerance is twice the error without the compiler, twice one rounding of the
-    result, or as far as one rounding of every number that the step begins with has led. That is twice as far for a
-    result of few numbers, and where it has to do without a float64 reference. A result that has no digit left, as the
-    gradient of a bias before a batch normalisation, which is zero, is treated as in float32.
+    That many roundings of bfloat16 or float16 would excuse anything. There the two results make roundings of the same
+    size, so each may be as far from float64 as the other: the tolerance is twice the error without the compiler, twice
+    one rounding of the result, or as far as one rounding of every number that the step begins with has led. That is
+    twice as far for a result of few numbers, and if there is no float64 reference. A result that has no digit left,
+    such as the gradient of a bias before a batch normalisation, which is zero, is treated as in float32.
 
     Args:
         plain_error: How far the result without the compiler is from float64; None without a reference.

@@ -126,7 +126,7 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
 
     `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
     """
-    if op.anew:
+    if op.inputs_changed:
         detail = "received different values in the second execution, which no operation of the step produced"
         yield _finding_of(comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True)
     elif op.repeats is False:
@@ -139,7 +139,7 @@ def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
         detail = f"computed in {op.dtype}"
         if op.format == FLUSHED:
             detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
-        elif op.format and (op.rounded_before or op.error is None):
+        elif op.format and (op.has_rounded_factors or op.error is None):
             detail = f"its factors had been rounded to {op.format} before"
         elif op.format:
             detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
@@ -236,11 +236,11 @@ def _missing(comparison: Comparison) -> Iterator[Finding]:
 def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
     """A finding for each place where the executions begin to differ; those of one line are told once."""
     findings: dict[tuple[str, ...], Finding] = {}
-    given_anew = any(op.anew for trace in comparison.traces for op in trace.operations)
-    is_foreign = any(s.data_a or s.data_b or any(node.op.random for node in s.nodes) for s in sources)
+    given_anew = any(op.inputs_changed for trace in comparison.traces for op in trace.operations)
+    is_foreign = any(s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources)
     for source in sources:
         is_data = source.data_a is not None or source.data_b is not None
-        is_drawn = any(node.op.random for node in source.nodes)
+        is_drawn = any(node.op.is_random for node in source.nodes)
         one_kernel = source.a is not None and source.b is not None and kernel(source.a.op) == kernel(source.b.op)
         if is_foreign and not (is_data or is_drawn or one_kernel):
             continue  # beside other numbers nobody can tell another way to compute from another function
@@ -297,7 +297,7 @@ def _of_operations(comparison: Comparison, source: Source) -> Finding:
     are_alike = a is not None and b is not None and kernel(a) == kernel(b)
     if a is not None and b is not None and are_alike and (arguments := differing_arguments(a, b)):
         return _of_arguments(comparison, (a, b), arguments, gap)
-    drawn = next((node.op for node in source.nodes if node.op.random), None)
+    drawn = next((node.op for node in source.nodes if node.op.is_random), None)
     if drawn is not None:
         return _other_draw(comparison, drawn, gap)
     if a is not None and b is not None and are_alike and a.name in DEFINITIONS and _are_right(a, b):
@@ -512,7 +512,7 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
         return f"{setting} asks for it; if it matters, .float() before this line computes it in float32"
     if op.dtype in tol.SHORT_FORMATS:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
-    if op.rounded_before:
+    if op.has_rounded_factors:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
     if setting.emulated:
         return f"{setting} asks for it; gpulab.float32_products() around this line keeps it in float32"

@@ -81,13 +81,17 @@ class Graph:
         """Values that are nothing but roundings, and what is made of them and of zeros, such as their running means."""
         found: set[Value] = set()
         for node in self.nodes:
-            reals = [value for value in node.inputs if value.is_real]
+            reals = [value for value in node.inputs if value.is_float_or_complex]
             begins = any(value.deviation > tol.PURE_ROUNDING_RATIO for value in reals)
             if (begins or not found.isdisjoint(reals)) and all(v.is_pure_rounding or v in found for v in reals):
                 found.update(node.outputs)
             largest = max((_size(value) for value in reals), default=0.0)
             for value in node.outputs:
-                if value.is_real and not value.sketch.any() and 0 < _size(value) <= tol.CANCELLATION_RESIDUE * largest:
+                if (
+                    value.is_float_or_complex
+                    and not value.sketch.any()
+                    and 0 < _size(value) <= tol.CANCELLATION_RESIDUE * largest
+                ):
                     found.add(value)  # the recorded sum is zero, and that of the reference next to nothing
         return found
 
@@ -115,7 +119,7 @@ def _lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
     >>> _lanes(op)
     [(['a', 'x', 'rate'], ['c']), (['b', 'y', 'rate'], ['d'])]
     """
-    outputs = [*op.outputs, *op.changed]
+    outputs = [*op.outputs, *op.mutated_values]
     if not op.lanes:
         return [(op.inputs, outputs)]
     length, lists = op.lanes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpulab import _torch_internals
 from gpulab._torch_internals import Nested, named_leaves, tree_map
-from gpulab.audits.count_sketch import rounds, to_float64_device
+from gpulab.audits.count_sketch import is_float_or_complex, to_float64_device
 from gpulab.audits.float64_failures import Request, ShortFormatRequests, line_of_error
 from gpulab.audits.recording import SEED
 from gpulab.errors import GpulabError, UsageError
@@ -84,7 +84,7 @@ class _StepRun(PreparedStep):
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
-        return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
+        return {name: _kept(tensor) for name, tensor in results.items() if is_float_or_complex(tensor)}
 
     def _converted(self, tensor: Tensor) -> Tensor:
         if self.first_rounded_to is not None and tensor.is_floating_point():
@@ -92,7 +92,7 @@ class _StepRun(PreparedStep):
         return super()._converted(tensor)
 
     def _nudged(self, value: Nested) -> Nested:
-        if not self.nudge or not isinstance(value, Tensor) or not rounds(value):
+        if not self.nudge or not isinstance(value, Tensor) or not is_float_or_complex(value):
             return value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
         # bfloat16 does not hold 1 + 2**-8, by which its numbers are moved to their neighbours.
@@ -142,7 +142,7 @@ class _IsolatedModuleRun(_StepRun):
 def named_tensors(what: str, values: Nested) -> Results:
     """The floating-point tensors among nested values, each by its place."""
     leaves = [(place, leaf) for place, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
-    return {f"{what}{place}": leaf for place, leaf in leaves if rounds(leaf)}
+    return {f"{what}{place}": leaf for place, leaf in leaves if is_float_or_complex(leaf)}
 
 
 def rounding_unit(setting: Setting) -> float:

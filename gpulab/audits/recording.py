@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from gpulab._torch_internals import ctc_lengths_as_lists, is_compiled
-from gpulab.audits import count_sketch as sk
+from gpulab.audits import count_sketch as sketches
 from gpulab.audits.tracer import Tracer
-from gpulab.audits.traces import RESULT, Trace, aligned
+from gpulab.audits.traces import RESULT, Trace, align_operations
 from gpulab.errors import GpulabError, OverwrittenWarning, UsageError
 from gpulab.guards.guards import guard, is_forbidden
 from gpulab.numerics.flags import arithmetic
@@ -177,19 +177,19 @@ def _short(value: object) -> str:
 def _compare_executions(first: Trace, trace: Trace) -> None:
     """Mark operations that gave other results from the same inputs the second time, and those given other inputs."""
     made_before, made = _values_made(first), _values_made(trace)
-    for op, before in aligned(trace.operations, first.operations):
-        if op is None or op.random or op.phase == RESULT:
+    for op, before in align_operations(trace.operations, first.operations):
+        if op is None or op.is_random or op.phase == RESULT:
             continue
         same = before is not None
         if before is not None and _contents(first, before.inputs) != _contents(trace, op.inputs):
             pairs = zip(_contents(first, before.inputs), _contents(trace, op.inputs), strict=False)
-            op.anew = any(x != y and x not in made_before and y not in made for x, y in pairs)
+            op.inputs_changed = any(x != y and x not in made_before and y not in made for x, y in pairs)
         elif before is not None:
             same = _contents(first, before.outputs) == _contents(trace, op.outputs)
             if not same:
-                sketches = ([t.values[v].sketch for v in o.outputs] for t, o in ((first, before), (trace, op)))
-                op.spread = max(op.spread or 0.0, sk.spread(*sketches))
-        op.repeats = op.repeats is not False and same and not op.anew
+                output_sketches = ([t.values[v].sketch for v in o.outputs] for t, o in ((first, before), (trace, op)))
+                op.spread = max(op.spread or 0.0, sketches.max_distance(*output_sketches))
+        op.repeats = op.repeats is not False and same and not op.inputs_changed
 
 
 def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
@@ -202,6 +202,6 @@ def _values_made(trace: Trace) -> set[str]:
         content
         for op in trace.operations
         if op.phase != RESULT
-        for content in _contents(trace, [*op.outputs, *op.changed])
+        for content in _contents(trace, [*op.outputs, *op.mutated_values])
         if content not in _contents(trace, op.inputs)
     }

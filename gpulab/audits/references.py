@@ -28,11 +28,11 @@ from gpulab._torch_internals import (
     negative_view,
     storage_identity,
 )
-from gpulab.audits import count_sketch as sk
+from gpulab.audits import count_sketch as sketches
 from gpulab.audits.formulas import FORMULAS
 from gpulab.audits.traces import Operation
 
-SHORT = (torch.float16, torch.bfloat16)
+HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 MIN_GROWTH = 1 << 18  # bytes of new copies before copies of freed storages are looked for
 MAX_GROWTH = 1 / 32  # the same, relative to all copies
 MIN_NEW_STORAGES = 64  # before freed storages are looked for, however small they are
@@ -115,7 +115,7 @@ class References:
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
         if memory.stand_in is not None:
             return memory.stand_in
-        if self.is_disabled or tensor.device.type not in sk.FLOAT64_DEVICES:
+        if self.is_disabled or tensor.device.type not in sketches.FLOAT64_DEVICES:
             return _widened(tensor)
         storage = tensor.untyped_storage()
         is_outdated = memory.numbers is not None and memory.numbers.numel() * real.itemsize != storage.nbytes()
@@ -146,7 +146,7 @@ class References:
         if is_second and memory.numbers is not None and reference.shape == tensor.shape:
             self.of(tensor).copy_(reference)
             return
-        if tensor.device.type not in sk.FLOAT64_DEVICES or self.is_disabled or not tensor.numel():
+        if tensor.device.type not in sketches.FLOAT64_DEVICES or self.is_disabled or not tensor.numel():
             return
         if reference.shape != tensor.shape:
             memory.stand_in = reference
@@ -190,7 +190,7 @@ class References:
 
     def copied(self, out: Tensor, source: Tensor) -> None:
         """Note that a new tensor is a copy of another one, in whatever format."""
-        if sk.is_plain(out) and sk.is_plain(source) and out is not source:
+        if sketches.is_strided(out) and sketches.is_strided(source) and out is not source:
             same_storage = storage_identity(out.untyped_storage()) == storage_identity(source.untyped_storage())
             same_numbers = out.dtype == source.dtype and not self.has_copy(source)
             if not same_storage and not same_numbers and out.shape == source.shape:
@@ -217,7 +217,7 @@ class References:
 
         def substituted(value: Nested) -> Nested:
             if isinstance(value, Tensor):
-                return self.of(value) if sk.is_plain(value) else _widened(value)
+                return self.of(value) if sketches.is_strided(value) else _widened(value)
             if isinstance(value, torch.dtype):
                 return torch.complex128 if value.is_complex else torch.float64 if value.is_floating_point else value
             return value
@@ -266,7 +266,7 @@ class References:
                 return FORMULAS[name](named_arguments(operation, args, kwargs))
             if name in ("_softmax", "_log_softmax"):
                 args = [*args[:2], False]  # whose last argument says that float16 becomes float32
-            makes_reals = any(sk.rounds(t) for t in find_tensors(out))
+            makes_reals = any(sketches.is_float_or_complex(t) for t in find_tensors(out))
             if "dtype" in argument_names(operation) and makes_reals and not find_tensors((args, kwargs)):
                 kwargs = kwargs | {"dtype": torch.float64}
             made = operation(*args, **kwargs)
@@ -285,8 +285,8 @@ def _with_same_draws(operation: OpOverload, name: str, args: Nested, kwargs: Nes
         kept, probability = out[1], named["p"]
         scale = 1 / (1 - probability) if probability < 1 else 0.0
         return named["input"] * kept * (scale if named["train"] is not False else 1.0), kept
-    reals = [t for t in find_tensors((args, kwargs)) if sk.rounds(t)]
-    drawn = [t for t in find_tensors(out) if sk.rounds(t)]
+    reals = [t for t in find_tensors((args, kwargs)) if sketches.is_float_or_complex(t)]
+    drawn = [t for t in find_tensors(out) if sketches.is_float_or_complex(t)]
     if drawn and reals and name not in ("bernoulli", *FACTORY_DRAWS):
         return None
     return map_nested(lambda value: _widened(value) if isinstance(value, Tensor) else value, out)
@@ -353,6 +353,6 @@ def _real_type(dtype: torch.dtype) -> torch.dtype:
 def _widened(tensor: Tensor) -> Tensor:
     """The recorded numbers in float64; whole numbers as they are."""
     tensor = tensor.detach()
-    if not sk.rounds(tensor) or tensor.device.type not in sk.FLOAT64_DEVICES:
+    if not sketches.is_float_or_complex(tensor) or tensor.device.type not in sketches.FLOAT64_DEVICES:
         return tensor.clone()
     return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()

@@ -82,7 +82,7 @@ class Side:
             if value not in self.graph.maker and value not in self.known and value.count > 1:
                 found.add(value)
         for node in self.graph.nodes:
-            is_drawn = node.op.random and not all(value in self.known for value in node.outputs)
+            is_drawn = node.op.is_random and not all(value in self.known for value in node.outputs)
             if is_drawn or not found.isdisjoint(node.inputs):
                 found.update(value for value in node.outputs if value not in self.known)
         return found
@@ -92,7 +92,7 @@ class Side:
         """Values that have a counterpart, or lead to one."""
         sure = {value for value in self.graph.values() if value in self.known and self._is_no_coincidence(value)}
         for node in self.graph.nodes:
-            if not node.op.random and (not node.inputs or node.op.name.endswith("_like")):
+            if not node.op.is_random and (not node.inputs or node.op.name.endswith("_like")):
                 sure.update(value for value in node.outputs if value.is_integral)
         final = {
             value
@@ -101,7 +101,7 @@ class Side:
         }
         for node in reversed(self.graph.nodes):
             if (
-                node.op.random
+                node.op.is_random
                 or node.op.name in SHAPE_READING_OPERATIONS
                 or node.op.name in SCALE_FORGETTING_OPERATIONS
             ):
@@ -124,7 +124,7 @@ class Side:
 
     def _is_no_coincidence(self, value: Value) -> bool:
         """Whether the counterpart of a value says something: it has various numbers, or the same call made it."""
-        if not value.is_uninformative or (value.is_pure_rounding and value.is_real):
+        if not value.is_uninformative or (value.is_pure_rounding and value.is_float_or_complex):
             return True
         node, others = self.graph.maker.get(value), self.comparison.matches.equal.get(value, [])
         makers = [self.comparison.graphs[1 - self.side].maker.get(other) for other in others]
@@ -223,7 +223,7 @@ def _pairs(comparison: Comparison, of_a: Sequence[Node], of_b: Sequence[Node]) -
 
     def rank(source: Source) -> tuple[bool, float]:
         places = [node.number / length for node, length in zip((source.a, source.b), lengths, strict=True) if node]
-        return not any(node.op.random for node in source.nodes), min(places)
+        return not any(node.op.is_random for node in source.nodes), min(places)
 
     return _first_of_both(sorted(pairs, key=rank))
 
@@ -234,7 +234,7 @@ def _first_of_both(sources: list[Source]) -> list[Source]:
         return sources
     first = sources[0]
     other = next((s for s in sources[1:] if len(s.nodes) == 1 and bool(s.a) != bool(first.a)), None)
-    if other is None or any(node.op.random for node in (*first.nodes, *other.nodes)):
+    if other is None or any(node.op.is_random for node in (*first.nodes, *other.nodes)):
         return sources
     both = Source(a=first.a or other.a, b=first.b or other.b, share_inputs=False)
     return [both, *(source for source in sources[1:] if source is not other)]
@@ -277,7 +277,7 @@ def from_outside(comparison: Comparison, sources: Sequence[Source]) -> dict[Valu
     found: dict[Value, float] = {}
     for source in sources:
         x, y = source.data_a, source.data_b
-        if x is not None and y is not None and x.is_real:
+        if x is not None and y is not None and x.is_float_or_complex:
             gap = finite_distance(y.sketch, x.sketch)
             if gap <= _allowed_from_outside(comparison, source):
                 found |= {x: gap, y: gap}
@@ -320,7 +320,7 @@ def _differ_by_little(a: Node, b: Node, source: Source) -> bool:
     gaps = [
         finite_distance(y.reference, x.reference)
         for x, y in pairs
-        if x.is_real and x.reference is not None and y.reference is not None and x.shape == y.shape
+        if x.is_float_or_complex and x.reference is not None and y.reference is not None and x.shape == y.shape
     ]
     is_one_call = kernel(a.op) == kernel(b.op) and not differing_arguments(a.op, b.op)
     return is_one_call and bool(gaps) and max(gaps) <= tol.SAME_VALUE_TOLERANCE

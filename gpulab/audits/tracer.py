@@ -39,11 +39,11 @@ from gpulab._torch_internals import (
     storage_identity,
     written_tensors,
 )
-from gpulab.audits import count_sketch as sk
-from gpulab.audits.references import SHORT, UNREPEATED_OPERATIONS, References, drawn_again
+from gpulab.audits import count_sketch as sketches
+from gpulab.audits.references import HALF_PRECISION_DTYPES, UNREPEATED_OPERATIONS, References, drawn_again
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
-from gpulab.audits.twins import DEFINITIONS, writes
+from gpulab.audits.twins import DEFINITIONS, writes_to_arguments
 from gpulab.audits.values import Slabs, Value
 from gpulab.guards.call_sites import Callers
 from gpulab.guards.fingerprints import content
@@ -88,12 +88,12 @@ class Call:
         self.named = named_arguments(operation, args, kwargs)
         self.arguments = {key: as_json(value) for key, value in self.named.items()}
         self.given = find_tensors((args, kwargs))
-        self.written = [t for t in written_tensors(operation, args, kwargs) if sk.is_plain(t) and t.numel()]
+        self.written = [t for t in written_tensors(operation, args, kwargs) if sketches.is_strided(t) and t.numel()]
         bases = map(base_of, self.written)
-        self.bases = [base for base in bases if base is not None and base.numel() and sk.is_plain(base)]
-        self.writes = writes(operation) or name in UNDECLARED_WRITERS
-        self.random = _is_random(operation, self.arguments)
-        overwrites = writes(operation) and (self.random or overwrites_first_argument(name))
+        self.bases = [base for base in bases if base is not None and base.numel() and sketches.is_strided(base)]
+        self.writes = writes_to_arguments(operation) or name in UNDECLARED_WRITERS
+        self.is_random = _is_random(operation, self.arguments)
+        overwrites = writes_to_arguments(operation) and (self.is_random or overwrites_first_argument(name))
         self.overwritten = args[0] if overwrites else None
         self.read = [v for key, v in self.named.items() if key not in NOTES and v is not self.overwritten]
 
@@ -146,7 +146,9 @@ class Tracer(UncompiledDispatchMode):
             return torch.zeros(*args, **kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
-            return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
+            return (
+                out.zero_() if type(out) is Tensor and sketches.is_strided(out) else out
+            )  # what lies there is nobody's data
         if has_wrapper_subclass(types):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
@@ -178,7 +180,7 @@ class Tracer(UncompiledDispatchMode):
         follows = self.measured and not operation.is_view
         exact = follows and all(map(self._is_exact, find_tensors(call.read)))
         inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs, call.written)) if follows else None
-        draws_short = call.random and any(t.dtype in SHORT for t in call.written)
+        draws_short = call.is_random and any(t.dtype in HALF_PRECISION_DTYPES for t in call.written)
         state = torch.get_rng_state() if draws_short else None
 
         out = self._with_memory(lambda: operation(*args, **kwargs))
@@ -187,7 +189,7 @@ class Tracer(UncompiledDispatchMode):
         for t in call.written:
             memory = self.references.memory(t)
             memory.version, memory.maker = memory.version + 1, op
-        repeated = lambda: self.references.computed(operation, name, inputs, out, call.random)  # noqa: E731
+        repeated = lambda: self.references.computed(operation, name, inputs, out, call.is_random)  # noqa: E731
         made = self._attempt(repeated) if inputs is not None else None
         if follows:
             self._keep_written(call, made, exact, state)
@@ -201,7 +203,7 @@ class Tracer(UncompiledDispatchMode):
         """The record of an operation that is about to run: who calls it, and what it is given."""
         caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
         is_view = call.operation.is_view
-        op = Operation(call.name, *caller, [], [], [], "", call.arguments, random=call.random, is_view=is_view)
+        op = Operation(call.name, *caller, [], [], [], "", call.arguments, is_random=call.is_random, is_view=is_view)
         op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read)]
         op.lanes = _lanes(call.name, call.named, op.inputs)
         op.inputs += [value for base in call.bases if (value := self.value_of(base)) not in op.inputs]
@@ -215,7 +217,7 @@ class Tracer(UncompiledDispatchMode):
         longer = None
         if state is not None:
             longer = drawn_again(call.operation, call.written[0], call.args, call.kwargs, state)
-        followed = made is not None and not call.random and call.name not in UNREPEATED_OPERATIONS
+        followed = made is not None and not call.is_random and call.name not in UNREPEATED_OPERATIONS
         for t in call.written:
             self._attempt(partial(self.references.note_write, t, exact and made is not None, followed, longer))
 
@@ -223,17 +225,19 @@ class Tracer(UncompiledDispatchMode):
         self, call: Call, op: Operation, out: Nested, made: Nested | None, exact: bool, follows: bool, inputs: Nested
     ) -> None:
         """Keep the references of new tensors, and note who made them."""
-        known = {storage_identity(t.untyped_storage()) for t in call.given if sk.is_plain(t)}
+        known = {storage_identity(t.untyped_storage()) for t in call.given if sketches.is_strided(t)}
         # Storages that the reference of a result may share with something else.
         others = find_tensors((inputs, call.given, out))
-        shared = {storage_identity(t.untyped_storage()) for t in others if sk.is_plain(t)}
+        shared = {storage_identity(t.untyped_storage()) for t in others if sketches.is_strided(t)}
         new: set[int] = set()  # storages; some kernels return views of one
         for t, reference in _pair_with_references(out, made):
-            storage = storage_identity(t.untyped_storage()) if sk.is_plain(t) else None
+            storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
             if storage is None or storage in known:
                 continue
             if follows:
-                is_note = made is not None and (not sk.rounds(t) or call.name in UNREPEATED_OPERATIONS)
+                is_note = made is not None and (
+                    not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
+                )
                 is_exact = exact and (reference is not None or is_note)
                 content, is_second = t if reference is None else reference, storage in new
                 may_own = storage_identity(content.untyped_storage()) not in shared
@@ -244,8 +248,8 @@ class Tracer(UncompiledDispatchMode):
         for t in find_tensors(out) if follows else ():
             same_type = bool(call.given) and t.dtype == call.given[0].dtype
             is_copy = same_type and call.name in COPIES and self._is_exact(call.given[0])
-            if not sk.is_plain(t) and not is_copy:  # the references of sparse tensors are not followed
-                for memory in map(self.references.memory, sk.tensors(t)):
+            if not sketches.is_strided(t) and not is_copy:  # the references of sparse tensors are not followed
+                for memory in map(self.references.memory, sketches.nonempty_components(t)):
                     memory.exact, memory.maker = False, op
 
     def _note_read_number(self, number: float, value: str) -> None:
@@ -265,10 +269,10 @@ class Tracer(UncompiledDispatchMode):
         op.outputs = [self.value_of(t, op) for t in results]
         written = call.written if call.overwritten is None else []
         changed = [self.value_of(t, op) for t in (*written, *call.bases)]
-        op.changed = [value for value in dict.fromkeys(changed) if value not in op.outputs]
-        rounded = [t for t in results if sk.rounds(t)]
-        op.nans = self.measured and any(map(_has_nan, rounded))
-        is_measured = self.measured and not call.random and not call.operation.is_view
+        op.mutated_values = [value for value in dict.fromkeys(changed) if value not in op.outputs]
+        rounded = [t for t in results if sketches.is_float_or_complex(t)]
+        op.has_nan = self.measured and any(map(_has_nan, rounded))
+        is_measured = self.measured and not call.is_random and not call.operation.is_view
         if is_measured and (rounded or call.name in DEFINITIONS):
             self._with_memory(lambda: self._measure(call.operation, op, before, call.writes, raw_results))
         self.operations.append(op)
@@ -306,11 +310,11 @@ class Tracer(UncompiledDispatchMode):
         returned_again = operation(*again_args, **again_kwargs)
         again = _results(operation, returned_or_written(operation, again_args, returned_again))
         first = [self.values[value] for value in op.outputs]
-        if [sk.name(t) for t in again] != [value.content for value in first]:
+        if [sketches.content_id(t) for t in again] != [value.content for value in first]:
             op.repeats = False
-            op.spread = sk.spread([sk.sketch(t) for t in again], [value.sketch for value in first])
+            op.spread = sketches.max_distance([sketches.sketch(t) for t in again], [value.sketch for value in first])
         # Tensors of other layouts are compared by their parts alone.
-        if all(map(sk.is_plain, find_tensors((before, raw_results)))):
+        if all(map(sketches.is_strided, find_tensors((before, raw_results)))):
             vars(op).update(vars(forward_error(operation, op.name, before[0], before[1], raw_results)))
 
     # --- values -------------------------------------------------------------------------------------------
@@ -325,7 +329,7 @@ class Tracer(UncompiledDispatchMode):
         memory, digest = self.references.memory(tensor), content(tensor)
         key = _key_of(tensor, memory.serial, memory.version)
         name = self.names.get(key)
-        if name is not None and sk.name(tensor, digest) == self.values[name].content:
+        if name is not None and sketches.content_id(tensor, digest) == self.values[name].content:
             return name
         flat = _key_of(tensor.view(-1), memory.serial, memory.version) if tensor.is_contiguous() else ()
         known_digest, same = self.flat_values.get(flat, (digest, None))
@@ -338,7 +342,7 @@ class Tracer(UncompiledDispatchMode):
             self.flat_values.setdefault(flat, (digest, value))
         made_by = maker or memory.maker
         if made_by is not None and made_by is not maker:
-            made_by.changed.append(name)  # another view of what an operation wrote before
+            made_by.mutated_values.append(name)  # another view of what an operation wrote before
         return name
 
     def _new_value(self, tensor: Tensor, digest: int, same: Value | None) -> Value:
@@ -356,9 +360,9 @@ class Tracer(UncompiledDispatchMode):
 
     def _is_exact(self, tensor: Tensor) -> bool:
         """Whether a tensor's reference was computed in float64 all the way; of another layout, whether it is data."""
-        if sk.is_plain(tensor):
+        if sketches.is_strided(tensor):
             return self.references.is_exact([tensor])
-        memories = map(self.references.memory, sk.tensors(tensor))
+        memories = map(self.references.memory, sketches.nonempty_components(tensor))
         return all(memory.exact and memory.maker is None for memory in memories)
 
 
@@ -400,8 +404,10 @@ def _lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> lis
 
 def _numeric_tensors(values: Nested) -> list[Tensor]:
     """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
-    tensors = sk.tensors(values)
-    return [t for t in tensors if t.dtype != torch.uint8] if any(map(sk.rounds, tensors)) else tensors
+    tensors = sketches.nonempty_components(values)
+    return (
+        [t for t in tensors if t.dtype != torch.uint8] if any(map(sketches.is_float_or_complex, tensors)) else tensors
+    )
 
 
 def _results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
@@ -430,7 +436,7 @@ def _copy(value: Nested) -> Nested:
     """
     if not isinstance(value, Tensor):
         return value
-    if not sk.is_plain(value) or value.is_conj() or value.is_neg() or not value.numel():
+    if not sketches.is_strided(value) or value.is_conj() or value.is_neg() or not value.numel():
         return value.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
@@ -538,7 +544,7 @@ class StepResults:
         for leaf in self.leaves if storages else ():
             is_known = (
                 leaf in self.starts
-                or not (sk.is_plain(leaf) and sk.rounds(leaf))
+                or not (sketches.is_strided(leaf) and sketches.is_float_or_complex(leaf))
                 or leaf.numel() > MAX_TRACKED_UPDATE_SIZE
             )
             if not is_known and storage_identity(leaf.untyped_storage()) in storages:
@@ -549,7 +555,7 @@ class StepResults:
     @own_work
     def _names_of(self, tensor: Tensor) -> list[str]:
         """The names of a tensor's values; what computes them is none of the step's operations."""
-        return [self.tracer.value_of(t) for t in sk.tensors(tensor.detach())]
+        return [self.tracer.value_of(t) for t in sketches.nonempty_components(tensor.detach())]
 
     @own_work
     def _lost(self, leaf: Tensor) -> dict[str, int]:
@@ -619,7 +625,7 @@ class StepResults:
                 contents = self.leaves.get(parameter, {})
                 start = contents.get((parameter.dtype, parameter.device)) or next(iter(contents.values()), [])
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and sk.rounds(value):
+                    if isinstance(value, Tensor) and sketches.is_float_or_complex(value):
                         values = self._names_of(value)
                         entries.append(self._result("updated", f"{key} of {name}", start, values, {"state": key}))
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
@@ -629,10 +635,10 @@ class StepResults:
 
         A convolution's kernel is given such an object in place of the weight.
         """
-        if leaf in names or leaf in self.gradients or not sk.is_plain(leaf):
+        if leaf in names or leaf in self.gradients or not sketches.is_strided(leaf):
             return False
         others = (t for t in (*names, *self.leaves) if t is not leaf and (t in names or t in self.gradients))
-        return any(sk.is_plain(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in others)
+        return any(sketches.is_strided(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in others)
 
     def _numbered(self, leaf: Tensor) -> str:
         """What a leaf is called that no module has."""

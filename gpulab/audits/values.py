@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.audits import count_sketch as sk
+from gpulab.audits import count_sketch as sketches
 from gpulab.audits import tolerances as tol
 
 SLAB = 1 << 17  # numbers
@@ -102,8 +102,8 @@ class Value:
         elif reference is tensor:
             value.reference = value.sketch
         else:
-            value.reference = slabs.keep(sk.sketch(real))
-        numbers = sk.to_float64_device(real.detach()).double()
+            value.reference = slabs.keep(sketches.sketch(real))
+        numbers = sketches.to_float64_device(real.detach()).double()
         value.profiles = {dim: slabs.keep(profile) for dim, profile in _profiles(numbers).items()}
         value.total = _totals(numbers, value.profiles) if same is None else same.total
         return value
@@ -116,17 +116,21 @@ class Value:
         value = cls._recorded(tensor, not stands_in, slabs, digest, same)
         if stands_in:
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            wide = torch.float64 if real.device.type in sk.FLOAT64_DEVICES else None
+            wide = torch.float64 if real.device.type in sketches.FLOAT64_DEVICES else None
             value.reference = value.sketch
-            norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sk.rounds(real) else math.nan
-            value.total = [float(real.sum(dtype=wide)), norm**2] if sk.rounds(real) else _totals(real.double(), {})
+            norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sketches.is_float_or_complex(real) else math.nan
+            value.total = (
+                [float(real.sum(dtype=wide)), norm**2]
+                if sketches.is_float_or_complex(real)
+                else _totals(real.double(), {})
+            )
         return value
 
     @classmethod
     def _recorded(cls, tensor: Tensor, exact: bool, slabs: Slabs, digest: int | None, same: Value | None) -> Value:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        sketch = slabs.keep(sk.sketch(tensor)) if same is None else same.sketch
-        return cls(sk.name(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact)
+        sketch = slabs.keep(sketches.sketch(tensor)) if same is None else same.sketch
+        return cls(sketches.content_id(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact)
 
     @cached_property
     def count(self) -> int:
@@ -134,7 +138,7 @@ class Value:
         return math.prod(self.shape)
 
     @cached_property
-    def is_real(self) -> bool:
+    def is_float_or_complex(self) -> bool:
         """Whether it has numbers that rounding can touch."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
@@ -178,7 +182,7 @@ def finite_distance(x: Array, reference: Array) -> float:
     >>> finite_distance(np.array([1.0, np.nan]), np.array([2.0, 1.0]))
     inf
     """
-    apart = sk.distance(x, reference)
+    apart = sketches.relative_distance(x, reference)
     return math.inf if math.isnan(apart) else apart
 
 

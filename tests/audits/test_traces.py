@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
 from gpulab.audits.comparison import differing_arguments as differing
-from gpulab.audits.count_sketch import BLOCK, factors, sketch
+from gpulab.audits.count_sketch import BLOCK_SIZE, perturbation_factors, sketch
 from gpulab.audits.tracer import _is_random
-from gpulab.audits.traces import RESULT, Operation, aligned
+from gpulab.audits.traces import RESULT, Operation, align_operations
 
 
 class Tiny(nn.Module):
@@ -207,14 +207,14 @@ def test_distances_between_sketches_are_those_between_tensors():
     assert 0.6 < min(ratios) < max(ratios) < 1.4
 
 
-@pytest.mark.parametrize("count", [100_000, BLOCK + 9])
+@pytest.mark.parametrize("count", [100_000, BLOCK_SIZE + 9])
 def test_sketches_show_one_wrong_number_among_many_in_full(count):
     x = drawn(count)
     wrong = x.clone()
     wrong[-3] += 5
     assert np.linalg.norm(sketch(wrong) - sketch(x)) == pytest.approx(5, rel=1e-6)
-    assert factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
-    assert factors(x, 3, 0.5).shape == x.shape
+    assert perturbation_factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
+    assert perturbation_factors(x, 3, 0.5).shape == x.shape
 
 
 # --- aligning ---------------------------------------------------------------------------------------------------
@@ -226,10 +226,10 @@ def operations(*names):
 
 def test_operations_are_aligned_in_order_and_gaps_are_shown():
     first, second = operations("a", "b", "c", "d"), operations("a", "x", "c", "d", "e")
-    pairs = [(one and one.name, other and other.name) for one, other in aligned(first, second)]
+    pairs = [(one and one.name, other and other.name) for one, other in align_operations(first, second)]
     assert pairs == [("a", "a"), ("b", None), (None, "x"), ("c", "c"), ("d", "d"), (None, "e")]
-    assert aligned([], []) == []
-    (both,) = aligned(operations("native_batch_norm"), operations("cudnn_batch_norm"))
+    assert align_operations([], []) == []
+    (both,) = align_operations(operations("native_batch_norm"), operations("cudnn_batch_norm"))
     assert None not in both
 
 
