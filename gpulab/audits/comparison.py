@@ -19,7 +19,7 @@ import numpy as np
 from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import MAX_SKETCHED_NUMBER, SKETCH_SIZE
 from gpulab.audits.graphs import Graph, Node
-from gpulab.audits.matching import Matches, PartSearch, same, tolerance_of
+from gpulab.audits.matching import Matches, PartSearch, is_same_value, tolerance_of
 from gpulab.audits.traces import KERNEL_ALIASES, RESULT, TENSOR, Json, Operation, Trace
 from gpulab.audits.values import Value, finite_distance
 from gpulab.settings import Setting
@@ -55,25 +55,25 @@ class Result:
     has_no_counterpart: bool = False
 
     @property
-    def one(self) -> Operation:
+    def representative(self) -> Operation:
         """Either of the two, for what they have in common."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
     def group(self) -> str:
         """`gradient`, `updated` or `loss`."""
-        return self.one.name if self.one.name in LEAF_RESULTS else "loss"
+        return self.representative.name if self.representative.name in LEAF_RESULTS else "loss"
 
 
 @dataclass(frozen=True)
-class Pair:
+class OperationPair:
     """Operations of the two sides that make the same value, or one that has no counterpart."""
 
     a: Operation | None
     b: Operation | None
 
     @property
-    def one(self) -> Operation:
+    def representative(self) -> Operation:
         """Either of the two, for what they have in common."""
         return self.a or self.b  # type: ignore[return-value]
 
@@ -88,25 +88,25 @@ class NotFinite:
     """Where a trace's NaN or infinity comes from.
 
     Attributes:
-        what: `NAN` or `INFINITY`.
+        value_kind: `NAN` or `INFINITY`.
         op: The operation that made it of numbers; if none did, the first that was given it.
-        made: Whether the operation made it.
+        is_produced: Whether the operation made it.
         infinity: The operation that made the infinity of which it made NaN; None where that was put in or is none.
-        cancelled: The operation before it whose result lost most of its digits, if there is one.
+        cancellation: The operation before it whose result lost most of its digits, if there is one.
         results: The results that are not finite: the loss first, then gradients and what was updated.
-        in_reference: Whether the float64 reference of what the operation made is not finite, either.
+        is_nonfinite_in_reference: Whether the float64 reference of what the operation made is not finite, either.
     """
 
-    what: str
+    value_kind: str
     op: Operation
-    made: bool
+    is_produced: bool
     infinity: Operation | None
-    cancelled: Operation | None
+    cancellation: Operation | None
     results: list[Operation]
-    in_reference: bool
+    is_nonfinite_in_reference: bool
 
     @property
-    def first(self) -> Operation:
+    def first_operation(self) -> Operation:
         """The operation that made the first infinity or NaN."""
         return self.infinity or self.op
 
@@ -117,24 +117,24 @@ class Comparison:
     Args:
         a: The first trace.
         b: The second.
-        from_outside: Values that enter the two executions from outside of torch, or from operations that do not repeat
-            themselves, and how far they are apart. All that follows from them is compared less sharply.
+        external_values: Values that enter the two executions from outside of torch, or from operations that do not
+            repeat themselves, and by how much they differ. What follows from them is compared with a wider tolerance.
     """
 
-    def __init__(self, a: Trace, b: Trace, from_outside: Mapping[Value, float] = MappingProxyType({})) -> None:
+    def __init__(self, a: Trace, b: Trace, external_values: Mapping[Value, float] = MappingProxyType({})) -> None:
         self.a, self.b = a, b
         self.traces, self.graphs = (a, b), (Graph(a), Graph(b))
-        self.from_outside = dict(from_outside)
-        self._short = [_is_short(trace) for trace in self.traces]
+        self.external_values = dict(external_values)
+        self._short_format_sides = [_uses_short_format(trace) for trace in self.traces]
         self.uncertain = [
             graph.following({v for v in graph.trace.values.values() if not v.exact}) for graph in self.graphs
         ]
-        moved = min(1.0, tol.MAX_EXTERNAL_AMPLIFICATION * max(self.from_outside.values(), default=0.0))
+        moved = min(1.0, tol.MAX_EXTERNAL_AMPLIFICATION * max(self.external_values.values(), default=0.0))
         self._tolerances = [
             tolerance_of(
                 graph,
-                dict.fromkeys(graph.following(set(self.from_outside)), moved)
-                | dict.fromkeys(uncertain, tol.INEXACT_TOLERANCES[self.is_short(side)]),
+                dict.fromkeys(graph.following(set(self.external_values)), moved)
+                | dict.fromkeys(uncertain, tol.INEXACT_TOLERANCES[self.uses_short_format(side)]),
             )
             for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
         ]
@@ -147,9 +147,9 @@ class Comparison:
 
     # --- the two sides ------------------------------------------------------------------------------------
 
-    def is_short(self, side: int) -> bool:
+    def uses_short_format(self, side: int) -> bool:
         """Whether a side may compute in a format shorter than float32."""
-        return self._short[side]
+        return self._short_format_sides[side]
 
     def trace_of(self, op: Operation) -> Trace:
         """The trace that an operation belongs to."""
@@ -181,16 +181,16 @@ class Comparison:
         """The loss, what else was returned, gradients and updates, and whether they agree in float64."""
         of_both = [[op for op in trace.operations if op.phase == RESULT] for trace in self.traces]
         returned = [{(op.name, op.module): op for op in ops if op.name not in LEAF_RESULTS} for ops in of_both]
-        results = [self._result(a, b) for a, b in self._pair_returns(*returned)]
+        results = [self._compare_result(a, b) for a, b in self._pair_returns(*returned)]
         leaves = [_leaves(trace, ops) for trace, ops in zip(self.traces, of_both, strict=True)]
         pairs = self._pair_leaves(*([leaf for leaf in of_side if not leaf.state] for of_side in leaves))
         for x, y in [*pairs, *_pair_states(leaves[0], leaves[1], pairs)]:
             gradients = (x.gradient if x else None, y.gradient if y else None)
             updates = (x.updated if x else None, y.updated if y else None)
             if any(gradients):
-                results.append(self._result(*gradients, starts=(x, y)))
+                results.append(self._compare_result(*gradients, starts=(x, y)))
             if any(updates):
-                results.append(self._result(*updates, starts=(x, y)))
+                results.append(self._compare_result(*updates, starts=(x, y)))
         return self._accept_parts([result for result in results if not self._is_negligible(result)])
 
     def _pair_returns(
@@ -203,14 +203,16 @@ class Comparison:
         left_a = [a for key, a in first.items() if key not in second]
         left_b = [b for key, b in second.items() if key not in first]
         for a in left_a:
-            alike = (b for b in left_b if not self.is_same_program and self._all_same(self.values(a), self.values(b)))
+            alike = (
+                b for b in left_b if not self.is_same_program and self._are_all_same(self.values(a), self.values(b))
+            )
             other = next(alike, None)
             if other is not None:
                 left_b.remove(other)
             pairs.append((a, other))
         return [*pairs, *((None, b) for b in left_b)]
 
-    def _result(
+    def _compare_result(
         self,
         a: Operation | None,
         b: Operation | None,
@@ -226,11 +228,11 @@ class Comparison:
             return Result(a, b, agrees=False, has_no_counterpart=not (a and b) and None in starts)
         pairs = list(zip(x, y, strict=True))
         gap = max(_reference_gap(v, w) for v, w in pairs)
-        return Result(a, b, all(same(v, w, self.tolerance) or self._is_too_small(v, w) for v, w in pairs), gap)
+        return Result(a, b, all(is_same_value(v, w, self.tolerance) or self._is_too_small(v, w) for v, w in pairs), gap)
 
     def _is_too_small(self, x: Value, y: Value) -> bool:
         """Whether two references differ by less than float32's roundings, as by a constant of another precision."""
-        unaided = [value.deviation for side, value in enumerate((x, y)) if not self.is_short(side)]
+        unaided = [value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)]
         return x.is_float_or_complex and _reference_gap(x, y) <= max(
             [tol.SAME_VALUE_TOLERANCE, *([min(unaided)] if unaided else [])]
         )
@@ -245,14 +247,14 @@ class Comparison:
         pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
 
         def begin_alike(x: _Leaf, y: _Leaf) -> bool:
-            return bool(x.start) and self._all_same(x.start, y.start)
+            return bool(x.start) and self._are_all_same(x.start, y.start)
 
         def have_one_gradient(x: _Leaf, y: _Leaf) -> bool:
-            return begin_alike(x, y) and self._all_same(self.values(x.gradient), self.values(y.gradient))
+            return begin_alike(x, y) and self._are_all_same(self.values(x.gradient), self.values(y.gradient))
 
         def end_alike(x: _Leaf, y: _Leaf) -> bool:
             ends = [self.values(leaf.gradient) + self.values(leaf.updated) for leaf in (x, y)]
-            return bool(x.updated and y.updated) and self._all_same(*ends)
+            return bool(x.updated and y.updated) and self._are_all_same(*ends)
 
         rules: list[Callable[[_Leaf, _Leaf], bool]] = [
             lambda x, y: x.name == y.name and have_one_gradient(x, y),
@@ -271,27 +273,29 @@ class Comparison:
                     pairs.append((x, y))
         return [*pairs, *((x, None) for x in left_a), *((None, y) for y in left_b)]
 
-    def _all_same(self, first: list[Value], second: list[Value]) -> bool:
+    def _are_all_same(self, first: list[Value], second: list[Value]) -> bool:
         pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(same(x, y, self.tolerance) for x, y in pairs)
+        return len(first) == len(second) and all(is_same_value(x, y, self.tolerance) for x, y in pairs)
 
     def _is_negligible(self, result: Result) -> bool:
         """Whether a result of one side alone is zero, or nothing but roundings: the other side need not compute it."""
         if (result.a and result.b) or self.is_same_program:
             return False
-        return result.one.name == "gradient" and all(value.is_pure_rounding for value in self.values(result.one))
+        return result.representative.name == "gradient" and all(
+            value.is_pure_rounding for value in self.values(result.representative)
+        )
 
     def _accept_parts(self, results: list[Result]) -> list[Result]:
         """The same, where results that each side alone has, but which are parts of each other, count as agreeing."""
         alone = [[r for r in results if (r.b if side else r.a) is None] for side in (1, 0)]
         if not all(alone):
             return results
-        values = [[value for r in of_side for value in self.values(r.one)] for of_side in alone]
+        values = [[value for r in of_side for value in self.values(r.representative)] for of_side in alone]
         parts = []
         for mine, others in (values, values[::-1]):
             search = PartSearch([value for value in others if value.total], self.tolerance)
-            parts.append({value for value in mine if search.has_whole_of(value) or search.cover(value)})
-        agreed = {r for side in (0, 1) for r in alone[side] if parts[side].issuperset(self.values(r.one))}
+            parts.append({value for value in mine if search.contains(value) or search.covers(value)})
+        agreed = {r for side in (0, 1) for r in alone[side] if parts[side].issuperset(self.values(r.representative))}
         return [Result(r.a, r.b, agrees=True) if r in agreed else r for r in results]
 
     @cached_property
@@ -300,18 +304,18 @@ class Comparison:
         return self.a.step == self.b.step
 
     @cached_property
-    def unpaired(self) -> list[Result]:
+    def unpaired_results(self) -> list[Result]:
         """Results of one of two programs that the other one has not: its own parameters, buffers and outputs."""
         if self.is_same_program:
             return []
         return [result for result in self.results if result.has_no_counterpart and not result.agrees]
 
     @cached_property
-    def differing(self) -> list[Result]:
+    def differing_results(self) -> list[Result]:
         """The results that do not agree in float64."""
-        return [result for result in self.results if not result.agrees and result not in self.unpaired]
+        return [result for result in self.results if not result.agrees and result not in self.unpaired_results]
 
-    def apart(self, result: Result) -> float:
+    def recorded_gap(self, result: Result) -> float:
         """How far the recorded numbers of a result are apart, relative to the first side; NaN for parts."""
         if not (result.a and result.b):
             return math.nan
@@ -347,7 +351,7 @@ class Comparison:
                     continue
                 others = (op for v in node.outputs for w in self.matches.equal.get(v, ()) for op in waiting[w])
                 for op in others:
-                    if op not in partners and (same_name <= (kernel(op) == kernel(node.op))):
+                    if op not in partners and (same_name <= (kernel_name(op) == kernel_name(node.op))):
                         if same_name and (op.phase, op.module) != (node.op.phase, node.op.module):
                             continue
                         partners[node.op], partners[op] = op, node.op
@@ -355,9 +359,9 @@ class Comparison:
         return partners
 
     @cached_property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[OperationPair]:
         """All operations of both sides, in the order of the first, and then all results."""
-        pairs: list[Pair] = []
+        pairs: list[OperationPair] = []
         first, second = ([op for op in trace.operations if op.phase != RESULT] for trace in self.traces)
         position, placed = 0, set[Operation]()
         for a in first:
@@ -365,12 +369,12 @@ class Comparison:
             if b is not None and b not in placed:
                 while second[position] in placed or second[position] not in self.partners:
                     if second[position] not in placed:
-                        pairs.append(Pair(None, second[position]))
+                        pairs.append(OperationPair(None, second[position]))
                     position += 1
                 placed.add(b)
-            pairs.append(Pair(a, b))
-        pairs += [Pair(None, b) for b in second[position:] if b not in placed]
-        return [*pairs, *(Pair(result.a, result.b) for result in self.results)]
+            pairs.append(OperationPair(a, b))
+        pairs += [OperationPair(None, b) for b in second[position:] if b not in placed]
+        return [*pairs, *(OperationPair(result.a, result.b) for result in self.results)]
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:
         """How far what two operations made is apart, one by one."""
@@ -398,7 +402,7 @@ class _Leaf:
         return [value.shape for value in self.start]
 
 
-def _is_short(trace: Trace) -> bool:
+def _uses_short_format(trace: Trace) -> bool:
     setting = Setting.parse(trace.setting)
     asked = setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS
     in_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()  # flags that a CPU does not heed
@@ -433,7 +437,7 @@ def _pair_states(
     return [*found, *((None, y) for y in left)]
 
 
-def kernel(op: Operation) -> str:
+def kernel_name(op: Operation) -> str:
     """The name of what an operation computes, whichever kernel does it."""
     return KERNEL_ALIASES.get(op.name, op.name)
 
@@ -471,12 +475,14 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
     losses = [op for op in results if op.name not in LEAF_RESULTS]
     values = {value for op in losses or results for value in op.outputs}
     what, bad = (NAN, nans) if nans & values else (INFINITY, infinities)
-    origin, made = _origin(trace, bad)
+    origin, made = _find_origin(trace, bad)
     infinity = _find_infinity_source(graph, origin, infinities) if made and what == NAN else None
     bad_results = (trace.values[name] for op in results for name in op.outputs)
-    in_reference = any(value.reference is None or not np.isfinite(value.total).all() for value in bad_results)
+    is_nonfinite_in_reference = any(
+        value.reference is None or not np.isfinite(value.total).all() for value in bad_results
+    )
     cancelled = _find_cancellation(graph, infinity or origin) if made else None
-    return NotFinite(what, origin, made, infinity, cancelled, results, in_reference)
+    return NotFinite(what, origin, made, infinity, cancelled, results, is_nonfinite_in_reference)
 
 
 def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
@@ -533,7 +539,7 @@ def is_infinite(sketch: np.ndarray) -> bool:
     )
 
 
-def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:
+def _find_origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:
     """The first operation that made a bad value from good inputs, and True; or the first that has one, and False."""
     for op in trace.operations:
         if op.phase != RESULT and bad & set(op.outputs) and not bad & set(op.inputs):

@@ -340,7 +340,7 @@ def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
 def _whole_step_findings(step: Step, whole: ResultComparison, plain: Setting, compiled: Setting) -> Iterator[Finding]:
     """What the whole step shows: results that are no numbers, or were drawn otherwise."""
     if not whole.table.finite.all():
-        names = _listed(list(whole.table.result[~whole.table.finite]))
+        names = _shorten_list(list(whole.table.result[~whole.table.finite]))
         detail = (
             f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
@@ -415,7 +415,7 @@ def _wrong_module_findings(
             )
     if not wrong:
         detail = f"{_describe_worst(whole.worst)}; of each kind of module the first is right when it is compiled alone"
-        detail += f", except {len(untried)} that could not be tried: {_listed(untried)}" if untried else ""
+        detail += f", except {len(untried)} that could not be tried: {_shorten_list(untried)}" if untried else ""
         yield _finding(
             "cause not found", str(compiled), step.model, detail, KEEP_UNCOMPILED_ADVICE, size=whole.worst.difference
         )
@@ -431,7 +431,9 @@ def _why(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) 
     if inner:
         outermost = [name for name in inner if not any(name.startswith(f"{other}.") for other in inner)]
         together = _find_needed_modules(call, outermost, plain, compiled)
-        compiled_with = f"only with {_listed(together)} compiled in it" if together else "so it is in its own lines"
+        compiled_with = (
+            f"only with {_shorten_list(together)} compiled in it" if together else "so it is in its own lines"
+        )
         yield f"no module inside is wrong alone, {compiled_with}"
 
 
@@ -464,10 +466,10 @@ def _describe_worst(worst: pd.Series) -> str:
     )
 
 
-def _listed(names: list[str]) -> str:
+def _shorten_list(names: list[str]) -> str:
     """Three names, and how many more there are.
 
-    >>> _listed(["a", "b", "c"]), _listed(["a", "b", "c", "d"])
+    >>> _shorten_list(["a", "b", "c"]), _shorten_list(["a", "b", "c", "d"])
     ('a, b, c', 'a, b, c and 1 more')
     """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

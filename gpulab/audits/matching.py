@@ -21,18 +21,20 @@ Tolerance = Callable[[Value], float]
 MIN_PART_SIZE = 4  # numbers; fewer may be found anywhere by chance
 MAX_TOLERANCE = 1e6
 MAX_STRETCHES = 1 << 18  # sums that are compared at a time
-NEGLIGIBLE = 1e-24  # of the sum of squares: what a slice has that consists of roundings
+NEGLIGIBLE_SQUARES_SHARE = 1e-24  # of the sum of squares: what a slice has that consists of roundings
 MAX_PART_DEPTH = 12  # operations beyond what has a counterpart, among whose values parts are looked for
 
 
-def same(x: Value, y: Value, tolerance: Tolerance) -> bool:
+def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
     """Whether two values are one in float64, number by number in the order of memory."""
     if x.reference is None or y.reference is None or x.reference.shape != y.reference.shape or x.count != y.count:
         return False
-    return bool(_are_same(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[0])
+    return bool(_are_same_sketches(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[0])
 
 
-def _are_same(reference: np.ndarray, others: np.ndarray, tolerance: float, tolerances: np.ndarray) -> np.ndarray:
+def _are_same_sketches(
+    reference: np.ndarray, others: np.ndarray, tolerance: float, tolerances: np.ndarray
+) -> np.ndarray:
     """Whether each of several sketches is that of one value. A sketch is a row of the others."""
     with np.errstate(over="ignore", invalid="ignore"):
         unequal = ~((others == reference) | (np.isnan(others) & np.isnan(reference)))
@@ -52,49 +54,49 @@ class Matches:
 
     Attributes:
         equal: The counterparts in the same order of memory, by value, for the values of both executions.
-        known: The values that have a counterpart in any form.
-        rearranged: Values with the numbers of a value of the other execution, but in an order that no transposition
-            makes, such as flipped ones.
+        matched_values: The values that have a counterpart in any form.
+        permuted_values: Values with the numbers of a value of the other execution, but in an order that no
+            transposition makes, such as flipped ones.
     """
 
     def __init__(self, graphs: tuple[Graph, Graph], tolerance: Tolerance) -> None:
         self.graphs, self.tolerance = graphs, tolerance
         self.equal: dict[Value, list[Value]] = defaultdict(list)
-        self.known: set[Value] = set()
-        self.rearranged: set[Value] = set()
+        self.matched_values: set[Value] = set()
+        self.permuted_values: set[Value] = set()
         first, second = (graph.values() for graph in graphs)
         self._match_wholes(first, second)
-        self.rearranged -= self.known
+        self.permuted_values -= self.matched_values
 
     def _match_wholes(self, first: Sequence[Value], second: Sequence[Value]) -> None:
         groups: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for value in second:
             if value.total and value.reference is not None:
                 groups[value.count, value.reference.size].append(value)
-        tables = {sizes: _Table(group, self.tolerance) for sizes, group in groups.items()}
+        tables = {sizes: _ValueTable(group, self.tolerance) for sizes, group in groups.items()}
         for value in first:
             if not value.total or value.reference is None:
                 continue
             table = tables.get((value.count, value.reference.size))
             if table is None:
                 continue
-            near, equal = table.near(value, value.reference, self.tolerance(value))
+            near, equal = table.find_near(value, value.reference, self.tolerance(value))
             for other in equal:
                 self.equal[value].append(other)
                 self.equal[other].append(value)
             transposed = [] if equal else [other for other in near if is_transposed(value, other, self.tolerance)]
             if equal or transposed:
-                self.known |= {value, *equal, *transposed}
+                self.matched_values |= {value, *equal, *transposed}
             elif not value.is_uninformative:
                 turned = [other for other in near if is_transposed(value, other, self.tolerance) is False]
-                self.rearranged.update([value, *turned] if turned else [])
+                self.permuted_values.update([value, *turned] if turned else [])
 
     def match_parts(self) -> None:
         """Find values that are a slice of a value of the other execution, or are covered by slices of several."""
         everything = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
             others = [v for v in everything[1 - side] if v.profiles and not v.is_pure_rounding]
-            self.known |= self._parts(graph, PartSearch(others, self.tolerance))
+            self.matched_values |= self._parts(graph, PartSearch(others, self.tolerance))
 
     def _parts(self, graph: Graph, others: PartSearch) -> set[Value]:
         depth: dict[Value, int] = {}
@@ -102,23 +104,23 @@ class Matches:
         for value in graph.values():
             node = graph.maker.get(value)
             before = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
-            depth[value] = 0 if value in self.known else before + (node is None or not node.op.is_view)
+            depth[value] = 0 if value in self.matched_values else before + (node is None or not node.op.is_view)
             is_loose = self.tolerance(value) > tol.MAX_SUM_MATCHING_TOLERANCE
             if (
                 is_loose
-                or value in self.known
+                or value in self.matched_values
                 or depth[value] > MAX_PART_DEPTH
                 or value.is_uninformative
                 or value.count < MIN_PART_SIZE
             ):
                 continue
-            if others.has_whole_of(value) or others.cover(value):
+            if others.contains(value) or others.covers(value):
                 found.add(value)
                 depth[value] = 0
         return found
 
 
-class _Table:
+class _ValueTable:
     """The sums and the sketches of several values of one size, as arrays."""
 
     def __init__(self, values: Sequence[Value], tolerance: Tolerance) -> None:
@@ -128,7 +130,7 @@ class _Table:
         self.references = np.stack([value.reference for value in values if value.reference is not None])
         self.tolerances = np.array([tolerance(value) for value in values])
 
-    def near(self, value: Value, reference: np.ndarray, tolerance: float) -> tuple[list[Value], list[Value]]:
+    def find_near(self, value: Value, reference: np.ndarray, tolerance: float) -> tuple[list[Value], list[Value]]:
         """Those whose sums are the value's, as far as the tolerances go; and those of them that are the same."""
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
@@ -138,7 +140,7 @@ class _Table:
             close = np.abs(self.totals - np.array(value.total)) <= bounds
         is_finite = np.isfinite(value.total).all()
         places = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
-        are_same = _are_same(reference, self.references[places], tolerance, self.tolerances[places])
+        are_same = _are_same_sketches(reference, self.references[places], tolerance, self.tolerances[places])
         near = [self.values[int(place)] for place in places]
         return near, [other for other, is_same in zip(near, are_same, strict=True) if is_same]
 
@@ -189,7 +191,7 @@ class PartSearch:
             if value.count >= MIN_PART_SIZE and not value.is_constant and np.isfinite(value.total).all():
                 parts[value.count].append(value)
         self.wholes = {
-            (count, size, start, dim): _Stretches(some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance)
+            (count, size, start, dim): _StretchSums(some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance)
             for (count, dim, size), some in wholes.items()
             for start in range(0, len(some), max(1, MAX_STRETCHES // size))
         }
@@ -198,7 +200,7 @@ class PartSearch:
             for count, some in sorted(parts.items())
         }
 
-    def has_whole_of(self, part: Value) -> bool:
+    def contains(self, part: Value) -> bool:
         """Whether a value is a slice of one of these."""
         if not part.total or not np.isfinite(part.total).all():
             return False
@@ -209,15 +211,15 @@ class PartSearch:
                 return True
         return False
 
-    def cover(self, whole: Value) -> bool:
+    def covers(self, whole: Value) -> bool:
         """Whether slices of a value that are among these make up all of it, but for rounding."""
         if not whole.profiles or not np.isfinite(whole.total).all():
             return False
         for dim, profile in whole.profiles.items():
             if not np.isfinite(profile).all():
                 continue
-            covered = profile[1] <= NEGLIGIBLE * whole.total[1]
-            stretches = _Stretches([whole], dim, self.tolerance)
+            covered = profile[1] <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
+            stretches = _StretchSums([whole], dim, self.tolerance)
             for_each = whole.count // profile.shape[1]
             for count, (totals, tolerances) in self.parts.items():
                 length, rest = divmod(count, for_each)
@@ -229,16 +231,16 @@ class PartSearch:
         return False
 
 
-class _Stretches:
+class _StretchSums:
     """The sums over stretches of the profiles along one dimension, of values of one shape there."""
 
     def __init__(self, wholes: Sequence[Value], dim: int, tolerance: Tolerance) -> None:
         profiles = np.stack([whole.profiles[dim] for whole in wholes])
-        self.running = np.concatenate([np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2)
+        self.cumulative_sums = np.concatenate([np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2)
         self.tolerances = np.array([tolerance(whole) for whole in wholes])[:, None]
         squares = np.array([whole.total[1] for whole in wholes])[:, None]
         self.scales = np.sqrt(wholes[0].count * squares), squares
-        self.for_each = wholes[0].count // profiles.shape[2]
+        self.n_per_index = wholes[0].count // profiles.shape[2]
 
     def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
         """Where a stretch has the sums of a part.
@@ -252,10 +254,10 @@ class _Stretches:
         Returns:
             A truth value for each part or whole, in rows, and each first index of a stretch, in columns.
         """
-        sums, squares = np.moveaxis(self.running[:, :, length:] - self.running[:, :, :-length], 1, 0)
+        sums, squares = np.moveaxis(self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0)
         allowed = 4 * np.maximum(np.maximum(tolerances[:, None], self.tolerances), 1e-9)
         total, total_squares = totals[:, :1], totals[:, 1:]
-        size = np.sqrt(length * self.for_each * total_squares)
+        size = np.sqrt(length * self.n_per_index * total_squares)
         hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.scales[0]
         hits &= np.abs(squares - total_squares) <= allowed * total_squares + 1e-13 * self.scales[1]
         return hits

@@ -18,7 +18,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from gpulab import files, report
-from gpulab.audits.findings import FAULTS, Answer, Finding, grouped, in_module
+from gpulab.audits.findings import FAULTS, Answer, Finding, group_by_line, module_phrase
 from gpulab.pages import (
     Cell,
     Head,
@@ -116,7 +116,7 @@ class AnswerPage(Answer):
         rows = self._rows()
         return report.render(
             "audit_findings.html",
-            cards=[_card(group, self.titles) for group in grouped(self.findings)],
+            cards=[_card(group, self.titles) for group in group_by_line(self.findings)],
             max_cards=MAX_CARDS,
             max_rows=MAX_ROWS,
             **vars(rows),
@@ -257,7 +257,7 @@ def _facts(finding: Finding) -> list[tuple[str, str]]:
 def _others(first: Finding, others: Sequence[Finding]) -> list[str]:
     """The other findings of a line in words, with what was seen where that is another thing."""
     counts = Counter(
-        f"{other.operation} ({other.phase}){in_module(other.module)}"
+        f"{other.operation} ({other.phase}){module_phrase(other.module)}"
         + (f": {other.detail}" if other.detail != first.detail else "")
         for other in others
     )
