@@ -296,9 +296,9 @@ class Setting:
             if lacks:
                 raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
-            from gpulab.numerics.emulation import arithmetic_of
+            from gpulab.numerics.emulation import find_arithmetic
 
-            arithmetic_of(self.emulate or "float32", self.order)
+            find_arithmetic(self.emulate or "float32", self.order)
         if self.compile:
             backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:

@@ -26,12 +26,12 @@ from gpulab.audits.modules_alone import (
     MAX_ERROR_RATIO,
     MAX_NUDGE,
     ModuleCall,
-    Results,
+    NamedTensors,
     execute,
-    is_short,
+    find_failing_request,
     module_calls,
-    request_behind_failure,
     rounding_unit,
+    uses_short_format,
 )
 from gpulab.audits.page import AnswerPage, Rows, result_rows
 from gpulab.audits.recording import record
@@ -158,7 +158,7 @@ def audit_compiled(step: object, plain: Setting, compiled: Setting, progress: bo
         if whole.wrong:
             findings = [*_wrong_module_findings(step, whole, plain, compiled, bar), *findings]
     detail = f"of the result that comes nearest to what rounding explains, {_describe_worst(whole.worst)}"
-    rounding = _finding("rounding", str(compiled), None, detail, size=whole.worst.difference)
+    rounding = _make_finding("rounding", str(compiled), None, detail, size=whole.worst.difference)
     return CompiledAudit(plain, compiled, findings or [rounding], whole)
 
 
@@ -181,34 +181,36 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> ResultCom
     others = written if without_tf32 == plain else execute(step, without_tf32).results
     # A GPU that may use TF32 need not do so.
     uses_tf32 = any(not torch.equal(others[name], result) for name, result in written.items())
-    draws = range(1, 1 + (SHORT_NUDGES if is_short(plain) else NUDGES))
+    draws = range(1, 1 + (SHORT_NUDGES if uses_short_format(plain) else NUDGES))
     nudged = [execute(step, plain if uses_tf32 else without_tf32, draw).results for draw in draws]
     exact, no_reference = _float64_reference(step, plain, written, nudged)
     _torch_internals.forget_compiled_graphs()
-    with _random_numbers_as_uncompiled():
+    with _uncompiled_random_numbers():
         found = execute(step, compiled).results
     graphs = _torch_internals.compiled_graph_count()
     missing = to_float64_device(torch.full((), math.nan, device=plain.device))
     with plain.apply():
-        unit = rounding_unit(plain) if is_short(plain) else None
+        unit = rounding_unit(plain) if uses_short_format(plain) else None
     rows = []
     for name in sorted(written.keys() | found.keys()):
         y, z, *moved = (results.get(name, missing) for results in (written, found, *nudged))
-        rows.append({"result": name, **_apart(None if exact is None else exact.get(name, missing), y, z, moved, unit)})
+        rows.append(
+            {"result": name, **_compare_result(None if exact is None else exact.get(name, missing), y, z, moved, unit)}
+        )
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
     return ResultComparison(table, graphs, no_reference)
 
 
 def _float64_reference(
-    step: Step, plain: Setting, written: Results, nudged: list[Results]
-) -> tuple[Results | None, str]:
+    step: Step, plain: Setting, written: NamedTensors, nudged: list[NamedTensors]
+) -> tuple[NamedTensors | None, str]:
     """The results in float64, from the numbers as the setting rounds them; or None, and a sentence that says why."""
     setting = Setting(plain.device if plain.kind in FLOAT64_DEVICES else "cpu", precision="float64")
     try:
         exact = execute(step, setting, first_rounded_to=plain.dtype).results
     except GpulabError as error:
-        return None, f"{NO_REFERENCE_PREFIX} {_explain_failure(error, request_behind_failure(step, setting))}"
+        return None, f"{NO_REFERENCE_PREFIX} {_explain_failure(error, find_failing_request(step, setting))}"
     if not _is_valid_reference(exact, written, nudged):
         return None, (
             f"{NO_REFERENCE_PREFIX} in float64 the step computes something else, further away than roundings lead, as "
@@ -237,7 +239,7 @@ def _explain_failure(error: GpulabError, request: Request | None) -> str:
     return sentences
 
 
-def _is_valid_reference(exact: Results, written: Results, nudged: list[Results]) -> bool:
+def _is_valid_reference(exact: NamedTensors, written: NamedTensors, nudged: list[NamedTensors]) -> bool:
     """Whether the result in float64 can serve as the reference, judged by the loss, or the outputs of a module.
 
     It cannot where these are further from it than `MAX_NUDGE` of their size and than any movement of the inputs has
@@ -258,7 +260,7 @@ def _is_valid_reference(exact: Results, written: Results, nudged: list[Results])
     return not names
 
 
-def _apart(
+def _compare_result(
     exact: Tensor | None, written: Tensor, found: Tensor, nudged: list[Tensor], unit: float | None = None
 ) -> dict[str, float]:
     """How far a result is from float64 and from itself without the compiler; a NaN that both have is no difference.
@@ -271,9 +273,9 @@ def _apart(
         unit: One rounding of bfloat16 or float16, where the step computes in these.
 
     >>> numbers = [torch.tensor([number]) for number in (2.0, 2.5, 4.0, 2.75)]
-    >>> _apart(None, *numbers[1:3], nudged=numbers[3:])
+    >>> _compare_result(None, *numbers[1:3], nudged=numbers[3:])
     {'difference': 0.6, 'error': nan, 'plain_error': nan, 'tolerance': 0.2, 'wrong': True, 'finite': True}
-    >>> _apart(*numbers[:3], nudged=numbers[3:], unit=2**-8)
+    >>> _compare_result(*numbers[:3], nudged=numbers[3:], unit=2**-8)
     {'difference': 0.75, 'error': 1.0, 'plain_error': 0.25, 'tolerance': 0.5, 'wrong': True, 'finite': True}
     """
     finite = bool(written.isfinite().all())
@@ -330,7 +332,7 @@ def _tolerance(
 
 
 @contextlib.contextmanager
-def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
+def _uncompiled_random_numbers(wanted: bool = True) -> Iterator[None]:
     """Have Inductor draw random numbers as uncompiled code does, so that all else can be compared."""
     torch.compiler.reset()  # what is compiled already draws as it does
     with _torch_internals.uncompiled_random_numbers(wanted):
@@ -344,7 +346,7 @@ def _whole_step_findings(step: Step, whole: ResultComparison, plain: Setting, co
         detail = (
             f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
-        yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
+        yield _make_finding("not finite", f"{plain} and {compiled}", step.model, detail)
     if compiled.compile == "inductor":
         yield from _random_numbers_findings(step, whole, plain, compiled)
 
@@ -357,7 +359,7 @@ def _random_numbers_findings(
     The states show it however small its effect is. On a GPU they are counts, which may be equal by chance. There the
     results are further apart than roundings lead, and than they are where Inductor draws as uncompiled code does.
     """
-    with _random_numbers_as_uncompiled(False):
+    with _uncompiled_random_numbers(False):
         written, found = (execute(step, setting) for setting in (plain, compiled))
     known, differences = whole.table.set_index("result"), dict[str, float]()
     for name in written.results.keys() & found.results.keys():
@@ -372,7 +374,7 @@ def _random_numbers_findings(
             f"{differences['loss']:.1e} (relative)"
         )
         advice = "nothing; torch._inductor.config.fallback_random draws the same, and all else was compared with it"
-        yield _finding("different random numbers", str(compiled), step.model, detail, advice)
+        yield _make_finding("different random numbers", str(compiled), step.model, detail, advice)
 
 
 def _wrong_module_findings(
@@ -397,12 +399,12 @@ def _wrong_module_findings(
         if alone.wrong:
             wrong.append(call.name)
             inner = [other.name for other in calls if other is not call and call.contains(other.name)]
-            details = [_describe_worst(alone.worst), *_why(call, inner, plain, compiled)]
+            details = [_describe_worst(alone.worst), *_explain_wrong_module(call, inner, plain, compiled)]
             details += [alone.no_reference.rstrip(".")] if alone.no_reference and not whole.no_reference else []
             details += [f"{len(others)} more of this kind were not tried"] if others else []
             phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
             line = next((op.line for op in trace.operations if op.line and call.contains(op.module)), "")
-            yield _finding(
+            yield _make_finding(
                 "mismatch",
                 str(compiled),
                 call.model,
@@ -416,12 +418,12 @@ def _wrong_module_findings(
     if not wrong:
         detail = f"{_describe_worst(whole.worst)}; of each kind of module the first is right when it is compiled alone"
         detail += f", except {len(untried)} that could not be tried: {_shorten_list(untried)}" if untried else ""
-        yield _finding(
+        yield _make_finding(
             "cause not found", str(compiled), step.model, detail, KEEP_UNCOMPILED_ADVICE, size=whole.worst.difference
         )
 
 
-def _why(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) -> Iterator[str]:
+def _explain_wrong_module(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) -> Iterator[str]:
     """Which part of the compiler makes a module wrong, and which modules inside have to be compiled with it."""
     if compiled.compile != "aot_eager":
         if compare_compiled(call, plain, replace(compiled, compile="aot_eager")).wrong:
@@ -475,7 +477,7 @@ def _shorten_list(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _finding(
+def _make_finding(
     kind: str,
     setting: str,
     module: nn.Module | None,

@@ -14,16 +14,16 @@ from torch import Tensor
 from gpulab._torch_internals import Nested, component_tensors, find_tensors
 from gpulab.guards.fingerprints import content
 
-# How many numbers stand for a tensor, and one of so many is kept as it is. Distances between sketches are right to
-# about a fifth.
+# The numbers of a sketch. A tensor with as many numbers or fewer is kept as it is. Distances between sketches are
+# accurate to about a fifth.
 SKETCH_SIZE = 64
-MAX_SKETCHED_NUMBER = 2.0**127  # whose sums and squares are finite
+MAX_SKETCHED_NUMBER = 2.0**127  # sums and squares of such numbers are finite
 FLOAT64_DEVICES = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
-BLOCK_SIZE = 1 << 20  # numbers that are sketched at a time: what bounds the memory for their signs
+BLOCK_SIZE = 1 << 20  # numbers that are sketched at a time, which bounds the memory for their signs
 
 
 def nonempty_components(values: Nested) -> list[Tensor]:
-    """The tensors with content among nested values, in order; of a sparse or jagged one its parts."""
+    """The tensors with content among nested values, in order; sparse and jagged tensors are replaced by their parts."""
     return [component for value in find_tensors(values) for component in component_tensors(value) if component.numel()]
 
 
@@ -37,7 +37,7 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def is_float_or_complex(tensor: Tensor) -> bool:
-    """Whether a tensor holds numbers that rounding can touch."""
+    """Whether a tensor holds floating-point or complex numbers, which rounding affects."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -55,7 +55,7 @@ def content_id(tensor: Tensor, digest: int | None = None) -> str:
 
 
 def to_float64_device(tensor: Tensor) -> Tensor:
-    """The tensor where it can be computed with in float64: on the CPU for Apple's and some of Intel's GPUs."""
+    """Move the tensor to a device that has float64: to the CPU from Apple's and some of Intel's GPUs."""
     return tensor if tensor.device.type in FLOAT64_DEVICES else tensor.cpu()
 
 
@@ -100,7 +100,7 @@ def _sketch_sums(numbers: Tensor) -> np.ndarray:
 def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
     """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
     count = numbers.numel()
-    if numbers.dtype not in (torch.float32, torch.float64):  # of which torch cannot multiply all
+    if numbers.dtype not in (torch.float32, torch.float64):  # torch cannot multiply all other types
         numbers = numbers.double()
     signed = numbers.new_empty(SKETCH_SIZE * SKETCH_SIZE * math.ceil(count / SKETCH_SIZE**2), dtype=torch.float64)
     torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
@@ -126,8 +126,8 @@ def _signs(device: str) -> Tensor:
     return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(device)
 
 
-def perturbation_factors(like: Tensor, draw: int, by: float) -> Tensor:
-    """1 plus or minus `by`, at random by the looks, for each number of a tensor, others for each `draw`: float64.
+def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
+    """1 plus or minus `size` in float64, with a pseudorandom sign for each number of a tensor and each `draw`.
 
     >>> perturbation_factors(torch.zeros(8), 3, 0.5).tolist()
     [0.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.5, 1.5]
@@ -137,7 +137,7 @@ def perturbation_factors(like: Tensor, draw: int, by: float) -> Tensor:
     signs = _signs(str(like.device))[start : start + count]
     if count > BLOCK_SIZE:
         signs = signs.repeat(math.ceil(count / BLOCK_SIZE))[:count]
-    return 1 + by * signs.view(like.shape)
+    return 1 + size * signs.view(like.shape)
 
 
 def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
@@ -149,11 +149,13 @@ def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
         same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
-        size, apart = (float(np.linalg.norm(values[~same])) for values in (reference, x - reference))
-    return apart / size if size else (math.inf if apart else 0.0)
+        size, difference = (float(np.linalg.norm(values[~same])) for values in (reference, x - reference))
+    if size:
+        return difference / size
+    return math.inf if difference else 0.0
 
 
-def max_distance(values: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
-    """How far the sketches of one execution are from those of another at most, relative to these."""
-    distances = (relative_distance(x, y) for x, y in zip(values, others, strict=False))
+def max_distance(first: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
+    """The largest distance between the sketches of two executions, relative to those of the second."""
+    distances = (relative_distance(x, y) for x, y in zip(first, references, strict=False))
     return max(distances, default=math.inf)

@@ -18,29 +18,29 @@ from gpulab.audits.graphs import Graph
 from gpulab.audits.values import Value
 
 Tolerance = Callable[[Value], float]
-MIN_PART_SIZE = 4  # numbers; fewer may be found anywhere by chance
+MIN_PART_SIZE = 4  # numbers; fewer may match by chance
 MAX_TOLERANCE = 1e6
 MAX_STRETCHES = 1 << 18  # sums that are compared at a time
-NEGLIGIBLE_SQUARES_SHARE = 1e-24  # of the sum of squares: what a slice has that consists of roundings
-MAX_PART_DEPTH = 12  # operations beyond what has a counterpart, among whose values parts are looked for
+NEGLIGIBLE_SQUARES_SHARE = 1e-24  # of the sum of squares: a slice with a smaller share consists of rounding errors
+MAX_PART_DEPTH = 12  # operations after a matched value whose results are searched for parts
 
 
 def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
-    """Whether two values are one in float64, number by number in the order of memory."""
+    """Whether two values agree in float64, number by number in the order of memory."""
     if x.reference is None or y.reference is None or x.reference.shape != y.reference.shape or x.count != y.count:
         return False
     return bool(_are_same_sketches(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[0])
 
 
 def _are_same_sketches(
-    reference: np.ndarray, others: np.ndarray, tolerance: float, tolerances: np.ndarray
+    reference: np.ndarray, candidates: np.ndarray, tolerance: float, tolerances: np.ndarray
 ) -> np.ndarray:
-    """Whether each of several sketches is that of one value. A sketch is a row of the others."""
+    """Whether each of several sketches is that of one value. Each candidate sketch is a row."""
     with np.errstate(over="ignore", invalid="ignore"):
-        unequal = ~((others == reference) | (np.isnan(others) & np.isnan(reference)))
+        unequal = ~((candidates == reference) | (np.isnan(candidates) & np.isnan(reference)))
         size = np.linalg.norm(np.where(unequal, reference, 0.0), axis=1)
-        sizes = np.linalg.norm(np.where(unequal, others, 0.0), axis=1)
-        distances = np.linalg.norm(np.where(unequal, reference - others, 0.0), axis=1)
+        sizes = np.linalg.norm(np.where(unequal, candidates, 0.0), axis=1)
+        distances = np.linalg.norm(np.where(unequal, reference - candidates, 0.0), axis=1)
         allowed = np.maximum(size * tolerance, sizes * tolerances)
         return ~unequal.any(axis=1) | (np.isfinite(distances) & (distances <= allowed))
 
@@ -81,30 +81,35 @@ class Matches:
             if table is None:
                 continue
             near, equal = table.find_near(value, value.reference, self.tolerance(value))
-            for other in equal:
-                self.equal[value].append(other)
-                self.equal[other].append(value)
-            transposed = [] if equal else [other for other in near if is_transposed(value, other, self.tolerance)]
+            for counterpart in equal:
+                self.equal[value].append(counterpart)
+                self.equal[counterpart].append(value)
+            transposed = [] if equal else [v for v in near if is_transposed(value, v, self.tolerance)]
             if equal or transposed:
                 self.matched_values |= {value, *equal, *transposed}
             elif not value.is_uninformative:
-                turned = [other for other in near if is_transposed(value, other, self.tolerance) is False]
-                self.permuted_values.update([value, *turned] if turned else [])
+                permuted = [v for v in near if is_transposed(value, v, self.tolerance) is False]
+                if permuted:
+                    self.permuted_values.update([value, *permuted])
 
     def match_parts(self) -> None:
         """Find values that are a slice of a value of the other execution, or are covered by slices of several."""
-        everything = [graph.values() for graph in self.graphs]
+        all_values = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
-            others = [v for v in everything[1 - side] if v.profiles and not v.is_pure_rounding]
-            self.matched_values |= self._parts(graph, PartSearch(others, self.tolerance))
+            candidates = [v for v in all_values[1 - side] if v.profiles and not v.is_pure_rounding]
+            self.matched_values |= self._find_parts(graph, PartSearch(candidates, self.tolerance))
 
-    def _parts(self, graph: Graph, others: PartSearch) -> set[Value]:
+    def _find_parts(self, graph: Graph, search: PartSearch) -> set[Value]:
         depth: dict[Value, int] = {}
-        found: set[Value] = set()
+        parts: set[Value] = set()
         for value in graph.values():
             node = graph.maker.get(value)
-            before = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
-            depth[value] = 0 if value in self.matched_values else before + (node is None or not node.op.is_view)
+            input_depth = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
+            is_view = node is not None and node.op.is_view
+            if value in self.matched_values:
+                depth[value] = 0
+            else:
+                depth[value] = input_depth if is_view else input_depth + 1
             is_loose = self.tolerance(value) > tol.MAX_SUM_MATCHING_TOLERANCE
             if (
                 is_loose
@@ -114,10 +119,10 @@ class Matches:
                 or value.count < MIN_PART_SIZE
             ):
                 continue
-            if others.contains(value) or others.covers(value):
-                found.add(value)
+            if search.contains(value) or search.covers(value):
+                parts.add(value)
                 depth[value] = 0
-        return found
+        return parts
 
 
 class _ValueTable:
@@ -139,16 +144,16 @@ class _ValueTable:
             bounds = np.stack([allowed, 2 * allowed * np.maximum(1.0, allowed)], 1) * scale + 1e-300
             close = np.abs(self.totals - np.array(value.total)) <= bounds
         is_finite = np.isfinite(value.total).all()
-        places = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
-        are_same = _are_same_sketches(reference, self.references[places], tolerance, self.tolerances[places])
-        near = [self.values[int(place)] for place in places]
-        return near, [other for other, is_same in zip(near, are_same, strict=True) if is_same]
+        indices = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
+        are_same = _are_same_sketches(reference, self.references[indices], tolerance, self.tolerances[indices])
+        near = [self.values[int(index)] for index in indices]
+        return near, [candidate for candidate, is_same in zip(near, are_same, strict=True) if is_same]
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
-    """Whether two values of equal sums may be one with its dimensions in another order, and none of them turned round.
+    """Whether one of two values with equal sums may be a transposition of the other, without flipped dimensions.
 
-    None where they have no dimension of one size, so that it cannot be told.
+    None if they have no dimension of one size, so that it cannot be decided.
     """
     if x.is_pure_rounding and y.is_pure_rounding:
         return True
@@ -160,18 +165,18 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
         return None
     bounds = allowed * np.array([[math.sqrt(x.count * squares)], [squares]])
 
-    def alike(p: np.ndarray, q: np.ndarray) -> bool:
+    def are_close(p: np.ndarray, q: np.ndarray) -> bool:
         return p.shape == q.shape and bool((np.abs(p - q) <= bounds).all())
 
     sizes = {profile.shape[1] for profile in y.profiles.values()}
     compared = [profile for profile in x.profiles.values() if profile.shape[1] in sizes]
     if not compared:
         return None
-    return all(any(alike(p, q) for q in y.profiles.values()) for p in compared)
+    return all(any(are_close(p, q) for q in y.profiles.values()) for p in compared)
 
 
 class PartSearch:
-    """Several values, among which those are found that another value is a slice of, or is made up of.
+    """Search several values for those that contain another value as a slice, or whose union covers it.
 
     A slice is recognised by its sum and its sum of squares, which are those of a stretch of the whole's profile.
 
@@ -220,9 +225,9 @@ class PartSearch:
                 continue
             covered = profile[1] <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
             stretches = _StretchSums([whole], dim, self.tolerance)
-            for_each = whole.count // profile.shape[1]
+            n_per_index = whole.count // profile.shape[1]
             for count, (totals, tolerances) in self.parts.items():
-                length, rest = divmod(count, for_each)
+                length, rest = divmod(count, n_per_index)
                 if count < whole.count and not rest:
                     for start in np.flatnonzero(stretches.find(length, totals, tolerances).any(axis=0)):
                         covered[start : start + length] = True

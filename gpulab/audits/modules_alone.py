@@ -20,7 +20,7 @@ from gpulab.numerics.flags import arithmetic
 from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, loss_of, refused, seeded
 
-Results = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 # How many times as far as one rounding leads a right result may be in float32. The numbers are moved so far, and not
 # the movement taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of
 # it.
@@ -39,7 +39,7 @@ class Execution:
         random_state: The states of torch's generators afterwards, the CPU's and the device's.
     """
 
-    results: Results
+    results: NamedTensors
     random_state: tuple[bytes, ...]
 
 
@@ -72,26 +72,26 @@ class _StepRun(PreparedStep):
     ) -> None:
         self.first_rounded_to = first_rounded_to
         super().__init__(step, setting)
-        self.nudge, self.generator, self.outputs = nudge, torch.Generator().manual_seed(nudge), Results()
-        self.batch = tree_map(self._nudged, self.batch)  # in other memory, since this may be the user's
+        self.nudge, self.generator, self.outputs = nudge, torch.Generator().manual_seed(nudge), NamedTensors()
+        self.batch = tree_map(self._nudge, self.batch)  # in other memory, since this may be the user's
 
-    def __call__(self) -> Results:  # type: ignore[override]  # all results in place of the loss
-        self._watch(self.model)
+    def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
+        self._wrap_model(self.model)
         for parameter in self.model.parameters():
-            parameter.data.copy_(self._nudged(parameter.data))
+            parameter.data.copy_(self._nudge(parameter.data))
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
-        return {name: _kept(tensor) for name, tensor in results.items() if is_float_or_complex(tensor)}
+        return {name: _detached_copy(tensor) for name, tensor in results.items() if is_float_or_complex(tensor)}
 
     def _converted(self, tensor: Tensor) -> Tensor:
         if self.first_rounded_to is not None and tensor.is_floating_point():
             tensor = tensor.to(self.first_rounded_to)
         return super()._converted(tensor)
 
-    def _nudged(self, value: Nested) -> Nested:
+    def _nudge(self, value: Nested) -> Nested:
         if not self.nudge or not isinstance(value, Tensor) or not is_float_or_complex(value):
             return value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
@@ -99,7 +99,7 @@ class _StepRun(PreparedStep):
         factors = 1 + nudge_size(self.setting) * signs.to(torch.promote_types(value.dtype, torch.float32))
         return (value * factors).to(value.dtype)
 
-    def _watch(self, model: nn.Module) -> None:
+    def _wrap_model(self, model: nn.Module) -> None:
         """Keep what the model returns, and have it compiled under such a setting, until the step has ended."""
 
         def call(*args: Nested, **kwargs: Nested) -> Nested:  # `compile` of torch's own modules compiles nothing
@@ -114,7 +114,7 @@ class _StepRun(PreparedStep):
 
         _torch_internals.replace_call(model, call_and_keep)
 
-    def results(self) -> Results:
+    def results(self) -> NamedTensors:
         """What is computed, after the backward pass."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
         with torch.autocast(loss.device.type, enabled=False):
@@ -125,7 +125,7 @@ class _StepRun(PreparedStep):
 class _IsolatedModuleRun(_StepRun):
     """A module with the inputs, and the gradients of its outputs, that it had in a step."""
 
-    def results(self) -> Results:
+    def results(self) -> NamedTensors:
         args, kwargs, gradients = self.batch
         inputs = named_tensors("input", args) | named_tensors("input", kwargs)
         for tensor in inputs.values():
@@ -139,7 +139,7 @@ class _IsolatedModuleRun(_StepRun):
         return self.outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
 
 
-def named_tensors(what: str, values: Nested) -> Results:
+def named_tensors(what: str, values: Nested) -> NamedTensors:
     """The floating-point tensors among nested values, each by its place."""
     leaves = [(place, leaf) for place, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
     return {f"{what}{place}": leaf for place, leaf in leaves if is_float_or_complex(leaf)}
@@ -157,10 +157,10 @@ def rounding_unit(setting: Setting) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def is_short(setting: Setting) -> bool:
+def uses_short_format(setting: Setting) -> bool:
     """Whether a setting computes in bfloat16 or float16, all of a step or its products.
 
-    >>> [is_short(Setting.parse(text)) for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")]
+    >>> [uses_short_format(Setting.parse(text)) for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")]
     [False, True, True]
     """
     dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
@@ -174,10 +174,10 @@ def nudge_size(setting: Setting) -> float:
     (True, True)
     """
     unit = rounding_unit(setting)
-    return unit if is_short(setting) else min(MAX_ERROR_RATIO * unit, MAX_NUDGE)
+    return unit if uses_short_format(setting) else min(MAX_ERROR_RATIO * unit, MAX_NUDGE)
 
 
-def _kept(value: Nested) -> Nested:
+def _detached_copy(value: Nested) -> Nested:
     """A tensor with memory of its own."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -187,7 +187,7 @@ def execute(
     setting: Setting,
     nudge: int = 0,
     first_rounded_to: torch.dtype | None = None,
-    watched: AbstractContextManager[object] | None = None,
+    context: AbstractContextManager[object] | None = None,
 ) -> Execution:
     """Do a step, or a module alone, once from the same random numbers.
 
@@ -197,7 +197,7 @@ def execute(
         nudge: The number of a draw by which all numbers that it begins with are moved by `nudge_size`; 0 moves none.
         first_rounded_to: The format that all numbers that it begins with are rounded to before they are converted to
             the setting's; None rounds none.
-        watched: A context that the step is done in.
+        context: A context that the step is done in.
 
     Raises:
         GpulabError: Where torch's compiler fails, and where the step fails.
@@ -206,23 +206,23 @@ def execute(
     with seeded(setting, SEED), setting.apply():
         with (
             kind(step, setting, nudge, first_rounded_to) as prepared,
-            _errors_explained(setting, prepared.model),
-            watched or contextlib.nullcontext(),
+            _explain_errors(setting, prepared.model),
+            context or contextlib.nullcontext(),
         ):
-            results: Results = prepared()  # type: ignore[assignment]  # all results in place of the loss
+            results: NamedTensors = prepared()  # type: ignore[assignment]  # all results in place of the loss
         state = _random_state(setting)
     return Execution({name: to_float64_device(tensor).double() for name, tensor in results.items()}, state)
 
 
-def request_behind_failure(step: Step, setting: Setting) -> Request | None:
+def find_failing_request(step: Step, setting: Setting) -> Request | None:
     """Who asks for a short format in a step, or a module alone, that fails under a setting in float64.
 
     Returns:
         The request; None where the step asks for none, so that it fails for another reason.
     """
-    requests = ShortFormatRequests(step.model, outside=__file__)
+    requests = ShortFormatRequests(step.model, calling_file=__file__)
     with contextlib.suppress(GpulabError):
-        execute(step, setting, watched=requests)
+        execute(step, setting, context=requests)
     return requests.most_likely
 
 
@@ -235,7 +235,7 @@ def _random_state(setting: Setting) -> tuple[bytes, ...]:
 
 
 @contextlib.contextmanager
-def _errors_explained(setting: Setting, model: nn.Module) -> Iterator[None]:
+def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
     """Errors of torch's compiler and of the step itself are raised as a sentence, with the line that they come from."""
     compiler_error = _torch_internals.compiler_error()
     try:
@@ -259,15 +259,17 @@ def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
     prepared, calls, inputs = _StepRun(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Nested]()
 
     def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
-        inputs[module] = tree_map(_kept, (args, kwargs))
+        inputs[module] = tree_map(_detached_copy, (args, kwargs))
 
     def end(name: str, module: nn.Module, output: Nested) -> None:
         if module not in calls:
-            gradients: Results = {}
+            gradients: NamedTensors = {}
             calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)
             for place, tensor in named_tensors("output", output).items():
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient, place=place: gradients.update({place: _kept(gradient)}))
+                    tensor.register_hook(
+                        lambda gradient, place=place: gradients.update({place: _detached_copy(gradient)})
+                    )
 
     with seeded(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():

@@ -19,7 +19,7 @@ from gpulab._torch_internals import Nested, OpOverload, has_failed, named_argume
 from gpulab.audits.count_sketch import is_float_or_complex, perturbation_factors
 from gpulab.audits.formulas import attend
 from gpulab.audits.twins import Float64Reference, difference_norm, find_rounded_results, max_index_repeats, norm
-from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, round_factor_to
 from gpulab.numerics.formats import round_to, rounded_format
 
 # Higham and Mary's lambda: rounding errors that behave as random almost never exceed the bound with this factor.
@@ -305,7 +305,7 @@ def _explaining_format(
     for format_, mode, result_format in HARDWARE_ROUNDINGS:
 
         def round_factor(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
-            return rounded_factor(x.float(), format_, mode).double()
+            return round_factor_to(x.float(), format_, mode).double()
 
         candidate = reference(round_factor, factor_positions)[output_index]
         if result_format is not None:  # the result overflows beyond the range of its format
