@@ -109,8 +109,11 @@ class CompiledAudit(AnswerPage):
     """
 
     def __init__(self, plain: Setting, compiled: Setting, findings: list[Finding], compared: ResultComparison) -> None:
-        self.titles, self.findings, self.compared = (str(plain), str(compiled)), findings, compared
-        self.table, self.passports = compared.table, (passport(), passport())
+        self.titles = (str(plain), str(compiled))
+        self.findings = findings
+        self.compared = compared
+        self.table = compared.table
+        self.passports = (passport(), passport())
 
     @property
     def headline(self) -> str:
@@ -118,7 +121,8 @@ class CompiledAudit(AnswerPage):
         kinds = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
         found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         alike = "all is well: rounding alone" if self.table.difference.any() else "identical to the last bit"
-        graphs = f"It made {self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}."
+        n_graphs = self.compared.graphs
+        graphs = "It made 1 graph." if n_graphs == 1 else f"It made {n_graphs} graphs."
         compared = f"{len(self.table)} results were compared"
         beginning = f"{self.titles[0]} against {self.titles[1]}: {found or alike}."
         if self.compared.no_reference:
@@ -361,7 +365,8 @@ def _random_numbers_findings(
     """
     with _uncompiled_random_numbers(False):
         written, found = (execute(step, setting) for setting in (plain, compiled))
-    known, differences = whole.table.set_index("result"), dict[str, float]()
+    known = whole.table.set_index("result")
+    differences: dict[str, float] = {}
     for name in written.results.keys() & found.results.keys():
         size = float(written.results[name].norm()) or 1.0
         differences[name] = float((found.results[name] - written.results[name]).norm()) / size
@@ -386,7 +391,9 @@ def _wrong_module_findings(
     for call in calls:
         alike.setdefault(call.signature, []).append(call)
     trace = record(step, plain, progress=False)  # for the lines
-    bar.total, wrong, untried = len(alike), list[str](), list[str]()
+    bar.total = len(alike)
+    wrong: list[str] = []
+    untried: list[str] = []
     for call, *others in alike.values():
         bar.update()
         if any(call.contains(name) for name in wrong):

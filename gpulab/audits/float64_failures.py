@@ -114,7 +114,8 @@ class ShortFormatRequests(TorchFunctionMode):
 
 def line_of_error(error: BaseException) -> str:
     """The innermost line of the user's that an error went through, as `file:line: text`; empty where there is none."""
-    lines, traceback = list[Line](), error.__traceback__
+    lines: list[Line] = []
+    traceback = error.__traceback__
     while traceback is not None:
         lines.append(Line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno, ""))
         traceback = traceback.tb_next
@@ -127,7 +128,8 @@ def _short_tensors(values: Nested) -> list[Tensor]:
 
 def _frames_inside(calling_file: str) -> list[FrameType]:
     """The frames of this thread, the innermost first, up to those of a file."""
-    frames, frame = list[FrameType](), sys._getframe()
+    frames: list[FrameType] = []
+    frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename != calling_file:
         frames.append(frame)
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop

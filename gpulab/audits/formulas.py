@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -248,7 +249,7 @@ def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
 
 FORMULAS: dict[str, Callable[[Arguments], Outputs]] = {
     "_fused_adam": _fused_adam,
-    "_fused_adamw": lambda arguments: _fused_adam(arguments, decoupled=True),
+    "_fused_adamw": partial(_fused_adam, decoupled=True),
     "_cudnn_rnn": _cudnn_rnn,
     "_cudnn_rnn_backward": _cudnn_rnn_backward,
     "mkldnn_rnn_layer": _lstm_layer,

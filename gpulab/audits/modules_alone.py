@@ -21,12 +21,12 @@ from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, loss_of, refused, seeded
 
 NamedTensors = dict[str, Tensor]
-# How many times as far as one rounding leads a right result may be in float32. The numbers are moved so far, and not
-# the movement taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of
-# it.
+# The tolerance for a correct result in float32, as a multiple of one rounding. Inputs are perturbed by this much,
+# rather than scaling the effect of one rounding, because near a kink, such as ReLU's, two correct results may lie on
+# either side of it.
 MAX_ERROR_RATIO = 64.0
-MAX_NUDGE = 2.0**-6  # the largest movement, which 64 roundings of TF32 exceed
-# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The numbers are moved by one.
+MAX_NUDGE = 2.0**-6  # the largest relative perturbation; 64 roundings of TF32 exceed it
+# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The inputs are perturbed by one.
 MIN_SHORT_ROUNDOFF = 2.0**-11
 
 
@@ -72,7 +72,9 @@ class _StepRun(PreparedStep):
     ) -> None:
         self.first_rounded_to = first_rounded_to
         super().__init__(step, setting)
-        self.nudge, self.generator, self.outputs = nudge, torch.Generator().manual_seed(nudge), NamedTensors()
+        self.nudge = nudge
+        self.generator = torch.Generator().manual_seed(nudge)
+        self.outputs: NamedTensors = {}
         self.batch = tree_map(self._nudge, self.batch)  # in other memory, since this may be the user's
 
     def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
@@ -131,7 +133,7 @@ class _IsolatedModuleRun(_StepRun):
         for tensor in inputs.values():
             tensor.requires_grad_()
         # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
-        args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
+        args, kwargs = tree_map(_clone, (args, kwargs))
         self.model(*args, **kwargs)
         followed = {name: out for name, out in self.outputs.items() if name in gradients and out.requires_grad}
         if followed:
@@ -177,8 +179,12 @@ def nudge_size(setting: Setting) -> float:
     return unit if uses_short_format(setting) else min(MAX_ERROR_RATIO * unit, MAX_NUDGE)
 
 
+def _clone(value: Nested) -> Nested:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _detached_copy(value: Nested) -> Nested:
-    """A tensor with memory of its own."""
+    """A detached copy of a tensor; any other value as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -256,7 +262,9 @@ def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
     """The first call of each module in a step that is done as it is written; inner modules stand before outer ones."""
-    prepared, calls, inputs = _StepRun(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Nested]()
+    prepared = _StepRun(step, setting)
+    calls: dict[nn.Module, ModuleCall] = {}
+    inputs: dict[nn.Module, Nested] = {}
 
     def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
         inputs[module] = tree_map(_detached_copy, (args, kwargs))

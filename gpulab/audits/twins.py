@@ -62,12 +62,14 @@ class Float64Reference:
         return [t for t in find_tensors((self.args, self.kwargs)) if is_float_or_complex(t)]
 
     def __call__(
-        self, change: Callable[[Tensor], Tensor] = lambda x: x, positions: Sequence[int] | None = None
+        self, change: Callable[[Tensor], Tensor] | None = None, positions: Sequence[int] | None = None
     ) -> list[Tensor]:
         """The results of arguments that are changed first: all of them, or those at some positions."""
 
         def apply_change(value: Nested) -> Nested:
-            return change(value) if isinstance(value, Tensor) and is_float_or_complex(value) else value
+            if change is None or not isinstance(value, Tensor) or not is_float_or_complex(value):
+                return value
+            return change(value)
 
         args = self.args
         kwargs = self.kwargs
