@@ -55,7 +55,7 @@ def _put_back(stack: ExitStack) -> None:
     import torch
     from torch.backends import cudnn
 
-    from gpulab.numerics.flags import tf32_restored
+    from gpulab.numerics.flags import restore_tf32_on_exit
 
     def algorithms() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -73,7 +73,7 @@ def _put_back(stack: ExitStack) -> None:
         os.environ.pop(WORKSPACE, None)
         os.environ.update({} if workspace is None else {WORKSPACE: workspace})
 
-    stack.enter_context(tf32_restored())
+    stack.enter_context(restore_tf32_on_exit())
 
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -296,9 +296,9 @@ class Setting:
             if lacks:
                 raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
-            from gpulab.numerics.emulation import arithmetic_of
+            from gpulab.numerics.emulation import find_arithmetic
 
-            arithmetic_of(self.emulate or "float32", self.order)
+            find_arithmetic(self.emulate or "float32", self.order)
         if self.compile:
             backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:

@@ -169,7 +169,7 @@ def test_the_page_on_the_audit_lists_the_thresholds_of_the_code():
     rows = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", DOCS["audit.md"], re.M)
     assert len(rows) > 5
     for name, shown in rows:
-        value = getattr(rounding if name == "SAFETY" else tolerances, name)
+        value = getattr(rounding if name == "SAFETY_FACTOR" else tolerances, name)
         values = value if isinstance(value, tuple) else (value,)
         assert [float(number) for number in shown.split(" and ")] == pytest.approx(values, rel=0.05), name
 

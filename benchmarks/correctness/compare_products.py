@@ -171,6 +171,7 @@ def found_arithmetic() -> dict[Case, Arithmetic]:
     for case in cases():
         fit = dict(found[str(replace(case, inputs=INPUTS[0]))])
         roundings = 3 * (fit.pop("rounding"),)
+        fit["channel_tile"] = fit.pop("tile")
         arithmetic[case] = replace(PRECISIONS[fit["format"]], result=case.result, roundings=roundings, **fit)
     return arithmetic
 
@@ -205,7 +206,7 @@ def compared(case: Case, result: Tensor, how: Arithmetic) -> dict[str, Any]:
     }
     if how.order is not None:
         emulated = case.emulated(how)
-        row |= {"tile": how.tile, "slices": how.slices}
+        row |= {"tile": how.channel_tile, "slices": how.slices}
         row |= {"explained_exact": explained(result, emulated, truth), "equal_exact": share_equal(emulated, result)}
     return row
 

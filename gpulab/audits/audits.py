@@ -14,23 +14,25 @@ import pandas as pd
 
 from gpulab import report
 from gpulab.audits import tolerances as tol
-from gpulab.audits.attribution import ranked
+from gpulab.audits.attribution import rank_findings
 from gpulab.audits.comparison import Comparison, Result
 from gpulab.audits.compiled import CompiledAudit, audit_compiled
-from gpulab.audits.diagnosis import diagnose, skips_updates
-from gpulab.audits.findings import KINDS, Finding, described, named
+from gpulab.audits.diagnosis import diagnose, is_nonfinite_on_one_side
+from gpulab.audits.findings import KINDS, Finding, describe, operation_phrase
 from gpulab.audits.page import AnswerPage, Rows, operation_rows
 from gpulab.audits.recording import record
-from gpulab.audits.sources import Source, find_sources, from_outside
+from gpulab.audits.sources import Source, find_external_values, find_sources
 from gpulab.audits.traces import RESULT, Trace
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
 
-MAX_ENTRIES = 8  # places, one after the other, at which values that enter from outside of torch differ by roundings
+MAX_EXTERNAL_ROUNDS = (
+    8  # places, one after the other, at which values that enter from outside of torch differ by roundings
+)
 
 
-OUTSIDE = (
+EXTERNAL_VALUES_NOTE = (
     "Values from outside torch (such as NumPy), or from an operation that does not repeat itself, differ by roundings; "
     "what is computed from them was compared with a wider tolerance."
 )
@@ -57,20 +59,24 @@ class Audit(AnswerPage):
     """
 
     def __init__(self, comparison: Comparison, findings: list[Finding]) -> None:
-        self.comparison, self.findings = comparison, findings
-        self.a, self.b, self.pairs = comparison.a, comparison.b, comparison.pairs
-        self.titles, self.passports = (self.a.title, self.b.title), (self.a.passport, self.b.passport)
-        self.step_name = (
-            self.a.step if self.a.step == self.b.step else " and ".join(filter(None, (self.a.step, self.b.step)))
-        )
+        self.comparison = comparison
+        self.findings = findings
+        self.a = comparison.a
+        self.b = comparison.b
+        self.pairs = comparison.pairs
+        self.titles = (self.a.title, self.b.title)
+        self.passports = (self.a.passport, self.b.passport)
+        self.step_name = self.a.step
+        if self.a.step != self.b.step:
+            self.step_name = " and ".join(filter(None, (self.a.step, self.b.step)))
 
     @property
     def headline(self) -> str:
         """The two settings, what was found between them, how far the results are apart, and what was looked at."""
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
-        first = f"{titles}: {_not_finite_in_words(self)}{_kinds_in_words(self)}."
-        return " ".join([first, *_sizes(comparison), *_extent(self)])
+        first = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
+        return " ".join([first, *_describe_gaps(comparison), *_describe_coverage(self)])
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -82,16 +88,18 @@ class Audit(AnswerPage):
         errors relative to the size of the exact result; the `difference` between the two sides, relative to the
         first; and whether both have the `same_bits`.
         """
-        kinds = {op: finding.kind for finding in reversed(self.findings) for op in (finding.op, *finding.others)}
+        kinds = {op: finding.kind for finding in reversed(self.findings) for op in (finding.op, *finding.counterparts)}
         rows = []
         for pair in self.pairs:
-            of_both = [kinds[one] for one in pair.operations if one in kinds]
-            row: dict[str, object] = {name: getattr(pair.one, name) for name in ("name", "phase", "module", "line")}
-            row["kind"] = min(of_both, key=KINDS.index, default="rounding")
+            pair_kinds = [kinds[op] for op in pair.operations if op in kinds]
+            row: dict[str, object] = {
+                name: getattr(pair.representative, name) for name in ("name", "phase", "module", "line")
+            }
+            row["kind"] = min(pair_kinds, key=KINDS.index, default="rounding")
             for side, op in (("a", pair.a), ("b", pair.b)):
                 row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
             gaps = self.comparison.gaps(pair.a, pair.b) if pair.a and pair.b else [math.nan]
-            row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS}
+            row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS_TOLERANCE}
             rows.append(row)
         return pd.DataFrame(rows).rename(columns={"name": "operation"})
 
@@ -101,62 +109,68 @@ class Audit(AnswerPage):
     picture = report.Report.plot  # each operation's error, under the one setting and the other
 
 
-def _not_finite_in_words(answer: Audit) -> str:
+def _describe_nonfinite(answer: Audit) -> str:
     """That NaN or infinity reaches a result of one side alone, as the beginning of a sentence; else nothing."""
     if len(answer.comparison.not_finite) != 1:
         return ""
     ((side, origin),) = answer.comparison.not_finite.items()
-    reached = described(origin.results[0])
-    count = len(origin.results) - 1
-    more = f" and {count} more result{'s' * (count > 1)}" if count else ""
-    return f"{origin.what} reaches {reached}{more} under {answer.titles[side]} alone, from {named(origin.first)}; "
+    first_result = describe(origin.results[0])
+    n_more = len(origin.results) - 1
+    more = ""
+    if n_more:
+        more = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
+    cause = operation_phrase(origin.first_operation)
+    return f"{origin.value_kind} reaches {first_result}{more} under {answer.titles[side]} alone, from {cause}; "
 
 
-def _kinds_in_words(answer: Audit) -> str:
+def _describe_kinds(answer: Audit) -> str:
     """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings share comes last."""
     findings = answer.findings
     shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
     counts = Counter(f.kind for f in findings if f.kind != "rounding")
-    counts["reduced precision"] -= shared  # which is no difference between the two
+    counts["reduced precision"] -= shared  # this is no difference between the two
     kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
     if not kinds:
         gaps = answer.comparison.gaps
-        identical = all(pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS for pair in answer.pairs)
+        identical = all(
+            pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS_TOLERANCE for pair in answer.pairs
+        )
         kinds = "identical to the last bit" if identical else "all is well: rounding alone"
-        kinds += ", in the results that both sides have" if answer.comparison.unpaired else ""
+        kinds += ", in the results that both sides have" if answer.comparison.unpaired_results else ""
     return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
 
 
-def _sizes(comparison: Comparison) -> list[str]:
+def _describe_gaps(comparison: Comparison) -> list[str]:
     """How far the loss and the furthest gradient are apart, and how far float32's roundings alone lead."""
     both = [result for result in comparison.results if result.a and result.b]
-    apart = {result: comparison.apart(result) for result in both}
+    gaps = {result: comparison.recorded_gap(result) for result in both}
     phrases: list[tuple[str, float]] = []
     chosen: list[Result] = []
     for group in ("loss", "gradient", "updated"):
-        of_group = [result for result in both if result.group == group and math.isfinite(apart[result])]
-        # A gradient that is nothing but roundings, or not finite, has no size to compare with.
-        sound = [r for r in of_group if not any(v.is_rounding_alone for v in comparison.values(r.a))]
-        bad = {op for origin in comparison.not_finite.values() for op in origin.results}
-        sound = [result for result in sound if bad.isdisjoint((result.a, result.b))]
-        is_told = group != "updated" or not chosen or any(not result.agrees for result in sound)
-        if sound and is_told:
-            furthest = max(sound, key=lambda result: apart[result])
+        of_group = [result for result in both if result.group == group and math.isfinite(gaps[result])]
+        # A gradient that consists of roundings, or is not finite, has no size to compare with.
+        comparable = [r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))]
+        nonfinite_ops = {op for origin in comparison.not_finite.values() for op in origin.results}
+        comparable = [result for result in comparable if nonfinite_ops.isdisjoint((result.a, result.b))]
+        is_reported = group != "updated" or not chosen or any(not result.agrees for result in comparable)
+        if comparable and is_reported:
+            furthest = max(comparable, key=lambda result: gaps[result])
             chosen.append(furthest)
-            phrases.append((described(furthest.one), apart[furthest]))
+            phrases.append((describe(furthest.representative), gaps[furthest]))
     if not chosen or not any(size for _, size in phrases):
         return []
-    (first, size), *others = phrases
-    sentence = f"{first[0].upper()}{first[1:]} {_differs_by(size)}"
-    sentence += "".join(f"; {name}, which is furthest apart, {_differs_by(size)}" for name, size in others)
-    plain = [side for side in (0, 1) if not comparison.is_short(side)]
-    explained = [size for side in plain for size in _roundings(comparison, chosen, side)]
-    if explained:
-        sentence += f"; rounding alone explains {min(filter(None, explained), default=0.0):.1e}"
+    (name, size), *further_phrases = phrases
+    sentence = f"{name[0].upper()}{name[1:]} {_describe_gap(size)}"
+    for name, size in further_phrases:
+        sentence += f"; {name}, which is furthest apart, {_describe_gap(size)}"
+    full_precision_sides = [side for side in (0, 1) if not comparison.uses_short_format(side)]
+    deviations = [size for side in full_precision_sides for size in _rounding_deviations(comparison, chosen, side)]
+    if deviations:
+        sentence += f"; rounding alone explains {min(filter(None, deviations), default=0.0):.1e}"
     return [f"{sentence}."]
 
 
-def _roundings(comparison: Comparison, results: Sequence[Result], side: int) -> list[float]:
+def _rounding_deviations(comparison: Comparison, results: Sequence[Result], side: int) -> list[float]:
     """How far the recorded results of one side are from their references at most; nothing if these are not exact."""
     if Setting.parse(comparison.traces[side].setting).precision == "float64":
         return [0.0]
@@ -164,60 +178,60 @@ def _roundings(comparison: Comparison, results: Sequence[Result], side: int) -> 
     return [max(value.deviation for value in values)] if all(value.exact for value in values) else []
 
 
-def _differs_by(size: float) -> str:
+def _describe_gap(size: float) -> str:
     """What is said of how far a result is apart.
 
-    >>> _differs_by(0.00123), _differs_by(0.0)
+    >>> _describe_gap(0.00123), _describe_gap(0.0)
     ('differs by 1.2e-03 (relative)', 'has the same bits')
     """
     return f"differs by {size:.1e} (relative)" if size else "has the same bits"
 
 
-def _extent(answer: Audit) -> list[str]:
+def _describe_coverage(answer: Audit) -> list[str]:
     """What was compared and checked, of which loss, and what could not be: sentences."""
     comparison = answer.comparison
     guard, loss = comparison.a.notes.get("guard", ""), comparison.a.notes.get("loss", "")
     sentences = [
-        _counts(answer),
-        _unpaired(comparison),
-        OUTSIDE if comparison.from_outside else "",
-        _without_reference(comparison),
+        _describe_counts(answer),
+        _describe_unpaired(comparison),
+        EXTERNAL_VALUES_NOTE if comparison.external_values else "",
+        _describe_missing_references(comparison),
         f"{guard[:1].upper()}{guard[1:]}." if guard else "",
         f"The loss was {loss}." if loss else "",
-        _missing_results(comparison),
+        _describe_missing_results(comparison),
     ]
     return list(filter(None, sentences))
 
 
-def _counts(answer: Audit) -> str:
+def _describe_counts(answer: Audit) -> str:
     """How many results agree, and how many operations have a counterpart and were checked."""
     results = [result for result in answer.comparison.results if result.a and result.b]
-    operations = [pair for pair in answer.pairs if pair.one.phase != RESULT]
+    operations = [pair for pair in answer.pairs if pair.representative.phase != RESULT]
     alone = sum(not (pair.a and pair.b) for pair in operations)
     unpaired = f" ({alone} more have no counterpart)" if alone else ""
     checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
     agree, count = sum(result.agrees for result in results), len(operations) - alone
     counted = "1 operation makes" if count == 1 else f"{count} operations make"
-    agreement = _agreement(agree, len(results))
+    agreement = _describe_agreement(agree, len(results))
     return f"{agreement} in float64; {counted} the same values{unpaired}, and {checked} were checked against float64."
 
 
-def _unpaired(comparison: Comparison) -> str:
+def _describe_unpaired(comparison: Comparison) -> str:
     """Which results one of two programs alone has."""
-    names = [described(result.one) for result in comparison.unpaired]
+    names = [describe(result.representative) for result in comparison.unpaired_results]
     if not names:
         return ""
     have = "results have" if len(names) > 1 else "result has"
-    return f"{len(names)} {have} no counterpart to be compared with: {_first_three(names)}."
+    return f"{len(names)} {have} no counterpart to be compared with: {_shorten_list(names)}."
 
 
-def _without_reference(comparison: Comparison) -> str:
+def _describe_missing_references(comparison: Comparison) -> str:
     """Which operations have no float64 reference."""
     missing = {name: None for trace in comparison.traces for name in trace.without_reference}
-    return f"Without a float64 reference, and compared as recorded: {_first_three(list(missing))}." if missing else ""
+    return f"Without a float64 reference, and compared as recorded: {_shorten_list(list(missing))}." if missing else ""
 
 
-def _missing_results(comparison: Comparison) -> str:
+def _describe_missing_results(comparison: Comparison) -> str:
     """That a step left nothing, or no gradient, to compare."""
     if not any(result.a and result.b for result in comparison.results):
         return "The step returned nothing and left no gradient, so no result could be compared."
@@ -226,19 +240,19 @@ def _missing_results(comparison: Comparison) -> str:
     return ""
 
 
-def _first_three(names: Sequence[str]) -> str:
+def _shorten_list(names: Sequence[str]) -> str:
     """A list of names that is cut.
 
-    >>> _first_three(["a", "b"]), _first_three(list("abcde"))
+    >>> _shorten_list(["a", "b"]), _shorten_list(list("abcde"))
     ('a, b', 'a, b, c and 2 more')
     """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _agreement(agree: int, count: int) -> str:
+def _describe_agreement(agree: int, count: int) -> str:
     """How many results agree, as the beginning of a sentence.
 
-    >>> [_agreement(*both) for both in ((1, 1), (0, 1), (3, 3), (2, 3))]
+    >>> [_describe_agreement(*both) for both in ((1, 1), (0, 1), (3, 3), (2, 3))]
     ['The only result agrees', 'The only result does not agree', 'All 3 results agree', '2 of 3 results agree']
     """
     if count == 1:
@@ -250,16 +264,16 @@ def compare(a: Trace, b: Trace) -> Audit:
     """The audit of two traces: their results compared, each judged by itself, and where they begin to differ."""
     comparison = Comparison(a, b)
     sources: list[Source] = []
-    for _ in range(MAX_ENTRIES):
-        if not comparison.differing or skips_updates(comparison):
+    for _ in range(MAX_EXTERNAL_ROUNDS):
+        if not comparison.differing_results or is_nonfinite_on_one_side(comparison):
             sources = []
             break
         sources = find_sources(comparison)
-        entered = from_outside(comparison, sources)
-        if entered.keys() <= comparison.from_outside.keys():
+        entered = find_external_values(comparison, sources)
+        if entered.keys() <= comparison.external_values.keys():
             break
-        comparison = Comparison(a, b, entered | comparison.from_outside)
-    return Audit(comparison, ranked(comparison, diagnose(comparison, sources)))
+        comparison = Comparison(a, b, entered | comparison.external_values)
+    return Audit(comparison, rank_findings(comparison, diagnose(comparison, sources)))
 
 
 def audit(
@@ -368,8 +382,8 @@ def audit(
         if b is not None or setting is not None or not isinstance(a, Trace | str | Path):
             raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
-        files = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
-        return compare(*_named_apart(traces[0], traces[1], files))
+        names = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
+        return compare(*_label_traces(traces[0], traces[1], names))
     if setting is not None:
         return _audit_two_steps(step, a, b, setting, progress)
     if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
@@ -383,8 +397,8 @@ def audit(
     second.check()
     if first.compile or second.compile:
         return audit_compiled(step, first, second, progress)
-    trace_a, trace_b = (record(step, one, progress=progress) for one in (a, b))
-    return compare(*_named_apart(trace_a, trace_b))
+    trace_a, trace_b = (record(step, text, progress=progress) for text in (a, b))
+    return compare(*_label_traces(trace_a, trace_b))
 
 
 def _audit_two_steps(step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool) -> Audit:
@@ -400,12 +414,12 @@ def _audit_two_steps(step_a: object, step_b: object, rest: object, setting: str 
     return compare(*labelled)
 
 
-def _named_apart(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
+def _label_traces(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
     """Two traces of two names: their own; or else by file, or by order.
 
     >>> trace = Trace("cpu", [], {}, [])
     >>> for files in (("before", "after"), ("same", "same"), ("", "")):
-    ...     print(*(one.title for one in _named_apart(trace, trace, files)))
+    ...     print(*(labelled.title for labelled in _label_traces(trace, trace, files)))
     cpu (before) cpu (after)
     cpu (first) cpu (second)
     cpu (first) cpu (second)

@@ -8,7 +8,7 @@ whatever their operations are.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,10 @@ from types import MappingProxyType
 import numpy as np
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.count_sketch import LARGEST, SKETCH
+from gpulab.audits.count_sketch import MAX_SKETCHED_NUMBER, SKETCH_SIZE
 from gpulab.audits.graphs import Graph, Node
-from gpulab.audits.matching import Matches, PartSearch, same, tolerance_of
-from gpulab.audits.traces import RESULT, TENSOR, TWINS, Json, Operation, Trace
+from gpulab.audits.matching import Matches, PartSearch, is_same_value, tolerance_of
+from gpulab.audits.traces import KERNEL_ALIASES, RESULT, TENSOR, Json, Operation, Trace, alignment_key
 from gpulab.audits.values import Value, finite_distance
 from gpulab.settings import Setting
 
@@ -33,7 +33,7 @@ EXECUTION_ARGUMENTS = frozenset(_EXECUTION_ARGUMENTS.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 NAN, INFINITY = "NaN", "infinity"
-OF_LEAVES = ("gradient", "updated")
+LEAF_RESULTS = ("gradient", "updated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,25 +55,25 @@ class Result:
     has_no_counterpart: bool = False
 
     @property
-    def one(self) -> Operation:
+    def representative(self) -> Operation:
         """Either of the two, for what they have in common."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
     def group(self) -> str:
         """`gradient`, `updated` or `loss`."""
-        return self.one.name if self.one.name in OF_LEAVES else "loss"
+        return self.representative.name if self.representative.name in LEAF_RESULTS else "loss"
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Operations of the two sides that make the same value, or one that has no counterpart."""
+class OperationPair:
+    """Operations of the two sides that make the same value, or an operation that has no counterpart."""
 
     a: Operation | None
     b: Operation | None
 
     @property
-    def one(self) -> Operation:
+    def representative(self) -> Operation:
         """Either of the two, for what they have in common."""
         return self.a or self.b  # type: ignore[return-value]
 
@@ -88,25 +88,25 @@ class NotFinite:
     """Where a trace's NaN or infinity comes from.
 
     Attributes:
-        what: `NAN` or `INFINITY`.
+        value_kind: `NAN` or `INFINITY`.
         op: The operation that made it of numbers; if none did, the first that was given it.
-        made: Whether the operation made it.
+        is_produced: Whether the operation made it.
         infinity: The operation that made the infinity of which it made NaN; None where that was put in or is none.
-        cancelled: The operation before it whose result lost most of its digits, if there is one.
+        cancellation: The operation before it whose result lost most of its digits, if there is one.
         results: The results that are not finite: the loss first, then gradients and what was updated.
-        in_reference: Whether the float64 reference of what the operation made is not finite, either.
+        is_nonfinite_in_reference: Whether the float64 reference of what the operation made is not finite, either.
     """
 
-    what: str
+    value_kind: str
     op: Operation
-    made: bool
+    is_produced: bool
     infinity: Operation | None
-    cancelled: Operation | None
+    cancellation: Operation | None
     results: list[Operation]
-    in_reference: bool
+    is_nonfinite_in_reference: bool
 
     @property
-    def first(self) -> Operation:
+    def first_operation(self) -> Operation:
         """The operation that made the first infinity or NaN."""
         return self.infinity or self.op
 
@@ -117,39 +117,41 @@ class Comparison:
     Args:
         a: The first trace.
         b: The second.
-        from_outside: Values that enter the two executions from outside of torch, or from operations that do not repeat
-            themselves, and how far they are apart. All that follows from them is compared less sharply.
+        external_values: Values that enter the two executions from outside of torch, or from operations that do not
+            repeat themselves, and by how much they differ. What follows from them is compared with a wider tolerance.
     """
 
-    def __init__(self, a: Trace, b: Trace, from_outside: Mapping[Value, float] = MappingProxyType({})) -> None:
-        self.a, self.b = a, b
-        self.traces, self.graphs = (a, b), (Graph(a), Graph(b))
-        self.from_outside = dict(from_outside)
-        self._short = [_is_short(trace) for trace in self.traces]
+    def __init__(self, a: Trace, b: Trace, external_values: Mapping[Value, float] = MappingProxyType({})) -> None:
+        self.a = a
+        self.b = b
+        self.traces = (a, b)
+        self.graphs = (Graph(a), Graph(b))
+        self.external_values = dict(external_values)
+        self._short_format_sides = [_uses_short_format(trace) for trace in self.traces]
         self.uncertain = [
             graph.following({v for v in graph.trace.values.values() if not v.exact}) for graph in self.graphs
         ]
-        moved = min(1.0, tol.AMPLIFIED * max(self.from_outside.values(), default=0.0))
+        external_tolerance = min(1.0, tol.MAX_EXTERNAL_AMPLIFICATION * max(self.external_values.values(), default=0.0))
         self._tolerances = [
             tolerance_of(
                 graph,
-                dict.fromkeys(graph.following(set(self.from_outside)), moved)
-                | dict.fromkeys(uncertain, tol.INEXACT[self.is_short(side)]),
+                dict.fromkeys(graph.following(set(self.external_values)), external_tolerance)
+                | dict.fromkeys(uncertain, tol.INEXACT_TOLERANCES[self.uses_short_format(side)]),
             )
             for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
         ]
-        self._of_first = set(a.values.values())
+        self._values_of_first = set(a.values.values())
         self.side_of = {op: side for side, trace in enumerate(self.traces) for op in trace.operations}
 
     def tolerance(self, value: Value) -> float:
         """How far another reference of a value may be from this one, relative to it."""
-        return self._tolerances[value not in self._of_first](value)
+        return self._tolerances[value not in self._values_of_first](value)
 
     # --- the two sides ------------------------------------------------------------------------------------
 
-    def is_short(self, side: int) -> bool:
+    def uses_short_format(self, side: int) -> bool:
         """Whether a side may compute in a format shorter than float32."""
-        return self._short[side]
+        return self._short_format_sides[side]
 
     def trace_of(self, op: Operation) -> Trace:
         """The trace that an operation belongs to."""
@@ -179,146 +181,163 @@ class Comparison:
     @cached_property
     def results(self) -> list[Result]:
         """The loss, what else was returned, gradients and updates, and whether they agree in float64."""
-        of_both = [[op for op in trace.operations if op.phase == RESULT] for trace in self.traces]
-        returned = [{(op.name, op.module): op for op in ops if op.name not in OF_LEAVES} for ops in of_both]
-        results = [self._result(a, b) for a, b in self._paired_returns(*returned)]
-        leaves = [_leaves(trace, ops) for trace, ops in zip(self.traces, of_both, strict=True)]
-        pairs = self._paired_leaves(*([leaf for leaf in of_side if not leaf.state] for of_side in leaves))
-        for x, y in [*pairs, *_paired_states(leaves[0], leaves[1], pairs)]:
+        result_ops = [[op for op in trace.operations if op.phase == RESULT] for trace in self.traces]
+        returned = [{(op.name, op.module): op for op in ops if op.name not in LEAF_RESULTS} for ops in result_ops]
+        results = [self._compare_result(a, b) for a, b in self._pair_returns(*returned)]
+        leaves_a, leaves_b = (_find_leaves(trace, ops) for trace, ops in zip(self.traces, result_ops, strict=True))
+        pairs = self._pair_leaves(
+            [leaf for leaf in leaves_a if not leaf.state], [leaf for leaf in leaves_b if not leaf.state]
+        )
+        for x, y in [*pairs, *_pair_states(leaves_a, leaves_b, pairs)]:
             gradients = (x.gradient if x else None, y.gradient if y else None)
             updates = (x.updated if x else None, y.updated if y else None)
             if any(gradients):
-                results.append(self._result(*gradients, starts=(x, y)))
+                results.append(self._compare_result(*gradients, starts=(x, y)))
             if any(updates):
-                results.append(self._result(*updates, starts=(x, y)))
-        return self._without_parts([result for result in results if not self._is_nothing(result)])
+                results.append(self._compare_result(*updates, starts=(x, y)))
+        return self._accept_parts([result for result in results if not self._is_negligible(result)])
 
-    def _paired_returns(
+    def _pair_returns(
         self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
     ) -> list[tuple[Operation | None, Operation | None]]:
-        """What both sides returned in one place; of two programs, what is left is paired by value."""
+        """Pair what both sides returned in one place; the rest of two programs is paired by value."""
         pairs: list[tuple[Operation | None, Operation | None]] = [
             (a, second[key]) for key, a in first.items() if key in second
         ]
-        left_a = [a for key, a in first.items() if key not in second]
-        left_b = [b for key, b in second.items() if key not in first]
-        for a in left_a:
-            alike = (b for b in left_b if not self.is_one_program and self._all_same(self.values(a), self.values(b)))
-            other = next(alike, None)
-            if other is not None:
-                left_b.remove(other)
-            pairs.append((a, other))
-        return [*pairs, *((None, b) for b in left_b)]
+        unpaired_a = [a for key, a in first.items() if key not in second]
+        unpaired_b = [b for key, b in second.items() if key not in first]
+        for a in unpaired_a:
+            candidates = [] if self.is_same_program else unpaired_b
+            equal_results = (b for b in candidates if self._are_all_same(self.values(a), self.values(b)))
+            counterpart = next(equal_results, None)
+            if counterpart is not None:
+                unpaired_b.remove(counterpart)
+            pairs.append((a, counterpart))
+        return [*pairs, *((None, b) for b in unpaired_b)]
 
-    def _result(
+    def _compare_result(
         self,
         a: Operation | None,
         b: Operation | None,
         starts: tuple[_Leaf | None, _Leaf | None] = (None, None),
     ) -> Result:
-        of_both = [self.values(a), self.values(b)]
-        # What one side alone has written to may be there as it was in the beginning on the other.
-        for values, start in zip(of_both, starts, strict=True):
-            if not values and start is not None and "updated" in {op.name for op in (a, b) if op}:
-                values += start.start
-        x, y = of_both
+        x = self.values(a)
+        y = self.values(b)
+        # A tensor that only one side has updated still has its initial value on the other side.
+        if "updated" in {op.name for op in (a, b) if op}:
+            start_a, start_b = starts
+            if not x and start_a is not None:
+                x = start_a.start
+            if not y and start_b is not None:
+                y = start_b.start
         if not x or len(x) != len(y):
             return Result(a, b, agrees=False, has_no_counterpart=not (a and b) and None in starts)
         pairs = list(zip(x, y, strict=True))
-        gap = max(_gap_in_float64(v, w) for v, w in pairs)
-        return Result(a, b, all(same(v, w, self.tolerance) or self._is_too_small(v, w) for v, w in pairs), gap)
+        agrees = all(is_same_value(v, w, self.tolerance) or self._differ_within_rounding(v, w) for v, w in pairs)
+        return Result(a, b, agrees, gap=max(_reference_gap(v, w) for v, w in pairs))
 
-    def _is_too_small(self, x: Value, y: Value) -> bool:
+    def _differ_within_rounding(self, x: Value, y: Value) -> bool:
         """Whether two references differ by less than float32's roundings, as by a constant of another precision."""
-        unaided = [value.deviation for side, value in enumerate((x, y)) if not self.is_short(side)]
-        return x.is_real and _gap_in_float64(x, y) <= max([tol.SAME_VALUE, *([min(unaided)] if unaided else [])])
+        float32_deviations = [value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)]
+        tolerance = tol.SAME_VALUE_TOLERANCE
+        if float32_deviations:
+            tolerance = max(tolerance, min(float32_deviations))
+        return x.is_float_or_complex and _reference_gap(x, y) <= tolerance
 
-    def _paired_leaves(self, first: list[_Leaf], second: list[_Leaf]) -> list[tuple[_Leaf | None, _Leaf | None]]:
-        """Parameters and buffers that began with the same value; else those of one name and shape.
+    def _pair_leaves(self, first: list[_Leaf], second: list[_Leaf]) -> list[tuple[_Leaf | None, _Leaf | None]]:
+        """Pair parameters and buffers that began with the same value; the rest by name and shape.
 
-        Several may begin with the same value, as biases begin with zeros. They are told apart by their gradients, and
-        then by their names.
+        Several may begin with the same value, such as biases that are initialised with zeros. They are distinguished by
+        their gradients, and then by their names.
         """
-        left_a, left_b = list(first), list(second)
+        unpaired_a = list(first)
+        unpaired_b = list(second)
         pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
 
-        def begin_alike(x: _Leaf, y: _Leaf) -> bool:
-            return bool(x.start) and self._all_same(x.start, y.start)
+        def have_same_name(x: _Leaf, y: _Leaf) -> bool:
+            return x.name == y.name
 
-        def have_one_gradient(x: _Leaf, y: _Leaf) -> bool:
-            return begin_alike(x, y) and self._all_same(self.values(x.gradient), self.values(y.gradient))
+        def have_same_start(x: _Leaf, y: _Leaf) -> bool:
+            return bool(x.start) and self._are_all_same(x.start, y.start)
 
-        def end_alike(x: _Leaf, y: _Leaf) -> bool:
-            ends = [self.values(leaf.gradient) + self.values(leaf.updated) for leaf in (x, y)]
-            return bool(x.updated and y.updated) and self._all_same(*ends)
+        def have_same_gradient(x: _Leaf, y: _Leaf) -> bool:
+            return have_same_start(x, y) and self._are_all_same(self.values(x.gradient), self.values(y.gradient))
 
-        rules: list[Callable[[_Leaf, _Leaf], bool]] = [
-            lambda x, y: x.name == y.name and have_one_gradient(x, y),
-            have_one_gradient,
-            lambda x, y: x.name == y.name and begin_alike(x, y),
-            begin_alike,
-            end_alike,
-            lambda x, y: x.name == y.name,
+        def have_same_results(x: _Leaf, y: _Leaf) -> bool:
+            results = [self.values(leaf.gradient) + self.values(leaf.updated) for leaf in (x, y)]
+            return bool(x.updated and y.updated) and self._are_all_same(*results)
+
+        rules: list[tuple[Callable[[_Leaf, _Leaf], bool], ...]] = [
+            (have_same_name, have_same_gradient),
+            (have_same_gradient,),
+            (have_same_name, have_same_start),
+            (have_same_start,),
+            (have_same_results,),
+            (have_same_name,),
         ]
-        for rule in rules:
-            for x in list(left_a):
-                y = next((y for y in left_b if y.shapes == x.shapes and rule(x, y)), None)
+        for conditions in rules:
+            for x in list(unpaired_a):
+                same_shape = (y for y in unpaired_b if y.shapes == x.shapes)
+                y = next((y for y in same_shape if all(condition(x, y) for condition in conditions)), None)
                 if y is not None:
-                    left_a.remove(x)
-                    left_b.remove(y)
+                    unpaired_a.remove(x)
+                    unpaired_b.remove(y)
                     pairs.append((x, y))
-        return [*pairs, *((x, None) for x in left_a), *((None, y) for y in left_b)]
+        return [*pairs, *((x, None) for x in unpaired_a), *((None, y) for y in unpaired_b)]
 
-    def _all_same(self, first: list[Value], second: list[Value]) -> bool:
+    def _are_all_same(self, first: list[Value], second: list[Value]) -> bool:
         pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(same(x, y, self.tolerance) for x, y in pairs)
+        return len(first) == len(second) and all(is_same_value(x, y, self.tolerance) for x, y in pairs)
 
-    def _is_nothing(self, result: Result) -> bool:
+    def _is_negligible(self, result: Result) -> bool:
         """Whether a result of one side alone is zero, or nothing but roundings: the other side need not compute it."""
-        if (result.a and result.b) or self.is_one_program:
+        if (result.a and result.b) or self.is_same_program:
             return False
-        return result.one.name == "gradient" and all(value.is_rounding_alone for value in self.values(result.one))
+        op = result.representative
+        return op.name == "gradient" and all(value.is_pure_rounding for value in self.values(op))
 
-    def _without_parts(self, results: list[Result]) -> list[Result]:
-        """The same, where results that each side alone has, but which are parts of each other, count as agreeing."""
-        alone = [[r for r in results if (r.b if side else r.a) is None] for side in (1, 0)]
-        if not all(alone):
+    def _accept_parts(self, results: list[Result]) -> list[Result]:
+        """The results, where those of one side that are parts of results of the other side count as agreeing."""
+        only_a = [result for result in results if result.b is None]
+        only_b = [result for result in results if result.a is None]
+        if not only_a or not only_b:
             return results
-        values = [[value for r in of_side for value in self.values(r.one)] for of_side in alone]
-        parts = []
-        for mine, others in (values, values[::-1]):
-            search = PartSearch([value for value in others if value.total], self.tolerance)
-            parts.append({value for value in mine if search.has_whole_of(value) or search.cover(value)})
-        agreed = {r for side in (0, 1) for r in alone[side] if parts[side].issuperset(self.values(r.one))}
-        return [Result(r.a, r.b, agrees=True) if r in agreed else r for r in results]
+        values_a = [value for result in only_a for value in self.values(result.a)]
+        values_b = [value for result in only_b for value in self.values(result.b)]
+        parts = self._find_parts(values_a, values_b) | self._find_parts(values_b, values_a)
+        agreeing = {r for r in (*only_a, *only_b) if parts.issuperset(self.values(r.representative))}
+        return [Result(r.a, r.b, agrees=True) if r in agreeing else r for r in results]
+
+    def _find_parts(self, values: list[Value], counterparts: list[Value]) -> set[Value]:
+        """The values that are part of one of the counterparts, or made up of them."""
+        search = PartSearch([value for value in counterparts if value.total], self.tolerance)
+        return {value for value in values if search.contains(value) or search.covers(value)}
 
     @cached_property
-    def is_one_program(self) -> bool:
+    def is_same_program(self) -> bool:
         """Whether the two traces are of one step, so that each has every result that the other one has."""
         return self.a.step == self.b.step
 
     @cached_property
-    def unpaired(self) -> list[Result]:
-        """Results of one of two programs that the other one has not: its own parameters, buffers and outputs."""
-        if self.is_one_program:
+    def unpaired_results(self) -> list[Result]:
+        """Results that only one of two programs has: its own parameters, buffers and outputs."""
+        if self.is_same_program:
             return []
         return [result for result in self.results if result.has_no_counterpart and not result.agrees]
 
     @cached_property
-    def differing(self) -> list[Result]:
+    def differing_results(self) -> list[Result]:
         """The results that do not agree in float64."""
-        return [result for result in self.results if not result.agrees and result not in self.unpaired]
+        return [result for result in self.results if not result.agrees and result not in self.unpaired_results]
 
-    def apart(self, result: Result) -> float:
-        """How far the recorded numbers of a result are apart, relative to the first side; NaN for parts."""
+    def recorded_gap(self, result: Result) -> float:
+        """The difference between the recorded numbers of a result, relative to the first side; NaN for parts."""
         if not (result.a and result.b):
             return math.nan
-        return max(
-            (self.gap(x, y) for x, y in zip(self.values(result.a), self.values(result.b), strict=False)), default=0.0
-        )
+        return max(self.gaps(result.a, result.b))
 
     def gap(self, x: Value, y: Value) -> float:
-        """How far two recorded values are apart, relative to the first, or the second where the first is nothing."""
+        """The difference between two recorded values, relative to the first, or to the second if the first is zero."""
         if x.content == y.content:
             return 0.0
         return finite_distance(y.sketch, x.sketch) if x.sketch.any() else finite_distance(x.sketch, y.sketch)
@@ -332,50 +351,51 @@ class Comparison:
 
     @cached_property
     def partners(self) -> dict[Operation, Operation]:
-        """Operations of the two sides that make the same values; those of one name first, in order."""
+        """Operations of the two sides that make the same values; those that make the same call first, in order."""
         partners: dict[Operation, Operation] = {}
         first, second = self.graphs
-        waiting: dict[Value, list[Operation]] = defaultdict(list)
+        makers: dict[Value, list[Operation]] = defaultdict(list)
         for node in second.nodes:
             for value in node.outputs:
-                waiting[value].append(node.op)
-        for same_name in (True, False):
+                makers[value].append(node.op)
+        for requires_same_call in (True, False):
             for node in first.nodes:
                 if node.op in partners:
                     continue
-                others = (op for v in node.outputs for w in self.matches.equal.get(v, ()) for op in waiting[w])
-                for op in others:
-                    if op not in partners and (same_name <= (kernel(op) == kernel(node.op))):
-                        if same_name and (op.phase, op.module) != (node.op.phase, node.op.module):
-                            continue
-                        partners[node.op], partners[op] = op, node.op
-                        break
+                candidates = (op for v in node.outputs for w in self.matches.equal.get(v, ()) for op in makers[w])
+                for op in candidates:
+                    if op in partners or (requires_same_call and alignment_key(op) != alignment_key(node.op)):
+                        continue
+                    partners[node.op] = op
+                    partners[op] = node.op
+                    break
         return partners
 
     @cached_property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[OperationPair]:
         """All operations of both sides, in the order of the first, and then all results."""
-        pairs: list[Pair] = []
+        pairs: list[OperationPair] = []
         first, second = ([op for op in trace.operations if op.phase != RESULT] for trace in self.traces)
-        position, placed = 0, set[Operation]()
+        position = 0
+        placed: set[Operation] = set()
         for a in first:
             b = self.partners.get(a)
             if b is not None and b not in placed:
                 while second[position] in placed or second[position] not in self.partners:
                     if second[position] not in placed:
-                        pairs.append(Pair(None, second[position]))
+                        pairs.append(OperationPair(None, second[position]))
                     position += 1
                 placed.add(b)
-            pairs.append(Pair(a, b))
-        pairs += [Pair(None, b) for b in second[position:] if b not in placed]
-        return [*pairs, *(Pair(result.a, result.b) for result in self.results)]
+            pairs.append(OperationPair(a, b))
+        pairs += [OperationPair(None, b) for b in second[position:] if b not in placed]
+        return [*pairs, *(OperationPair(result.a, result.b) for result in self.results)]
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:
-        """How far what two operations made is apart, one by one."""
+        """The differences between the outputs of two operations, one by one."""
         return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [0.0]
 
 
-def _gap_in_float64(x: Value, y: Value) -> float:
+def _reference_gap(x: Value, y: Value) -> float:
     if x.reference is None or y.reference is None:
         return math.nan
     return finite_distance(y.reference, x.reference) if x.reference.any() else finite_distance(x.reference, y.reference)
@@ -396,17 +416,17 @@ class _Leaf:
         return [value.shape for value in self.start]
 
 
-def _is_short(trace: Trace) -> bool:
+def _uses_short_format(trace: Trace) -> bool:
     setting = Setting.parse(trace.setting)
-    asked = setting.emulated or setting.autocast or setting.precision in tol.SHORT
-    in_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()  # flags that a CPU does not heed
-    return bool(asked) or in_tf32 or any(op.dtype in tol.SHORT for op in trace.operations)
+    is_requested = bool(setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS)
+    allows_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()  # a CPU ignores these flags
+    return is_requested or allows_tf32 or any(op.dtype in tol.SHORT_FORMATS for op in trace.operations)
 
 
-def _leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
+def _find_leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
     leaves: dict[tuple[str, ...], _Leaf] = {}
     for op in results:
-        if op.name in OF_LEAVES:
+        if op.name in LEAF_RESULTS:
             key = (op.module, *op.inputs)
             start = [trace.values[name] for name in op.inputs]
             leaf = leaves.setdefault(key, _Leaf(op.module, start, op.arguments.get("state", "")))
@@ -414,26 +434,26 @@ def _leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
     return list(leaves.values())
 
 
-def _paired_states(
+def _pair_states(
     first: list[_Leaf], second: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
 ) -> list[tuple[_Leaf | None, _Leaf | None]]:
-    """What the optimizers of both sides hold for parameters that stand for each other."""
-    other_start = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
-    left = [leaf for leaf in second if leaf.state]
-    found: list[tuple[_Leaf | None, _Leaf | None]] = []
+    """Pair the states that the optimizers of both sides hold for corresponding parameters."""
+    start_in_second = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
+    unpaired_states = [leaf for leaf in second if leaf.state]
+    state_pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
     for x in first:
         if x.state:
-            start = other_start.get(tuple(x.start))
-            y = next((y for y in left if y.state == x.state and tuple(y.start) == start), None)
+            start = start_in_second.get(tuple(x.start))
+            y = next((y for y in unpaired_states if y.state == x.state and tuple(y.start) == start), None)
             if y is not None:
-                left.remove(y)
-            found.append((x, y))
-    return [*found, *((None, y) for y in left)]
+                unpaired_states.remove(y)
+            state_pairs.append((x, y))
+    return [*state_pairs, *((None, y) for y in unpaired_states)]
 
 
-def kernel(op: Operation) -> str:
+def kernel_name(op: Operation) -> str:
     """The name of what an operation computes, whichever kernel does it."""
-    return TWINS.get(op.name, op.name)
+    return KERNEL_ALIASES.get(op.name, op.name)
 
 
 # --- what differs ---------------------------------------------------------------------------------------------
@@ -442,90 +462,114 @@ def kernel(op: Operation) -> str:
 def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
     """The arguments that two calls disagree on: name, and both values.
 
-    Of those that both have: other kernels, and other versions of torch, may have more. Tensors are not compared, nor
-    arguments that say how to compute something and not what, such as a memory format or the gradients that are
-    asked for.
+    Only arguments that both calls have are compared, because other kernels and other versions of torch may have more.
+    Tensors are not compared, nor arguments that say how to compute something and not what, such as a memory format or
+    the requested gradients.
     """
-    of_a, of_b = ({SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b))
-    common = {name: (of_a[name], of_b[name]) for name in sorted((of_a.keys() & of_b.keys()) - EXECUTION_ARGUMENTS)}
-    # Each kernel may fill in what it was not given.
-    told = {name: both for name, both in common.items() if a.name == b.name or None not in both}
-    return {name: both for name, both in told.items() if repr(both[0]) != repr(both[1]) and TENSOR not in repr(both)}
+    arguments_a, arguments_b = (
+        {SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b)
+    )
+    common_names = sorted((arguments_a.keys() & arguments_b.keys()) - EXECUTION_ARGUMENTS)
+    common = {name: (arguments_a[name], arguments_b[name]) for name in common_names}
+    if a.name != b.name:  # each kernel may have its own value for an argument that is None
+        common = {name: pair for name, pair in common.items() if None not in pair}
+    return {name: pair for name, pair in common.items() if repr(pair[0]) != repr(pair[1]) and TENSOR not in repr(pair)}
 
 
 # --- NaN and infinity -----------------------------------------------------------------------------------------
 
 
 def find_not_finite(graph: Graph) -> NotFinite | None:
-    """The origin of what is not finite in a trace's loss, or else in its gradients; None where all are finite."""
+    """The origin of NaN or infinity in a trace's loss, or else in its gradients; None if all are finite."""
     trace = graph.trace
-    nans = {value for op in trace.operations if op.nans for value in op.outputs}
+    nans = {value for op in trace.operations if op.has_nan for value in op.outputs}
     nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
     infinities = {name for name, value in trace.values.items() if is_infinite(value.sketch)}
     results = [op for op in trace.operations if op.phase == RESULT and (nans | infinities) & set(op.outputs)]
     if not results:
         return None
-    results.sort(key=lambda op: op.name in OF_LEAVES)
-    losses = [op for op in results if op.name not in OF_LEAVES]
+    results.sort(key=lambda op: op.name in LEAF_RESULTS)
+    losses = [op for op in results if op.name not in LEAF_RESULTS]
     values = {value for op in losses or results for value in op.outputs}
-    what, bad = (NAN, nans) if nans & values else (INFINITY, infinities)
-    origin, made = _origin(trace, bad)
-    infinity = _maker_of_infinity(graph, origin, infinities) if made and what == NAN else None
-    bad_results = (trace.values[name] for op in results for name in op.outputs)
-    in_reference = any(value.reference is None or not np.isfinite(value.total).all() for value in bad_results)
-    cancelled = _find_cancellation(graph, infinity or origin) if made else None
-    return NotFinite(what, origin, made, infinity, cancelled, results, in_reference)
+    value_kind, nonfinite_names = (NAN, nans) if nans & values else (INFINITY, infinities)
+    origin, is_produced = _find_origin(trace, nonfinite_names)
+    infinity = None
+    cancellation = None
+    if is_produced:
+        if value_kind == NAN:
+            infinity = _find_infinity_source(graph, origin, infinities)
+        cancellation = _find_cancellation(graph, infinity or origin)
+    result_values = (trace.values[name] for op in results for name in op.outputs)
+    is_nonfinite_in_reference = any(
+        value.reference is None or not np.isfinite(value.total).all() for value in result_values
+    )
+    return NotFinite(value_kind, origin, is_produced, infinity, cancellation, results, is_nonfinite_in_reference)
 
 
 def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
     """The nearest operation before another one that lost most of its digits, as by subtracting two large numbers."""
-    queue = [op]
-    for earlier in queue:  # which grows
-        node = graph.node_of.get(earlier)
+    queue = deque([op])
+    visited = {op}
+    while queue:
+        earlier_op = queue.popleft()
+        node = graph.node_of.get(earlier_op)
         if node is None:
             continue
-        if earlier is not op and _loses_digits(node):
-            return earlier
-        makers = [graph.maker.get(value) for value in node.inputs]
-        queue += [maker.op for maker in dict.fromkeys(makers) if maker and maker.op not in queue]
+        if earlier_op is not op and _loses_digits(node):
+            return earlier_op
+        for value in node.inputs:
+            maker = graph.maker.get(value)
+            if maker is not None and maker.op not in visited:
+                visited.add(maker.op)
+                queue.append(maker.op)
     return None
 
 
 def _loses_digits(node: Node) -> bool:
     """Whether the relative error of a result is far larger than that of what it was computed from."""
     outputs, inputs = (
-        max((value.deviation for value in values if value.is_real and not is_infinite(value.sketch)), default=0.0)
+        max(
+            (value.deviation for value in values if value.is_float_or_complex and not is_infinite(value.sketch)),
+            default=0.0,
+        )
         for values in (node.outputs, node.inputs)
     )
-    return outputs > max(tol.DIGITS_LOST, tol.CANCELLATION * inputs)
+    return outputs > max(tol.MIN_DIGIT_LOSS_ERROR, tol.MIN_CANCELLATION_GROWTH * inputs)
 
 
-def _maker_of_infinity(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
+def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
     """The operation that made the infinity that another one was given, perhaps through further operations."""
     infinite = {graph.trace.values[name] for name in infinities}
     node = graph.node_of.get(op)
-    given = [value for value in node.inputs if value in infinite] if node else []
-    for value in given:  # which grows
-        node = graph.maker.get(value)
+    queue = deque(value for value in node.inputs if value in infinite) if node else deque()
+    visited = set(queue)
+    while queue:
+        node = graph.maker.get(queue.popleft())
         if node is None:
             continue
-        passed_on = [other for other in node.inputs if other in infinite and other not in given]
-        if not any(other in infinite for other in node.inputs):
+        infinite_inputs = [value for value in node.inputs if value in infinite]
+        if not infinite_inputs:
             return node.op
-        given += passed_on
+        queue.extend(value for value in infinite_inputs if value not in visited)
+        visited.update(infinite_inputs)
     return None
 
 
 def is_infinite(sketch: np.ndarray) -> bool:
-    """Whether a value has infinity in it, which counts as `LARGEST` in the sketch of a large tensor."""
-    if sketch.size < SKETCH:
+    """Whether a value contains infinity, which counts as `MAX_SKETCHED_NUMBER` in the sketch of a large tensor."""
+    if sketch.size < SKETCH_SIZE:
         return bool(np.isinf(sketch).any())
-    return bool((np.abs(np.nan_to_num(sketch, posinf=LARGEST, neginf=-LARGEST)) >= LARGEST / 2).any())
+    return bool(
+        (
+            np.abs(np.nan_to_num(sketch, posinf=MAX_SKETCHED_NUMBER, neginf=-MAX_SKETCHED_NUMBER))
+            >= MAX_SKETCHED_NUMBER / 2
+        ).any()
+    )
 
 
-def _origin(trace: Trace, bad: set[str]) -> tuple[Operation, bool]:
-    """The first operation that made a bad value from good inputs, and True; or the first that has one, and False."""
+def _find_origin(trace: Trace, nonfinite_names: set[str]) -> tuple[Operation, bool]:
+    """The first operation that made a non-finite value from finite inputs, and True; or the first user, and False."""
     for op in trace.operations:
-        if op.phase != RESULT and bad & set(op.outputs) and not bad & set(op.inputs):
+        if op.phase != RESULT and nonfinite_names & set(op.outputs) and not nonfinite_names & set(op.inputs):
             return op, True
-    return next(op for op in trace.operations if bad & set(op.values)), False
+    return next(op for op in trace.operations if nonfinite_names & set(op.values)), False

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from gpulab import _torch_internals
 from gpulab.audits import tolerances as tol
-from gpulab.audits.count_sketch import WITH_FLOAT64, where_float64_is
+from gpulab.audits.count_sketch import FLOAT64_DEVICES, to_float64_device
 from gpulab.audits.findings import ADVICE, Finding
 from gpulab.audits.float64_failures import Request
 from gpulab.audits.modules_alone import (
-    FURTHEST,
-    LEEWAY,
+    MAX_ERROR_RATIO,
+    MAX_NUDGE,
     ModuleCall,
-    Results,
+    NamedTensors,
     execute,
-    is_short,
+    find_failing_request,
     module_calls,
-    request_behind_failure,
     rounding_unit,
+    uses_short_format,
 )
 from gpulab.audits.page import AnswerPage, Rows, result_rows
 from gpulab.audits.recording import record
@@ -44,16 +44,16 @@ from gpulab.steps import Step
 NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
 SHORT_NUDGES = 4  # the same in bfloat16 and float16, where they are moved less and so count for less each
 FEW_NUMBERS = 64  # the norm of fewer numbers varies much from draw to draw
-NO_REFERENCE = "There was no float64 reference:"
-NO_DIGIT = 0.5  # a result that roundings move by this much of its size has no digit that could be compared
-KEEP_OUT = (
+NO_REFERENCE_PREFIX = "There was no float64 reference:"
+MIN_DIGITLESS_MOVE = 0.5  # a result that roundings move by this much of its size has no digit that could be compared
+KEEP_UNCOMPILED_ADVICE = (
     "keep it uncompiled meanwhile, by torch.compiler.disable, and show the compiler's developers this module (where an "
     "nn.Sequential calls it, that is not compiled either)"
 )
 
 
 @dataclass(frozen=True)
-class Compared:
+class ResultComparison:
     """A step under a setting that compiles, beside the same without, and float64.
 
     Attributes:
@@ -62,9 +62,9 @@ class Compared:
         no_reference: Why there was no float64 reference, as a sentence; empty where there was one.
 
     >>> results = pd.DataFrame({"result": ["gradient of w", "loss", "output"], "difference": [1.0, 0.2, 0.3]})
-    >>> Compared(results.assign(tolerance=0.1, wrong=True), graphs=1).worst.result
+    >>> ResultComparison(results.assign(tolerance=0.1, wrong=True), graphs=1).worst.result
     'output'
-    >>> Compared(results.assign(tolerance=[0.1, 1.0, 1.0], wrong=[True, False, False]), graphs=1).worst.result
+    >>> ResultComparison(results.assign(tolerance=[0.1, 1.0, 1.0], wrong=[True, False, False]), graphs=1).worst.result
     'gradient of w'
     """
 
@@ -109,9 +109,12 @@ class CompiledAudit(AnswerPage):
         'rounding'
     """
 
-    def __init__(self, plain: Setting, compiled: Setting, findings: list[Finding], compared: Compared) -> None:
-        self.titles, self.findings, self.compared = (str(plain), str(compiled)), findings, compared
-        self.table, self.passports = compared.table, (passport(), passport())
+    def __init__(self, plain: Setting, compiled: Setting, findings: list[Finding], compared: ResultComparison) -> None:
+        self.titles = (str(plain), str(compiled))
+        self.findings = findings
+        self.compared = compared
+        self.table = compared.table
+        self.passports = (passport(), passport())
 
     @property
     def headline(self) -> str:
@@ -119,7 +122,8 @@ class CompiledAudit(AnswerPage):
         kinds = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
         found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         alike = "all is well: rounding alone" if self.table.difference.any() else "identical to the last bit"
-        graphs = f"It made {self.compared.graphs} graph{'s' * (self.compared.graphs > 1)}."
+        n_graphs = self.compared.graphs
+        graphs = "It made 1 graph." if n_graphs == 1 else f"It made {n_graphs} graphs."
         compared = f"{len(self.table)} results were compared"
         beginning = f"{self.titles[0]} against {self.titles[1]}: {found or alike}."
         if self.compared.no_reference:
@@ -155,15 +159,15 @@ def audit_compiled(step: object, plain: Setting, compiled: Setting, progress: bo
         if not whole.graphs:
             name = type(step.model).__name__
             raise GpulabError(f"nothing of {name} was compiled; TORCH_LOGS=graph_breaks in the environment says why")
-        findings = list(_of_the_whole(step, whole, plain, compiled))
+        findings = list(_whole_step_findings(step, whole, plain, compiled))
         if whole.wrong:
-            findings = [*_wrong_modules(step, whole, plain, compiled, bar), *findings]
-    detail = f"of the result that comes nearest to what rounding explains, {_how_far(whole.worst)}"
-    rounding = _finding("rounding", str(compiled), None, detail, size=whole.worst.difference)
+            findings = [*_wrong_module_findings(step, whole, plain, compiled, bar), *findings]
+    detail = f"of the result that comes nearest to what rounding explains, {_describe_worst(whole.worst)}"
+    rounding = _make_finding("rounding", str(compiled), None, detail, size=whole.worst.difference)
     return CompiledAudit(plain, compiled, findings or [rounding], whole)
 
 
-def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
+def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> ResultComparison:
     """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all results.
 
     How far roundings lead is measured: by doing it again, as it is written, from numbers that are each moved by some
@@ -182,47 +186,49 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> Compared:
     others = written if without_tf32 == plain else execute(step, without_tf32).results
     # A GPU that may use TF32 need not do so.
     uses_tf32 = any(not torch.equal(others[name], result) for name, result in written.items())
-    draws = range(1, 1 + (SHORT_NUDGES if is_short(plain) else NUDGES))
+    draws = range(1, 1 + (SHORT_NUDGES if uses_short_format(plain) else NUDGES))
     nudged = [execute(step, plain if uses_tf32 else without_tf32, draw).results for draw in draws]
     exact, no_reference = _float64_reference(step, plain, written, nudged)
     _torch_internals.forget_compiled_graphs()
-    with _random_numbers_as_uncompiled():
+    with _uncompiled_random_numbers():
         found = execute(step, compiled).results
     graphs = _torch_internals.compiled_graph_count()
-    missing = where_float64_is(torch.full((), math.nan, device=plain.device))
+    missing = to_float64_device(torch.full((), math.nan, device=plain.device))
     with plain.apply():
-        unit = rounding_unit(plain) if is_short(plain) else None
+        unit = rounding_unit(plain) if uses_short_format(plain) else None
     rows = []
     for name in sorted(written.keys() | found.keys()):
         y, z, *moved = (results.get(name, missing) for results in (written, found, *nudged))
-        rows.append({"result": name, **_apart(None if exact is None else exact.get(name, missing), y, z, moved, unit)})
+        rows.append(
+            {"result": name, **_compare_result(None if exact is None else exact.get(name, missing), y, z, moved, unit)}
+        )
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(rows, columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"])
-    return Compared(table, graphs, no_reference)
+    return ResultComparison(table, graphs, no_reference)
 
 
 def _float64_reference(
-    step: Step, plain: Setting, written: Results, nudged: list[Results]
-) -> tuple[Results | None, str]:
+    step: Step, plain: Setting, written: NamedTensors, nudged: list[NamedTensors]
+) -> tuple[NamedTensors | None, str]:
     """The results in float64, from the numbers as the setting rounds them; or None, and a sentence that says why."""
-    setting = Setting(plain.device if plain.kind in WITH_FLOAT64 else "cpu", precision="float64")
+    setting = Setting(plain.device if plain.kind in FLOAT64_DEVICES else "cpu", precision="float64")
     try:
         exact = execute(step, setting, first_rounded_to=plain.dtype).results
     except GpulabError as error:
-        return None, f"{NO_REFERENCE} {_why_it_fails(error, request_behind_failure(step, setting))}"
-    if not _is_measure(exact, written, nudged):
+        return None, f"{NO_REFERENCE_PREFIX} {_explain_failure(error, find_failing_request(step, setting))}"
+    if not _is_valid_reference(exact, written, nudged):
         return None, (
-            f"{NO_REFERENCE} in float64 the step computes something else, further away than roundings lead, as where "
-            "it draws other random numbers."
+            f"{NO_REFERENCE_PREFIX} in float64 the step computes something else, further away than roundings lead, as "
+            "where it draws other random numbers."
         )
     return exact, ""
 
 
-def _why_it_fails(error: GpulabError, request: Request | None) -> str:
+def _explain_failure(error: GpulabError, request: Request | None) -> str:
     """Why a step cannot be done in float64, and how to write it so that it can.
 
     >>> request = Request(torch.float32, "net.py:12: x.float()", "head", is_made=True)
-    >>> _why_it_fails(UsageError("expected Double but found Float."), request).partition(" Take")[0]
+    >>> _explain_failure(UsageError("expected Double but found Float."), request).partition(" Take")[0]
     'expected Double but found Float. net.py:12: x.float() (in head) asks for float32.'
     """
     sentences = f"{str(error).removesuffix('.')}."
@@ -238,28 +244,28 @@ def _why_it_fails(error: GpulabError, request: Request | None) -> str:
     return sentences
 
 
-def _is_measure(exact: Results, written: Results, nudged: list[Results]) -> bool:
+def _is_valid_reference(exact: NamedTensors, written: NamedTensors, nudged: list[NamedTensors]) -> bool:
     """Whether the result in float64 can serve as the reference, judged by the loss, or the outputs of a module.
 
-    It cannot where these are further from it than `FURTHEST` of their size and than any movement of the inputs has
+    It cannot where these are further from it than `MAX_NUDGE` of their size and than any movement of the inputs has
     led, as when a GPU draws other random numbers in float64.
 
     >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
-    >>> [_is_measure({"loss": one}, {"loss": two}, [{"loss": nudged}]) for nudged in (two, -two)]
+    >>> [_is_valid_reference({"loss": one}, {"loss": two}, [{"loss": nudged}]) for nudged in (two, -two)]
     [False, True]
-    >>> _is_measure({"loss": one, "output": one}, {"loss": two, "output": one}, [{"loss": two, "output": one}])
+    >>> _is_valid_reference({"loss": one, "output": one}, {"loss": two, "output": one}, [{"loss": two, "output": one}])
     False
     """
     names = [name for name in written if name == "loss"] or [name for name in written if name.startswith("output")]
     for name in names:
         moves = [float((moved[name] - written[name]).norm()) for moved in nudged]
         error, size = float((written[name] - exact[name]).norm()), float(exact[name].norm())
-        if not (math.isfinite(error) and error > max(FURTHEST * size, *moves)):
+        if not (math.isfinite(error) and error > max(MAX_NUDGE * size, *moves)):
             return True
     return not names
 
 
-def _apart(
+def _compare_result(
     exact: Tensor | None, written: Tensor, found: Tensor, nudged: list[Tensor], unit: float | None = None
 ) -> dict[str, float]:
     """How far a result is from float64 and from itself without the compiler; a NaN that both have is no difference.
@@ -272,9 +278,9 @@ def _apart(
         unit: One rounding of bfloat16 or float16, where the step computes in these.
 
     >>> numbers = [torch.tensor([number]) for number in (2.0, 2.5, 4.0, 2.75)]
-    >>> _apart(None, *numbers[1:3], nudged=numbers[3:])
+    >>> _compare_result(None, *numbers[1:3], nudged=numbers[3:])
     {'difference': 0.6, 'error': nan, 'plain_error': nan, 'tolerance': 0.2, 'wrong': True, 'finite': True}
-    >>> _apart(*numbers[:3], nudged=numbers[3:], unit=2**-8)
+    >>> _compare_result(*numbers[:3], nudged=numbers[3:], unit=2**-8)
     {'difference': 0.75, 'error': 1.0, 'plain_error': 0.25, 'tolerance': 0.5, 'wrong': True, 'finite': True}
     """
     finite = bool(written.isfinite().all())
@@ -302,12 +308,12 @@ def _tolerance(
 ) -> float:
     """How far roundings lead a result away from itself without the compiler, relative to its size.
 
-    In float32 a right result may be `LEEWAY` times as far from float64 as the one without the compiler is. So much of
-    bfloat16 or float16 would excuse anything. There the two results make roundings of the same size, so each may be as
-    far from float64 as the other: the tolerance is twice the error without the compiler, twice one rounding of the
-    result, or as far as one rounding of every number that the step begins with has led. That is twice as far for a
-    result of few numbers, and where it has to do without a float64 reference. A result that has no digit left, as the
-    gradient of a bias before a batch normalisation, which is zero, is treated as in float32.
+    In float32 a correct result may be `MAX_ERROR_RATIO` times as far from float64 as the one without the compiler is.
+    That many roundings of bfloat16 or float16 would excuse anything. There the two results make roundings of the same
+    size, so each may be as far from float64 as the other: the tolerance is twice the error without the compiler, twice
+    one rounding of the result, or as far as one rounding of every number that the step begins with has led. That is
+    twice as far for a result of few numbers, and if there is no float64 reference. A result that has no digit left,
+    such as the gradient of a bias before a batch normalisation, which is zero, is treated as in float32.
 
     Args:
         plain_error: How far the result without the compiler is from float64; None without a reference.
@@ -323,42 +329,45 @@ def _tolerance(
     error = plain_error or 0.0
     if unit is None:
         # Twice, since where one number crosses an edge, the compiler's difference may be that very crossing.
-        return 2 * max(LEEWAY * tol.ROUNDOFF, LEEWAY * error, *moves)
-    if max(error, *moves) >= NO_DIGIT:
-        return 2 * LEEWAY * max(error, *moves)
+        return 2 * max(MAX_ERROR_RATIO * tol.FLOAT32_ROUNDOFF, MAX_ERROR_RATIO * error, *moves)
+    if max(error, *moves) >= MIN_DIGITLESS_MOVE:
+        return 2 * MAX_ERROR_RATIO * max(error, *moves)
     furthest = max(moves) * (2 if has_few_numbers or plain_error is None else 1)
     return max(2 * unit, 2 * error, furthest)
 
 
 @contextlib.contextmanager
-def _random_numbers_as_uncompiled(wanted: bool = True) -> Iterator[None]:
+def _uncompiled_random_numbers(wanted: bool = True) -> Iterator[None]:
     """Have Inductor draw random numbers as uncompiled code does, so that all else can be compared."""
     torch.compiler.reset()  # what is compiled already draws as it does
     with _torch_internals.uncompiled_random_numbers(wanted):
         yield
 
 
-def _of_the_whole(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
+def _whole_step_findings(step: Step, whole: ResultComparison, plain: Setting, compiled: Setting) -> Iterator[Finding]:
     """What the whole step shows: results that are no numbers, or were drawn otherwise."""
     if not whole.table.finite.all():
-        names = _listed(list(whole.table.result[~whole.table.finite]))
+        names = _shorten_list(list(whole.table.result[~whole.table.finite]))
         detail = (
             f"{names}: without the compiler; an audit of {plain} against another device or number of threads says why"
         )
-        yield _finding("not finite", f"{plain} and {compiled}", step.model, detail)
+        yield _make_finding("not finite", f"{plain} and {compiled}", step.model, detail)
     if compiled.compile == "inductor" and not _torch_internals.draws_as_uncompiled():
-        yield from _other_random_numbers(step, whole, plain, compiled)
+        yield from _random_numbers_findings(step, whole, plain, compiled)
 
 
-def _other_random_numbers(step: Step, whole: Compared, plain: Setting, compiled: Setting) -> Iterator[Finding]:
+def _random_numbers_findings(
+    step: Step, whole: ResultComparison, plain: Setting, compiled: Setting
+) -> Iterator[Finding]:
     """The finding that Inductor draws different random numbers: other states of generators, or other results.
 
     The states show it however small its effect is. On a GPU they are counts, which may be equal by chance. There the
     results are further apart than roundings lead, and than they are where Inductor draws as uncompiled code does.
     """
-    with _random_numbers_as_uncompiled(False):
+    with _uncompiled_random_numbers(False):
         written, found = (execute(step, setting) for setting in (plain, compiled))
-    known, differences = whole.table.set_index("result"), dict[str, float]()
+    known = whole.table.set_index("result")
+    differences: dict[str, float] = {}
     for name in written.results.keys() & found.results.keys():
         size = float(written.results[name].norm()) or 1.0
         differences[name] = float((found.results[name] - written.results[name]).norm()) / size
@@ -374,17 +383,21 @@ def _other_random_numbers(step: Step, whole: Compared, plain: Setting, compiled:
             "nothing, unless runs must have the same random numbers: torch._inductor.config.fallback_random = True "
             "draws them as uncompiled code does, and all else was compared with it"
         )
-        yield _finding("different random numbers", str(compiled), step.model, detail, advice)
+        yield _make_finding("different random numbers", str(compiled), step.model, detail, advice)
 
 
-def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Setting, bar: Progress) -> Iterator[Finding]:
+def _wrong_module_findings(
+    step: Step, whole: ResultComparison, plain: Setting, compiled: Setting, bar: Progress
+) -> Iterator[Finding]:
     """The innermost modules that are wrong when they are compiled alone; or that none is."""
     calls = module_calls(step, plain)
     alike: dict[tuple[object, ...], list[ModuleCall]] = {}
     for call in calls:
         alike.setdefault(call.signature, []).append(call)
     trace = record(step, plain, progress=False)  # for the lines
-    bar.total, wrong, untried = len(alike), list[str](), list[str]()
+    bar.total = len(alike)
+    wrong: list[str] = []
+    untried: list[str] = []
     for call, *others in alike.values():
         bar.update()
         if any(call.contains(name) for name in wrong):
@@ -397,29 +410,31 @@ def _wrong_modules(step: Step, whole: Compared, plain: Setting, compiled: Settin
         if alone.wrong:
             wrong.append(call.name)
             inner = [other.name for other in calls if other is not call and call.contains(other.name)]
-            details = [_how_far(alone.worst), *_why(call, inner, plain, compiled)]
+            details = [_describe_worst(alone.worst), *_explain_wrong_module(call, inner, plain, compiled)]
             details += [alone.no_reference.rstrip(".")] if alone.no_reference and not whole.no_reference else []
             details += [f"{len(others)} more of this kind were not tried"] if others else []
             phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
             line = next((op.line for op in trace.operations if op.line and call.contains(op.module)), "")
-            yield _finding(
+            yield _make_finding(
                 "mismatch",
                 str(compiled),
                 call.model,
                 "; ".join(details),
-                KEEP_OUT,
+                KEEP_UNCOMPILED_ADVICE,
                 phase=phase,
                 name=call.name,
                 line=line,
                 size=alone.worst.difference,
             )
     if not wrong:
-        detail = f"{_how_far(whole.worst)}; of each kind of module the first is right when it is compiled alone"
-        detail += f", except {len(untried)} that could not be tried: {_listed(untried)}" if untried else ""
-        yield _finding("cause not found", str(compiled), step.model, detail, KEEP_OUT, size=whole.worst.difference)
+        detail = f"{_describe_worst(whole.worst)}; of each kind of module the first is right when it is compiled alone"
+        detail += f", except {len(untried)} that could not be tried: {_shorten_list(untried)}" if untried else ""
+        yield _make_finding(
+            "cause not found", str(compiled), step.model, detail, KEEP_UNCOMPILED_ADVICE, size=whole.worst.difference
+        )
 
 
-def _why(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) -> Iterator[str]:
+def _explain_wrong_module(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) -> Iterator[str]:
     """Which part of the compiler makes a module wrong, and which modules inside have to be compiled with it."""
     if compiled.compile != "aot_eager":
         if compare_compiled(call, plain, replace(compiled, compile="aot_eager")).wrong:
@@ -428,12 +443,14 @@ def _why(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) 
             yield f"aot_eager is right, so it comes from the code that {compiled.compile} makes"
     if inner:
         outermost = [name for name in inner if not any(name.startswith(f"{other}.") for other in inner)]
-        together = _needed(call, outermost, plain, compiled)
-        compiled_with = f"only with {_listed(together)} compiled in it" if together else "so it is in its own lines"
+        together = _find_needed_modules(call, outermost, plain, compiled)
+        compiled_with = (
+            f"only with {_shorten_list(together)} compiled in it" if together else "so it is in its own lines"
+        )
         yield f"no module inside is wrong alone, {compiled_with}"
 
 
-def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) -> list[str]:
+def _find_needed_modules(call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting) -> list[str]:
     """The modules inside of a wrong one that have to be compiled with it for it to be wrong, found by halving them."""
 
     def is_wrong(kept: Sequence[str]) -> bool:
@@ -452,7 +469,7 @@ def _needed(call: ModuleCall, inner: list[str], plain: Setting, compiled: Settin
     return kept
 
 
-def _how_far(worst: pd.Series) -> str:
+def _describe_worst(worst: pd.Series) -> str:
     if math.isnan(worst.difference):
         return f"its {worst.result} is NaN or missing on one side alone"
     error = "" if math.isnan(worst.error) else f", and {worst.error:.1e} from float64"
@@ -462,16 +479,16 @@ def _how_far(worst: pd.Series) -> str:
     )
 
 
-def _listed(names: list[str]) -> str:
+def _shorten_list(names: list[str]) -> str:
     """Three names, and how many more there are.
 
-    >>> _listed(["a", "b", "c"]), _listed(["a", "b", "c", "d"])
+    >>> _shorten_list(["a", "b", "c"]), _shorten_list(["a", "b", "c", "d"])
     ('a, b, c', 'a, b, c and 1 more')
     """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _finding(
+def _make_finding(
     kind: str,
     setting: str,
     module: nn.Module | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -18,8 +18,16 @@ from operator import attrgetter
 import torch
 
 from gpulab.audits import tolerances as tol
-from gpulab.audits.comparison import INFINITY, Comparison, NotFinite, Result, differing_arguments, is_infinite, kernel
-from gpulab.audits.findings import ADVICE, Finding, described, named, placed
+from gpulab.audits.comparison import (
+    INFINITY,
+    Comparison,
+    NotFinite,
+    Result,
+    differing_arguments,
+    is_infinite,
+    kernel_name,
+)
+from gpulab.audits.findings import ADVICE, Finding, describe, operation_and_place, operation_phrase
 from gpulab.audits.graphs import Node
 from gpulab.audits.rounding import FLUSHED
 from gpulab.audits.sources import Source, same_call
@@ -28,13 +36,13 @@ from gpulab.audits.twins import DEFINITIONS
 from gpulab.audits.values import Value
 from gpulab.settings import Setting
 
-ANOTHER_FUNCTION = "it computes a different function there"
-GIVEN_OTHER_VALUES = (
+OTHER_FUNCTION_ADVICE = "it computes a different function there"
+UNSEEDED_VALUES_ADVICE = (
     "seed it inside the step, or draw once and reuse the result: an unseeded generator (numpy.random.default_rng(), "
     "random.Random()), the clock, or a loader that continues gives different values each time; and let the step start "
     "from the same weights and optimizer state"
 )
-KEEP_UPDATES = (
+LOST_UPDATE_ADVICE = (
     "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than about {unit:.0e}"
 )
 FIX_FIRST = "fix this first, because no difference can be measured beside it: "
@@ -48,89 +56,102 @@ LOOK_FOR = (  # what turns finite numbers into NaN or infinity, by the operation
     (r"div|reciprocal", "look for a division by zero"),
     (r".*(softmax|scaled_dot_product|attention).*", "look for a row that is masked out entirely"),
 )
-COUNTED = "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to 2,048"
+INTEGER_ADVICE = "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to 2,048"
 UPDATE_LOST = "update lost"
-SCALER = "_amp_foreach_non_finite_check_and_unscale"
+GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
 
 
 def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
     """All findings: what either setting shows by itself, where the two differ, and how far rounding went."""
-    findings = _united([*_overwritten(comparison.a)], [*_overwritten(comparison.b)])
+    findings = _merge_findings([*_overwritten_findings(comparison.a)], [*_overwritten_findings(comparison.b)])
     if len(comparison.not_finite) == 2:
-        findings += _united(*([_not_finite(comparison, origin)] for origin in comparison.not_finite.values()))
-    findings += _missing(comparison)
-    findings += _from_sources(comparison, sources)
-    by_itself: list[list[Finding]] = [[], []]
+        findings += _merge_findings(
+            *([_nonfinite_finding(comparison, origin)] for origin in comparison.not_finite.values())
+        )
+    findings += _missing_result_findings(comparison)
+    findings += _source_findings(comparison, sources)
+    findings_by_side: list[list[Finding]] = [[], []]
     for side, trace in enumerate(comparison.traces):
         for op in trace.operations:
-            by_itself[side] += _by_itself(comparison, op)
-        by_itself[side] += _lost_updates(comparison, side)
-    findings += _united(*by_itself)
-    findings += _not_finite_alone(comparison, findings)
-    findings += _other_answers(comparison)
-    return [*findings, _rounding(comparison)]
+            findings_by_side[side] += _diagnose_operation(comparison, op)
+        findings_by_side[side] += _lost_update_findings(comparison, side)
+    findings += _merge_findings(*findings_by_side)
+    findings += _one_sided_nonfinite_findings(comparison, findings)
+    findings += _valid_answer_findings(comparison)
+    return [*findings, _rounding_finding(comparison)]
 
 
-def skips_updates(comparison: Comparison) -> bool:
+def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
     """Whether one side alone ends in NaN or infinity, and would not in float64: all else that differs follows."""
-    return len(comparison.not_finite) == 1 and not next(iter(comparison.not_finite.values())).in_reference
+    return len(comparison.not_finite) == 1 and not next(iter(comparison.not_finite.values())).is_nonfinite_in_reference
 
 
-def rounded_before(comparison: Comparison) -> Operation | None:
+def find_short_format_origin(comparison: Comparison) -> Operation | None:
     """The nearest operation before a NaN or infinity of one side alone that computed in a short format, or made it."""
     if len(comparison.not_finite) != 1:
         return None
     ((side, origin),) = comparison.not_finite.items()
     graph = comparison.graphs[side]
-    queue = [origin.first]
-    for op in queue:  # which grows
-        if op.format or op.dtype in tol.SHORT:
+    queue = deque([origin.first_operation])
+    visited = {origin.first_operation}
+    while queue:
+        op = queue.popleft()
+        if op.format or op.dtype in tol.SHORT_FORMATS:
             return op
         node = graph.node_of.get(op)
         makers = [graph.maker.get(value) for value in node.inputs] if node else []
-        queue += [maker.op for maker in dict.fromkeys(makers) if maker and maker.op not in queue]
+        for maker in makers:
+            if maker is not None and maker.op not in visited:
+                visited.add(maker.op)
+                queue.append(maker.op)
     return None
 
 
 # --- under either setting -----------------------------------------------------------------------------------
 
 
-def _overwritten(trace: Trace) -> Iterator[Finding]:
+def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
     """What the guard found: memory that the backward pass needed had changed (`one_buffer_for_every_frame`)."""
     for entry in trace.overwritten:
         detail = f"the backward pass needed memory that had been overwritten since it was saved: {entry['why']}"
         location = (entry["operation"], "backward", "", entry["line"])
-        yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], bounded=False)
+        yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], has_bound=False)
 
 
-def _not_finite(comparison: Comparison, origin: NotFinite) -> Finding:
+def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
     """A result is NaN or infinite (the faults "addmm in layers: NaN")."""
     first, *others = origin.results
-    more = f" and {len(others)} more result{'s' * (len(others) > 1)}" if others else ""
-    detail = f"turns finite numbers into {origin.what}"
+    more = ""
+    if others:
+        more = " and 1 more result" if len(others) == 1 else f" and {len(others)} more results"
+    detail = f"turns finite numbers into {origin.value_kind}"
     if origin.infinity is not None:
-        detail = f"produces {origin.what} from the infinity that {named(origin.infinity)} produced"
-    if not origin.made:
-        detail = f"receives {origin.what}, which no operation of the step produced: it is in the data or the weights"
-    detail += f"; it reaches {described(first)}{more}"
-    if origin.cancelled is not None:
-        detail += f"; nearly all digits were lost before, in {placed(origin.cancelled)}, whose terms cancel"
-    if any(op.name == SCALER for op in comparison.trace_of(origin.op).operations):
+        detail = f"produces {origin.value_kind} from the infinity that {operation_phrase(origin.infinity)} produced"
+    if not origin.is_produced:
+        detail = (
+            f"receives {origin.value_kind}, which no operation of the step produced: it is in the data or the weights"
+        )
+    detail += f"; it reaches {describe(first)}{more}"
+    if origin.cancellation is not None:
+        detail += (
+            f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}, whose terms cancel"
+        )
+    if any(op.name == GRADIENT_SCALER_OPERATION for op in comparison.trace_of(origin.op).operations):
         detail += "; the gradient scaler skipped the step"
-    if origin.in_reference:
+    if origin.is_nonfinite_in_reference:
         detail += "; the same happens in float64"
     elif first.name not in ("gradient", "updated"):
         detail += "; in float64, the loss is finite"
-    return _finding_of(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
+    return _make_finding(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
 
 
 def _advice_on_not_finite(origin: NotFinite) -> str:
     """Where to look for what made NaN or infinity; anywhere, if the operation does not tell."""
-    if not origin.made:
+    if not origin.is_produced:
         return FIX_FIRST + CLEAR
-    if not origin.in_reference:
-        has_infinity = origin.what == INFINITY or origin.infinity is not None
-        return FIX_FIRST + BEYOND.format(origin.first.dtype) if has_infinity else ADVICE["not finite"]
+    if not origin.is_nonfinite_in_reference:
+        has_infinity = origin.value_kind == INFINITY or origin.infinity is not None
+        return FIX_FIRST + BEYOND.format(origin.first_operation.dtype) if has_infinity else ADVICE["not finite"]
     for op in filter(None, (origin.infinity, origin.op)):
         for pattern, words in LOOK_FOR:
             if re.fullmatch(pattern, op.name.rstrip("_")):
@@ -140,165 +161,193 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
     return ADVICE["not finite"]
 
 
-def _not_finite_alone(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
+def _one_sided_nonfinite_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
     """NaN or infinity of one side alone that neither a short format nor a wrong kernel explains."""
-    if not skips_updates(comparison) or rounded_before(comparison) is not None:
+    if not is_nonfinite_on_one_side(comparison) or find_short_format_origin(comparison) is not None:
         return []
     (origin,) = comparison.not_finite.values()
     wrong = {finding.op for finding in findings if finding.kind == "mismatch"}
-    return [] if {origin.op, origin.first} & wrong else [_not_finite(comparison, origin)]
+    return [] if {origin.op, origin.first_operation} & wrong else [_nonfinite_finding(comparison, origin)]
 
 
-def _by_itself(comparison: Comparison, op: Operation) -> Iterator[Finding]:
-    """Nondeterminism, reduced precision, or an error that rounding does not explain.
+def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Finding]:
+    """Findings of nondeterminism, reduced precision, or an error that rounding does not explain.
 
     `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
     """
-    if op.anew:
+    if op.inputs_changed:
         detail = (
             "received different values or arguments in the second execution, which no operation of the step produced"
         )
-        yield _finding_of(comparison, "nondeterminism", op, detail, GIVEN_OTHER_VALUES, side_by_side=True)
+        yield _make_finding(comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True)
     elif op.repeats is False:
         apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
         detail = f"gave different bits in the second execution{apart}"
         size = math.nan if op.spread is None else op.spread
-        yield _finding_of(comparison, "nondeterminism", op, detail, _advice_on_repetition(comparison, op), size=size)
+        yield _make_finding(comparison, "nondeterminism", op, detail, _advice_on_repetition(comparison, op), size=size)
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
-    if op.format or (op.dtype in tol.SHORT and op.inputs and op.error is not None):
+    if op.format or (op.dtype in tol.SHORT_FORMATS and op.inputs and op.error is not None):
         detail = f"computed in {op.dtype}"
         if op.format == FLUSHED:
             detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
-        elif op.format and (op.rounded_before or op.error is None):
+        elif op.format and (op.has_rounded_factors or op.error is None):
             detail = f"its factors had been rounded to {op.format} before"
         elif op.format:
             detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
-        yield _finding_of(comparison, "reduced precision", op, detail, _advice_on_precision(comparison, op), size=size)
+        yield _make_finding(
+            comparison, "reduced precision", op, detail, _advice_on_precision(comparison, op), size=size
+        )
     elif op.ratio is not None and not op.ratio <= 1:
         times = "and rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
         detail = f"its error against float64 is {error:.1e}, {times}"
-        yield _finding_of(comparison, "mismatch", op, detail, size=size)
-    elif op.dtype in tol.SHORT and not op.inputs and op.outputs and _deviation(comparison, op) > tol.COINCIDES:
-        size = _deviation(comparison, op)  # such as places, counted by `arange`
-        yield _finding_of(comparison, "reduced precision", op, f"computed in {op.dtype}", COUNTED, size=size)
+        yield _make_finding(comparison, "mismatch", op, detail, size=size)
+    elif (
+        op.dtype in tol.SHORT_FORMATS
+        and not op.inputs
+        and op.outputs
+        and _max_deviation(comparison, op) > tol.REFERENCE_TOLERANCE
+    ):
+        size = _max_deviation(comparison, op)  # such as positions, counted by `arange`
+        yield _make_finding(comparison, "reduced precision", op, f"computed in {op.dtype}", INTEGER_ADVICE, size=size)
 
 
-def _deviation(comparison: Comparison, op: Operation) -> float:
-    """How far what an operation made is from its reference."""
+def _max_deviation(comparison: Comparison, op: Operation) -> float:
+    """The largest deviation of what an operation made from its reference."""
     return max(value.deviation for value in comparison.values(op))
 
 
-def _lost_updates(comparison: Comparison, side: int) -> Iterator[Finding]:
+def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
     """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
     trace, graph = comparison.traces[side], comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
-    lost = [op for op in updates if op.arguments["lost"] >= tol.LOST_SHARE * op.arguments["moved"]]
+    lost = [op for op in updates if op.arguments["lost"] >= tol.LOST_UPDATE_SHARE * op.arguments["moved"]]
     if not lost:
         return
     makers = [graph.maker.get(value) for op in lost for value in comparison.values(op)]
-    blamed = next((node.op for node in makers if node), lost[0])
-    numbers, moved = (sum(op.arguments[name] for op in lost) for name in ("lost", "moved"))
+    first_maker = next((node.op for node in makers if node), lost[0])
+    n_lost = sum(op.arguments["lost"] for op in lost)
+    n_changed = sum(op.arguments["moved"] for op in lost)
     names = ", ".join(op.module for op in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
     dtype = comparison.values(lost[0])[0].dtype
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
-        f"{UPDATE_LOST}: {numbers:,} of the {moved:,} numbers in {names} that change in float64 keep their old value "
-        f"(in {len(lost)} of {len(updates)} updated tensors)"
+        f"{UPDATE_LOST}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in float64 keep their old "
+        f"value (in {len(lost)} of {len(updates)} updated tensors)"
     )
     how = "float32 and cast them for the forward pass, as autocast does"
-    if dtype not in tol.SHORT:
+    if dtype not in tol.SHORT_FORMATS:
         how = "float64, as precision=float64 does, or collect updates and apply them together"
-    advice = KEEP_UPDATES.format(how=how, dtype=dtype, unit=unit)
-    yield _finding_of(comparison, "reduced precision", blamed, detail, advice, size=math.nan)
+    advice = LOST_UPDATE_ADVICE.format(how=how, dtype=dtype, unit=unit)
+    yield _make_finding(comparison, "reduced precision", first_maker, detail, advice, size=math.nan)
 
 
-def _rounding(comparison: Comparison) -> Finding:
-    """The operation that rounding alone moved most: a measure of how well all is."""
+def _rounding_finding(comparison: Comparison) -> Finding:
+    """The operation whose error comes closest to the bound that rounding explains."""
     operations = (*comparison.a.operations, *comparison.b.operations)
-    fine = [op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None]
-    if not fine:
+    within_bounds = [op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None]
+    if not within_bounds:
         return Finding("rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", "")
-    op = max(fine, key=attrgetter("ratio"))
-    count = "1 operation" if len(fine) == 1 else f"{len(fine)} operations"
+    op = max(within_bounds, key=attrgetter("ratio"))
+    count = "1 operation" if len(within_bounds) == 1 else f"{len(within_bounds)} operations"
     detail = f"rounding explains the errors of {count}; that of this one is {op.ratio:.2f} of its bound"
-    return _finding_of(comparison, "rounding", op, detail + ", the largest" * (len(fine) > 1))
+    if len(within_bounds) > 1:
+        detail += ", the largest"
+    return _make_finding(comparison, "rounding", op, detail)
 
 
-def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
-    """What both settings show, once."""
+def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding]:
+    """The findings of both settings, where those that both show are merged into one."""
 
     def key(finding: Finding) -> tuple[object, ...]:
         format_ = (finding.op.format or finding.op.dtype) if finding.op else ""
         return finding.kind, finding.operation, finding.phase, finding.module, finding.line, format_
 
-    others: dict[tuple[object, ...], list[Finding]] = defaultdict(list)
+    unmatched: dict[tuple[object, ...], deque[Finding]] = defaultdict(deque)
     for finding in second:
-        others[key(finding)].append(finding)
+        unmatched[key(finding)].append(finding)
     merged = []
-    for one in first:
-        if of_other := others[key(one)]:
-            other = of_other.pop(0)
-            titles, size = f"{one.setting} and {other.setting}", math.hypot(one.size, other.size)
-            one = replace(one, setting=titles, size=size, under_both=True, others=(other.op,) if other.op else ())
-        merged.append(one)
-    return merged + [finding for finding in second if any(finding is left for left in others[key(finding)])]
+    for finding in first:
+        candidates = unmatched[key(finding)]
+        if not candidates:
+            merged.append(finding)
+            continue
+        counterpart = candidates.popleft()
+        merged.append(
+            replace(
+                finding,
+                setting=f"{finding.setting} and {counterpart.setting}",
+                size=math.hypot(finding.size, counterpart.size),
+                under_both=True,
+                counterparts=(counterpart.op,) if counterpart.op else (),
+            )
+        )
+    unmatched_ids = {id(finding) for findings in unmatched.values() for finding in findings}
+    return merged + [finding for finding in second if id(finding) in unmatched_ids]
 
 
 # --- results that do not agree ------------------------------------------------------------------------------
 
 
-def _missing(comparison: Comparison) -> Iterator[Finding]:
+def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
     """A gradient or an update that one side alone computes (the faults "a bias without gradient")."""
-    if skips_updates(comparison):
+    if is_nonfinite_on_one_side(comparison):
         return
-    for result in comparison.differing:
+    for result in comparison.differing_results:
         if not (result.a and result.b):
-            there = comparison.other_title(result.one)
-            advice = f"check why {there} does not compute it: {ANOTHER_FUNCTION}"
-            # One program of two may well keep a result to itself, so that other differences come first.
-            bounded = not comparison.is_one_program
-            detail = f"{there} does not compute it"
-            yield _finding_of(comparison, "mismatch", result.one, detail, advice, bounded=bounded)
+            op = result.representative
+            other_title = comparison.other_title(op)
+            advice = f"check why {other_title} does not compute it: {OTHER_FUNCTION_ADVICE}"
+            # Of two programs, one may have results of its own, so that other differences come first.
+            has_bound = not comparison.is_same_program
+            detail = f"{other_title} does not compute it"
+            yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
 
 
-def _from_sources(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
-    """A finding for each place where the executions begin to differ; those of one line are told once."""
+def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
+    """A finding for each place where the executions begin to differ, but only one for each line."""
     findings: dict[tuple[str, ...], Finding] = {}
-    given_anew = any(op.anew for trace in comparison.traces for op in trace.operations)
-    is_foreign = any(s.data_a or s.data_b or any(node.op.random for node in s.nodes) for s in sources)
+    has_changed_inputs = any(op.inputs_changed for trace in comparison.traces for op in trace.operations)
+    is_foreign = any(s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources)
     elsewhere = _from_elsewhere(comparison, sources)
     for source in sources:
         is_data = source.data_a is not None or source.data_b is not None
-        is_drawn = any(node.op.random for node in source.nodes)
-        one_kernel = source.a is not None and source.b is not None and kernel(source.a.op) == kernel(source.b.op)
+        is_drawn = any(node.op.is_random for node in source.nodes)
+        one_kernel = (
+            source.a is not None and source.b is not None and kernel_name(source.a.op) == kernel_name(source.b.op)
+        )
         if is_foreign and not (is_data or is_drawn or one_kernel):
             continue  # beside other numbers nobody can tell another way to compute from another function
-        if given_anew and (is_data or any(node.op.anew for node in source.nodes)):
+        if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
             continue  # nondeterminism says so
         if not (is_data or is_drawn) and _follows(source, elsewhere):
             continue  # of other numbers it makes other numbers
-        finding = _of_data(comparison, source) if is_data else _of_operations(comparison, source)
+        finding = _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
-    if not sources and comparison.differing and not given_anew and not skips_updates(comparison):
-        loose = [graph.following(set(comparison.from_outside)) for graph in comparison.graphs]
+    if (
+        not sources
+        and comparison.differing_results
+        and not has_changed_inputs
+        and not is_nonfinite_on_one_side(comparison)
+    ):
+        follow_external_values = comparison.graphs[0].following(set(comparison.external_values))
         paired = [
             result
-            for result in comparison.differing
-            if result.a and result.b and loose[0].isdisjoint(comparison.values(result.a))
+            for result in comparison.differing_results
+            if result.a and result.b and follow_external_values.isdisjoint(comparison.values(result.a))
         ]
         if paired:
-            findings["cause not found",] = _cause_not_found(comparison, paired)
+            findings["cause not found",] = _unexplained_finding(comparison, paired)
     return list(findings.values())
 
 
 def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
     """What follows from other data, from values that are given anew, and from random numbers of one side alone."""
-    drawn = {node for source in sources for node in source.nodes if node.op.random}
+    drawn = {node for source in sources for node in source.nodes if node.op.is_random}
     data = {value for source in sources for value in (source.data_a, source.data_b) if value is not None}
     found: set[Value] = set()
     for graph in comparison.graphs:
-        begin = (value for node in graph.nodes if node.op.anew or node in drawn for value in node.outputs)
+        begin = (value for node in graph.nodes if node.op.inputs_changed or node in drawn for value in node.outputs)
         found |= graph.following(data.union(begin))
     return found
 
@@ -306,21 +355,21 @@ def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Va
 def _follows(source: Source, elsewhere: set[Value]) -> bool:
     """Whether a source was given such values, and is called as on the other side."""
     a, b = source.a, source.b
-    if a is not None and b is not None and kernel(a.op) == kernel(b.op) and differing_arguments(a.op, b.op):
+    if a is not None and b is not None and kernel_name(a.op) == kernel_name(b.op) and differing_arguments(a.op, b.op):
         return False
     return any(not elsewhere.isdisjoint(node.inputs) for node in source.nodes)
 
 
-def _effect(comparison: Comparison) -> str:
+def _describe_effect(comparison: Comparison) -> str:
     """How far the results are apart in float64."""
-    paired = [result for result in comparison.differing if result.a and result.b]
+    paired = [result for result in comparison.differing_results if result.a and result.b]
     if not paired:
         return ""
     furthest = max(paired, key=lambda result: result.gap)
-    return f"; in float64, {described(furthest.one)} differs by {furthest.gap:.1e} (relative)"
+    return f"; in float64, {describe(furthest.representative)} differs by {furthest.gap:.1e} (relative)"
 
 
-def _of_data(comparison: Comparison, source: Source) -> Finding:
+def _data_finding(comparison: Comparison, source: Source) -> Finding:
     """Data or weights of one side that the other side has not (the faults "another batch")."""
     x, y = source.data_a, source.data_b
     value = x if y is None else y
@@ -329,7 +378,7 @@ def _of_data(comparison: Comparison, source: Source) -> Finding:
     if not all(each.exact for each in (x, y) if each is not None):
         why = next(iter(comparison.trace_of(op).without_reference.values()), "it asks for float32")
         detail = f"one of its inputs has no float64 reference ({why}), and the recorded numbers differ"
-        return _finding_between(comparison, "cannot be told", op, math.nan, detail + _effect(comparison))
+        return _make_pairwise_finding(comparison, "cannot be told", op, math.nan, detail + _describe_effect(comparison))
     shape = "×".join(map(str, value.shape)) or "one number"
     if x is not None and y is not None:
         gap = comparison.gap(x, y)
@@ -338,41 +387,41 @@ def _of_data(comparison: Comparison, source: Source) -> Finding:
         gap, title = math.nan, comparison.traces[y is not None].title
         detail = f"receives data or weights ({shape}) under {title} that the other side does not have"
     advice = "use the same batch, weights and seeds on both sides; everything computed from them differs"
-    return _finding_between(comparison, "other data", op, gap, detail + _effect(comparison), advice)
+    return _make_pairwise_finding(comparison, "other data", op, gap, detail + _describe_effect(comparison), advice)
 
 
-def _of_operations(comparison: Comparison, source: Source) -> Finding:
-    """Operations that make of the same values what the other side has not."""
-    gap = _gap_of(comparison, source)
+def _operation_finding(comparison: Comparison, source: Source) -> Finding:
+    """Operations that compute from the same values something that the other side does not have."""
+    gap = _output_gap(comparison, source)
     a, b = (node.op if node else None for node in (source.a, source.b))
-    are_alike = a is not None and b is not None and kernel(a) == kernel(b)
-    drawn = next((node.op for node in source.nodes if node.op.random), None)
+    are_alike = a is not None and b is not None and kernel_name(a) == kernel_name(b)
+    drawn = next((node.op for node in source.nodes if node.op.is_random), None)
     if a is not None and b is not None and are_alike:
         arguments = differing_arguments(a, b)
         if arguments and (drawn is None or arguments.keys() != {"size"}):
-            return _of_arguments(comparison, (a, b), arguments, gap)
+            return _arguments_finding(comparison, (a, b), arguments, gap)
     if drawn is not None:
-        return _other_draw(comparison, drawn, gap)
+        return _random_numbers_finding(comparison, drawn, gap)
     for node in source.nodes:  # a limit of float32 that limits nothing makes the same values on that side
         if (other := same_call(comparison, node)) is not None:
             both = (other.op, node.op) if comparison.side_of[node.op] else (node.op, other.op)
             arguments = differing_arguments(*both)
             if _are_of_formats(comparison, both, arguments):
-                return _of_arguments(comparison, both, arguments, gap)
-    if a is not None and b is not None and are_alike and a.name in DEFINITIONS and _are_right(a, b):
+                return _arguments_finding(comparison, both, arguments, gap)
+    if a is not None and b is not None and are_alike and a.name in DEFINITIONS and _are_within_bounds(a, b):
         detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
-        return _finding_between(comparison, "another valid answer", b, gap, detail)
+        return _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
     if _is_uncertain(comparison, source):
-        return _cannot_be_told(comparison, source, gap)
-    return _another_function(comparison, source, source.nodes[0], gap)
+        return _uncertain_finding(comparison, source, gap)
+    return _mismatch_finding(comparison, source, source.nodes[0], gap)
 
 
-def _are_right(*operations: Operation) -> bool:
+def _are_within_bounds(*operations: Operation) -> bool:
     """Whether no operation is further from float64 than rounding explains."""
     return all(op.ratio is None or op.ratio <= 1 for op in operations)
 
 
-def _of_arguments(
+def _arguments_finding(
     comparison: Comparison,
     operations: tuple[Operation, Operation],
     arguments: dict[str, tuple[Json, Json]],
@@ -380,15 +429,17 @@ def _of_arguments(
 ) -> Finding:
     """An operation that is called with other arguments (the faults "exact gelu", "momentum")."""
     a, b = operations
-    here, there = (", ".join(f"{name}={both[side]!r}" for name, both in arguments.items()) for side in (1, 0))
+    arguments_a = ", ".join(f"{name}={value!r}" for name, (value, _) in arguments.items())
+    arguments_b = ", ".join(f"{name}={value!r}" for name, (_, value) in arguments.items())
     line = f", at {a.line}" if a.line != b.line else ""
-    detail = f"called with {here}; under {comparison.other_title(b)} with {there}{line}{_effect(comparison)}"
+    detail = f"called with {arguments_b}; under {comparison.other_title(b)} with {arguments_a}{line}"
+    detail += _describe_effect(comparison)
     if _are_of_formats(comparison, operations, arguments):
         detail += "; both are properties of the number formats"
         advice = "take the number from torch.float32 under both settings if it matters"
-        return _finding_between(comparison, "reduced precision", b, gap, detail, advice)
-    advice = f"check why {_place_of(b)} calls it with different arguments under {comparison.trace_of(b).title}: "
-    return _finding_between(comparison, "mismatch", b, gap, detail, advice + ANOTHER_FUNCTION)
+        return _make_pairwise_finding(comparison, "reduced precision", b, gap, detail, advice)
+    advice = f"check why {_user_location(b)} calls it with different arguments under {comparison.trace_of(b).title}: "
+    return _make_pairwise_finding(comparison, "mismatch", b, gap, detail, advice + OTHER_FUNCTION_ADVICE)
 
 
 def _are_of_formats(
@@ -401,24 +452,24 @@ def _are_of_formats(
         for given in [[comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]]
     ]
     return bool(arguments) and all(
-        any(_is_of_format(number, dtype) for dtype in dtypes)
+        any(_is_format_constant(number, dtype) for dtype in dtypes)
         for both in arguments.values()
         for number, dtypes in zip(both, formats, strict=True)
     )
 
 
-def _is_of_format(number: object, dtype: str) -> bool:
+def _is_format_constant(number: object, dtype: str) -> bool:
     """Whether a number is the machine epsilon or a limit of a format.
 
-    >>> _is_of_format(2.0**-7, "bfloat16"), _is_of_format(2.0**-7, "float32")
+    >>> _is_format_constant(2.0**-7, "bfloat16"), _is_format_constant(2.0**-7, "float32")
     (True, False)
     """
     info = torch.finfo(getattr(torch, dtype)) if dtype.startswith(("float", "bfloat")) else None
     return info is not None and number in (info.eps, info.tiny, info.max, info.min, info.resolution)
 
 
-def _gap_of(comparison: Comparison, source: Source) -> float:
-    """How far what the operations of the two sides made is apart; NaN where it has not one shape."""
+def _output_gap(comparison: Comparison, source: Source) -> float:
+    """The difference between the outputs of the two operations; NaN if these have different shapes."""
     if source.a is None or source.b is None:
         return math.nan
     pairs = zip(source.a.outputs, source.b.outputs, strict=False)
@@ -427,64 +478,65 @@ def _gap_of(comparison: Comparison, source: Source) -> float:
 
 
 def _is_uncertain(comparison: Comparison, source: Source) -> bool:
-    """Whether what is compared has no exact reference, and no roundings of float32 are exceeded by far."""
+    """Whether what is compared has no exact reference, and does not differ by far more than roundings of float32."""
     for node in source.nodes:
         side = comparison.side_of[node.op]
         uncertain = comparison.uncertain[side]
         if uncertain.isdisjoint(node.outputs):
             continue
-        if node.op.name in tol.DECIDES or node.op.name in comparison.traces[side].without_reference:
+        if node.op.name in tol.DISCONTINUOUS_OPERATIONS or node.op.name in comparison.traces[side].without_reference:
             return True
         for value in node.outputs:
             others = [
                 v for v in comparison.graphs[1 - side].values() if v.shape == value.shape and v.dtype == value.dtype
             ]
             nearest = min((comparison.gap(value, other) for other in others), default=0.0)
-            if nearest <= tol.FAR * comparison.tolerance(value):
+            if nearest <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
                 return True
     return False
 
 
-def _another_function(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
+def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
     """The faults in forward and backward code, such as "a transposed weight"; `reset_gate_before_or_after`."""
     op, title = node.op, comparison.trace_of(node.op).title
-    there = comparison.other_title(op)
-    detail = f"{there} has no value equal to its result, although it has all of its inputs"
+    other_title = comparison.other_title(op)
+    detail = f"{other_title} has no value equal to its result, although it has all of its inputs"
     if source.a is not None and source.b is not None:
-        other = source.a.op
-        apart = "" if math.isnan(gap) else f"; the results differ by {gap:.1e} (relative)"
-        detail = f"from the same values, {there} computes {described(other)}{apart}"
+        counterpart = describe(source.a.op)
+        detail = f"from the same values, {other_title} computes {counterpart}"
+        if not math.isnan(gap):
+            detail += f"; the results differ by {gap:.1e} (relative)"
         if not source.share_inputs:
             detail = (
-                f"{there} has no value equal to its result; the first value there without a counterpart is that of "
-                f"{described(other)}"
+                f"{other_title} has no value equal to its result; the first value there without a counterpart is that "
+                f"of {counterpart}"
             )
-    advice = f"check what {_place_of(op)} does under {title}: {ANOTHER_FUNCTION}"
-    return _finding_between(comparison, "mismatch", op, gap, detail + _effect(comparison), advice)
+    advice = f"check what {_user_location(op)} does under {title}: {OTHER_FUNCTION_ADVICE}"
+    return _make_pairwise_finding(comparison, "mismatch", op, gap, detail + _describe_effect(comparison), advice)
 
 
-def _cannot_be_told(comparison: Comparison, source: Source, gap: float) -> Finding:
+def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
     """An operation without a float64 reference makes something else."""
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
     one_kernel = source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
     given = [value for node in source.nodes for value in node.inputs]
     if one_kernel and not any(is_infinite(value.sketch) for value in given):
-        bound = tol.ROOM * sum(n.op.loosest or n.op.bound or 0.0 for n in source.nodes)
-        allowed = max(bound, tol.INEXACT[any(map(comparison.is_short, (0, 1)))])
-        if gap > allowed and op.name not in tol.DECIDES:
+        bound = tol.BOUND_SLACK * sum(n.op.max_bound or n.op.bound or 0.0 for n in source.nodes)
+        allowed = max(bound, tol.INEXACT_TOLERANCES[any(map(comparison.uses_short_format, (0, 1)))])
+        if gap > allowed and op.name not in tol.DISCONTINUOUS_OPERATIONS:
             detail = (
                 f"from the same inputs, its result differs by {gap:.1e} (relative) from that under "
                 f"{comparison.other_title(op)}; rounding explains {allowed:.1e}"
             )
-            advice = f"compare the kernels registered for both settings: {ANOTHER_FUNCTION}"
-            return _finding_between(comparison, "mismatch", op, gap, detail, advice)
+            advice = f"compare the kernels registered for both settings: {OTHER_FUNCTION_ADVICE}"
+            return _make_pairwise_finding(comparison, "mismatch", op, gap, detail, advice)
     why = trace.without_reference.get(op.name) or next(iter(trace.without_reference.values()), "it asks for float32")
     detail = f"it, or one of its inputs, has no float64 reference ({why}), and the recorded numbers differ"
-    return _finding_between(comparison, "cannot be told", op, gap, detail + _effect(comparison))
+    return _make_pairwise_finding(comparison, "cannot be told", op, gap, detail + _describe_effect(comparison))
 
 
-def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
+def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -> Finding:
     detail = f"drew different random numbers from those under {comparison.other_title(op)}"
     devices = {Setting.parse(trace.setting).kind for trace in comparison.traces}
     advice = ""
@@ -495,46 +547,48 @@ def _other_draw(comparison: Comparison, op: Operation, gap: float) -> Finding:
         advice = (
             "draw from a torch.Generator that the step seeds, in the same order and with the same shapes on both sides"
         )
-    return _finding_between(comparison, "different random numbers", op, gap, detail, advice)
+    return _make_pairwise_finding(comparison, "different random numbers", op, gap, detail, advice)
 
 
-def _cause_not_found(comparison: Comparison, differing: Sequence[Result]) -> Finding:
-    """Results differ though no value does that they were made of."""
+def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) -> Finding:
+    """Results differ although the values that they were computed from do not."""
     result = max(differing, key=lambda result: result.gap)
     side = 1 if result.b else 0
     makers = (comparison.graphs[side].maker.get(value) for value in comparison.values(result.b or result.a))
-    op = next((node.op for node in makers if node), result.one)
-    if any(not value.exact for value in comparison.values(result.one)):
-        why = next(iter(comparison.trace_of(result.one).without_reference.values()), "")
-        detail = f"{described(result.one)} has no exact float64 reference{f' ({why})' * bool(why)}, and the recorded "
-        detail += f"numbers differ by {comparison.apart(result):.1e} (relative)"
-        return _finding_between(comparison, "cannot be told", op, result.gap, detail)
+    op = next((node.op for node in makers if node), result.representative)
+    if any(not value.exact for value in comparison.values(result.representative)):
+        reason = next(iter(comparison.trace_of(result.representative).without_reference.values()), "")
+        detail = f"{describe(result.representative)} has no exact float64 reference"
+        if reason:
+            detail += f" ({reason})"
+        detail += f", and the recorded numbers differ by {comparison.recorded_gap(result):.1e} (relative)"
+        return _make_pairwise_finding(comparison, "cannot be told", op, result.gap, detail)
     detail = (
-        f"{described(result.one)} differs by {result.gap:.1e} (relative) in float64, although both sides have every "
-        "value that leads to it: one side leaves out one of them, or uses it for something else"
+        f"{describe(result.representative)} differs by {result.gap:.1e} (relative) in float64, although both sides "
+        "have every value that leads to it: one side leaves out one of them, or uses it for something else"
     )
-    return _finding_between(comparison, "cause not found", op, result.gap, detail)
+    return _make_pairwise_finding(comparison, "cause not found", op, result.gap, detail)
 
 
-def _other_answers(comparison: Comparison) -> Iterator[Finding]:
-    """Recorded answers that differ where several are right (`signs_of_singular_vectors`, `largest_among_equals`)."""
+def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
+    """Recorded answers that differ although both are correct (`signs_of_singular_vectors`, `largest_among_equals`)."""
     for a, b in comparison.partners.items():
         if comparison.side_of[a] or a.name not in DEFINITIONS or a.name != b.name:
             continue
-        if not all(op.ratio is None or op.ratio <= 1 for op in (a, b)):
+        if not _are_within_bounds(a, b):
             continue
-        given = [[comparison.traces[side].values[name] for name in op.inputs] for side, op in enumerate((a, b))]
-        of_inputs = max(map(comparison.gap, *given), default=0.0)
+        inputs = [[comparison.traces[side].values[name] for name in op.inputs] for side, op in enumerate((a, b))]
+        input_gap = max(map(comparison.gap, *inputs), default=0.0)
         gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
-        if gap > tol.UNEXPLAINED and of_inputs <= tol.SAME_INPUTS:
+        if gap > tol.MIN_UNEXPLAINED_DIFFERENCE and input_gap <= tol.SAME_INPUTS_TOLERANCE:
             detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
-            yield _finding_between(comparison, "another valid answer", b, gap, detail)
+            yield _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
 
 
 # --- findings made of operations ------------------------------------------------------------------------------
 
 
-def _finding_of(
+def _make_finding(
     comparison: Comparison,
     kind: str,
     op: Operation,
@@ -542,8 +596,8 @@ def _finding_of(
     advice: str = "",
     *,
     size: float = math.nan,
-    bounded: bool = True,
-    side_by_side: bool = False,
+    has_bound: bool = True,
+    is_pairwise: bool = False,
 ) -> Finding:
     """A finding about an operation of one of two traces."""
     return Finding(
@@ -557,18 +611,18 @@ def _finding_of(
         detail,
         advice or ADVICE[kind],
         size=size,
-        bounded=bounded,
+        has_bound=has_bound,
         op=op,
-        side_by_side=side_by_side,
+        is_pairwise=is_pairwise,
     )
 
 
-def _finding_between(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:
-    """A finding that shows side by side, of an operation that is so far from its partner; its detail, and an advice."""
-    return _finding_of(comparison, kind, op, *words, size=gap, side_by_side=True)
+def _make_pairwise_finding(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:
+    """A finding from the comparison of an operation with its counterpart; `words` are its detail and its advice."""
+    return _make_finding(comparison, kind, op, *words, size=gap, is_pairwise=True)
 
 
-def _place_of(op: Operation) -> str:
+def _user_location(op: Operation) -> str:
     """Where the user finds an operation: its module, or its line."""
     return op.module or op.line or "the step"
 
@@ -587,35 +641,35 @@ def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
 
 
 def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
-    """How to let an operation keep all digits, by what had rounded them. What a setting asks for is no surprise."""
+    """How to let an operation keep all digits, depending on what rounded them."""
     setting = Setting.parse(comparison.trace_of(op).setting)
-    convolution = op.name.startswith("convolution")
+    is_convolution = op.name.startswith("convolution")
     here = "this line" if op.line else op.module or "the loss"
     if op.format == FLUSHED:
         return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
     is_of_converted = op.name == "_to_copy" and op.phase == "backward"  # the gradient of a conversion to float32
     if is_of_converted and op.dtype in (setting.autocast, setting.precision):
         return f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in float32 as well"
-    if op.dtype in tol.SHORT and setting.autocast == op.dtype:
+    if op.dtype in tol.SHORT_FORMATS and setting.autocast == op.dtype:
         keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
         given = ".float() on what it is given and `backward` outside of autocast"
         return f"{setting} asks for it; {keep}, with {given}, keeps it in float32"
     if op.name == "_to_copy" and setting.precision == op.dtype:
         return f"{setting} asks for it; if it matters, leave out the conversion in {here}"
-    if op.dtype in tol.SHORT and setting.precision == op.dtype:
+    if op.dtype in tol.SHORT_FORMATS and setting.precision == op.dtype:
         keep = f".float() on all that {here} is given, parameters too"
         return f"{setting} asks for it; if it matters, {keep}, keeps it in float32"
-    if op.dtype in tol.SHORT:
+    if op.dtype in tol.SHORT_FORMATS:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
-    if op.rounded_before and op.format in (setting.autocast, setting.precision):
+    if op.has_rounded_factors and op.format in (setting.autocast, setting.precision):
         return f"nothing here; {setting} rounds what comes before {here} to {op.format}: keep that in float32 as well"
-    if op.rounded_before:
+    if op.has_rounded_factors:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
     if setting.emulated:
         here = "`backward`, in a step that is a function," if op.phase == "backward" else here
         return f"{setting} asks for it; gpulab.float32_products() around {here} keeps it in float32"
     if setting.kind == "cuda":
-        backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
+        backend = "cudnn" if is_convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
-    product_type = "conv" if convolution else "matmul"
+    product_type = "conv" if is_convolution else "matmul"
     return f'torch.backends.mkldnn.{product_type}.fp32_precision = "ieee" computes it in float32'

@@ -58,8 +58,8 @@ ADVICE = {
 }
 
 
-SHOWN = 3  # findings in an issue
-MOST_LINES = 12  # of findings that are printed
+MAX_MARKDOWN_FINDINGS = 3  # findings in an issue
+MAX_PRINTED_LINES = 12  # of findings that are printed
 FIELDS = ("kind", "setting", "operation", "phase", "module", "line", "detail", "advice", "size", "share", "ratio")
 
 
@@ -71,11 +71,11 @@ class Finding:
     rounding explains (NaN where it has no float64 reference), `detail` what was seen. `size` is how far the operation's
     result is off for this reason, relative to it (NaN where that is not known), and `share` how much of the
     difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
-    computed with wrong memory, or is missing, is not `bounded`: it could explain everything.
+    computed with wrong memory, or is missing, is not `has_bound`: it could explain everything.
 
-    `op` is the operation in its trace. `under_both` says whether both settings show it; `side_by_side` whether it was
-    found by comparing the two settings, each of which computes rightly what it is asked to. `others` are the operations
-    of the other setting that show the same.
+    `op` is the operation in its trace. `under_both` says whether both settings show it; `is_pairwise` whether it was
+    found by comparing the two settings, each of which correctly computes what it is asked to. `counterparts` are the
+    operations of the other setting that show the same.
     """
 
     kind: str
@@ -89,21 +89,21 @@ class Finding:
     advice: str
     size: float = math.nan
     share: float = math.nan
-    bounded: bool = True
+    has_bound: bool = True
     op: Operation | None = field(default=None, repr=False, compare=False)
-    side_by_side: bool = field(default=False, repr=False, compare=False)
+    is_pairwise: bool = field(default=False, repr=False, compare=False)
     under_both: bool = field(default=False, repr=False, compare=False)
-    others: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
+    counterparts: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         at = f"\n      at {self.line}" if self.line else ""
         return (
-            f"{self.kind}: {self.operation} ({self.phase}){in_module(self.module)}, under {self.setting}{at}"
+            f"{self.kind}: {self.operation} ({self.phase}){module_phrase(self.module)}, under {self.setting}{at}"
             f"\n      {self.detail}{self._effect()}\n      do: {self.advice}"
         )
 
     def _effect(self) -> str:
-        if not self.bounded:
+        if not self.has_bound:
             return "\n      its effect has no bound: it could explain all of the difference in the results"
         if math.isnan(self.share) or self.kind == "rounding":
             return ""
@@ -111,27 +111,27 @@ class Finding:
         return f"\n      explains {share} of the difference in the results"
 
 
-def in_module(module: str) -> str:
+def module_phrase(module: str) -> str:
     """Where an operation belongs, as an end of a sentence."""
     return f" in {module}" if module else ""
 
 
-def named(op: Operation) -> str:
+def operation_phrase(op: Operation) -> str:
     """An operation with its phase and module."""
-    return f"{op.name} ({op.phase}){in_module(op.module)}"
+    return f"{op.name} ({op.phase}){module_phrase(op.module)}"
 
 
-def placed(op: Operation) -> str:
+def operation_and_place(op: Operation) -> str:
     """An operation with its phase and module, and its file and line."""
-    return named(op) + (f" at {op.line.partition(': ')[0]}" if op.line else "")
+    return operation_phrase(op) + (f" at {op.line.partition(': ')[0]}" if op.line else "")
 
 
-def described(op: Operation) -> str:
+def describe(op: Operation) -> str:
     """An operation or a result in words, with its line."""
     if op.phase == RESULT:
         preposition = "" if op.name == "updated" else "of "
         return f"the {op.name} {preposition}{op.module}" if op.module else f"the {op.name}"
-    return named(op) + (f" at {op.line}" if op.line else "")
+    return operation_phrase(op) + (f" at {op.line}" if op.line else "")
 
 
 # --- the answer of an audit -----------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Answer(report.Report):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n  ".join([self.headline, *by_line(self.findings)])
+        return "\n  ".join([self.headline, *format_findings(self.findings)])
 
     def __repr__(self) -> str:
         return str(self)
@@ -197,7 +197,7 @@ class Answer(report.Report):
 
     def as_markdown(self) -> str:
         """What one pastes into an issue: the first line, the first three findings, and both machines."""
-        findings = "\n\n".join(map(str, self.findings[:SHOWN]))
+        findings = "\n\n".join(map(str, self.findings[:MAX_MARKDOWN_FINDINGS]))
         sides = (
             f"- {title}: {Passport(passport).summary()}"
             for title, passport in zip(self.titles, self.passports, strict=True)
@@ -210,7 +210,7 @@ def _plain(value: object) -> Json:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
+def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
     """The findings of one kind, line and advice together, each group where its first finding stands."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
@@ -218,13 +218,13 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def by_line(findings: Sequence[Finding]) -> list[str]:
+def format_findings(findings: Sequence[Finding]) -> list[str]:
     """The findings as text, those of one kind and line together."""
     texts = []
-    for first, *alike in grouped(findings):
-        operations = Counter(f"{f.operation} ({f.phase}){in_module(f.module)}" for f in alike)
+    for first, *alike in group_by_line(findings):
+        operations = Counter(f"{f.operation} ({f.phase}){module_phrase(f.module)}" for f in alike)
         counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
         listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
         texts.append(f"{first}\n      also in this line: {listed}" if alike else str(first))
-    more = [f"… and {len(texts) - MOST_LINES} more lines"] if len(texts) > MOST_LINES else []
-    return texts[:MOST_LINES] + more
+    more = [f"… and {len(texts) - MAX_PRINTED_LINES} more lines"] if len(texts) > MAX_PRINTED_LINES else []
+    return texts[:MAX_PRINTED_LINES] + more

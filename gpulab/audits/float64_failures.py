@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from gpulab._torch_internals import Nested, WeakTensorKeyDictionary, tree_leaves
 from gpulab.guards.call_sites import PACKAGE, TORCH, Line, is_notebook_cell
 
-SHORT_FORMATS = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
-MODELS = os.path.join(PACKAGE, "models")
+BELOW_FLOAT64_DTYPES = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+MODELS_DIR = os.path.join(PACKAGE, "models")
 
 
 class Request(NamedTuple):
@@ -58,20 +58,20 @@ class ShortFormatRequests(TorchFunctionMode):
 
     Args:
         model: The model, for the names of its modules.
-        outside: The file that calls the model. Lines further out are no part of it.
+        calling_file: The file that calls the model. Lines further out are no part of it.
 
     Attributes:
         requests: All requests, in the order in which they were made.
-        behind_failure: The requests that made the inputs of the operation that failed.
+        failed_input_requests: The requests that made the inputs of the operation that failed.
     """
 
-    def __init__(self, model: nn.Module, outside: str) -> None:
+    def __init__(self, model: nn.Module, calling_file: str) -> None:
         super().__init__()
         self.names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-        self.outside = outside
+        self.calling_file = calling_file
         self.requests: list[Request] = []
-        self.behind_failure: list[Request] = []
-        self.made_by = WeakTensorKeyDictionary()
+        self.failed_input_requests: list[Request] = []
+        self.request_of_tensor = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self,
@@ -85,7 +85,7 @@ class ShortFormatRequests(TorchFunctionMode):
         try:
             output = function(*args, **(kwargs or {}))
         except Exception:
-            self.behind_failure = self.behind_failure or inputs
+            self.failed_input_requests = self.failed_input_requests or inputs
             raise
         for tensor in _short_tensors(output):
             self._request_of(tensor, inputs)
@@ -94,17 +94,17 @@ class ShortFormatRequests(TorchFunctionMode):
     @property
     def most_likely(self) -> Request | None:
         """The request that most likely made the step fail, if there was any."""
-        return next(iter([*self.behind_failure, *self.requests]), None)
+        return next(iter([*self.failed_input_requests, *self.requests]), None)
 
     def _request_of(self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True) -> Request:
         """The request that a short tensor goes back to: that of an input, or else one that is made in this line."""
-        if tensor not in self.made_by:
-            self.made_by[tensor] = inputs[0] if inputs else self._new_request(tensor, is_made)
-        request: Request = self.made_by[tensor]
+        if tensor not in self.request_of_tensor:
+            self.request_of_tensor[tensor] = inputs[0] if inputs else self._new_request(tensor, is_made)
+        request: Request = self.request_of_tensor[tensor]
         return request
 
     def _new_request(self, tensor: Tensor, is_made: bool) -> Request:
-        frames = _frames_inside(self.outside)
+        frames = _frames_inside(self.calling_file)
         owners = (self.names.get(id(frame.f_locals.get("self"))) for frame in frames)
         lines = (Line(frame.f_code.co_filename, frame.f_lineno, "") for frame in frames)
         request = Request(tensor.dtype, _innermost_line(lines), next(filter(None, owners), ""), is_made)
@@ -114,7 +114,8 @@ class ShortFormatRequests(TorchFunctionMode):
 
 def line_of_error(error: BaseException) -> str:
     """The innermost line of the user's that an error went through, as `file:line: text`; empty where there is none."""
-    lines, traceback = list[Line](), error.__traceback__
+    lines: list[Line] = []
+    traceback = error.__traceback__
     while traceback is not None:
         lines.append(Line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno, ""))
         traceback = traceback.tb_next
@@ -122,13 +123,14 @@ def line_of_error(error: BaseException) -> str:
 
 
 def _short_tensors(values: Nested) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dtype in SHORT_FORMATS]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dtype in BELOW_FLOAT64_DTYPES]
 
 
-def _frames_inside(outside: str) -> list[FrameType]:
+def _frames_inside(calling_file: str) -> list[FrameType]:
     """The frames of this thread, the innermost first, up to those of a file."""
-    frames, frame = list[FrameType](), sys._getframe()
-    while frame is not None and frame.f_code.co_filename != outside:
+    frames: list[FrameType] = []
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != calling_file:
         frames.append(frame)
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return frames
@@ -137,7 +139,7 @@ def _frames_inside(outside: str) -> list[FrameType]:
 def _innermost_line(lines: Iterable[Line]) -> str:
     """The first of some lines that is neither torch's nor gpulab's, its models apart."""
     for line in lines:
-        if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(MODELS):
+        if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(MODELS_DIR):
             name = "a notebook cell" if is_notebook_cell(line.file) else Path(line.file).name
             return f"{name}:{line.number}: {line.text}"
     return ""

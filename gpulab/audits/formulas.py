@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,13 +18,13 @@ from torch import Tensor
 from gpulab._torch_internals import Nested
 
 Arguments = dict[str, Nested]
-Results = tuple[Nested, ...]
+Outputs = tuple[Nested, ...]
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
-def _heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, with the heads of key and value repeated where several queries share one."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments.get("dropout_p"):
@@ -38,7 +39,7 @@ def _scale(arguments: Arguments) -> float:
     return 1 / math.sqrt(arguments["query"].shape[-1]) if scale is None else float(scale)
 
 
-def _weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
+def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
     """The softmax of the scores; a row that is masked out entirely is zero, as in torch's kernels."""
     scores = _scale(arguments) * query @ key.mT
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
@@ -58,30 +59,30 @@ def attend(arguments: Arguments) -> Tensor:
     >>> torch.allclose(attend({"query": x, "key": x, "value": x, "is_causal": True}), expected)
     True
     """
-    query, key, value = _heads(arguments)
-    return _weights(arguments, query, key) @ value
+    query, key, value = _repeat_heads(arguments)
+    return _attention_weights(arguments, query, key) @ value
 
 
-def _attention(arguments: Arguments) -> Results:
+def _attention(arguments: Arguments) -> Outputs:
     return (attend(arguments),)
 
 
-def _attention_backward(arguments: Arguments) -> Results:
+def _attention_backward(arguments: Arguments) -> Outputs:
     """The gradients of query, key, value and, where it is asked for, the additive mask."""
-    query, key, value = _heads(arguments)
+    query, key, value = _repeat_heads(arguments)
     gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
-    weights = _weights(arguments, query, key)
-    of_weights = gradient @ value.mT
-    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
-    of_query = _scale(arguments) * of_scores @ key
-    of_key = _summed(_scale(arguments) * of_scores.mT @ query, arguments["key"])
-    of_value = _summed(weights.mT @ gradient, arguments["value"])
+    weights = _attention_weights(arguments, query, key)
+    weights_gradient = gradient @ value.mT
+    scores_gradient = weights * (weights_gradient - (weights_gradient * weights).sum(-1, keepdim=True))
+    query_gradient = _scale(arguments) * scores_gradient @ key
+    key_gradient = _sum_shared_heads(_scale(arguments) * scores_gradient.mT @ query, arguments["key"])
+    value_gradient = _sum_shared_heads(weights.mT @ gradient, arguments["value"])
     asked, bias = arguments.get("grad_input_mask", [False] * 4), arguments.get("attn_bias")
-    of_bias = of_scores.sum_to_size(bias.shape) if asked[3] and isinstance(bias, Tensor) else None
-    return of_query, of_key, of_value, of_bias
+    bias_gradient = scores_gradient.sum_to_size(bias.shape) if asked[3] and isinstance(bias, Tensor) else None
+    return query_gradient, key_gradient, value_gradient, bias_gradient
 
 
-def _summed(gradient: Tensor, like: Tensor) -> Tensor:
+def _sum_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
     """A gradient summed over the queries that share one head."""
     if gradient.shape == like.shape:
         return gradient
@@ -90,7 +91,7 @@ def _summed(gradient: Tensor, like: Tensor) -> Tensor:
 
 # --- oneDNN's LSTM ------------------------------------------------------------------------------------------------
 
-_LSTM = 2  # torch's number of the kind of recurrent network
+_LSTM_MODE = 2  # torch's number of the kind of recurrent network
 
 
 def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...]]:
@@ -98,7 +99,7 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
 
     One layer in one direction: the kernel is called for each direction by itself.
     """
-    if arguments["mode"] != _LSTM or arguments["batch_sizes"]:
+    if arguments["mode"] != _LSTM_MODE or arguments["batch_sizes"]:
         raise NotImplementedError("only an LSTM without packed sequences has a formula")
     x, hidden, cell = arguments["input"], arguments["hx_"], arguments.get("cx_", arguments.get("cx_tmp"))
     input_weight, hidden_weight, *biases = weights
@@ -116,45 +117,47 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
     return steps
 
 
-def _lstm_layer(arguments: Arguments) -> Results:
+def _lstm_layer(arguments: Arguments) -> Outputs:
     steps = _lstm(arguments, [arguments[f"weight{number}"] for number in range(4)])
     states = sorted(((step[0], step[-1]) for step in steps), key=lambda pair: pair[0])
     return torch.stack([hidden for _, hidden in states]), steps[-1][-1], steps[-1][-2], None
 
 
-def _lstm_layer_backward(arguments: Arguments) -> Results:
+def _lstm_layer_backward(arguments: Arguments) -> Outputs:
     """Backpropagation through time. Without biases, the kernel is given the weights in their place."""
     weights = [arguments[f"weight{number}"] for number in range(1, 5)]
     input_weight, hidden_weight = weights[:2]
     x, steps = arguments["input"], _lstm(arguments, weights)
-    of_output, of_hidden, of_cell = (arguments[name] for name in ("grad_output", "grad_hy", "grad_cy"))
-    of_hidden = torch.zeros_like(steps[-1][-1]) if of_hidden is None else of_hidden
-    of_cell = torch.zeros_like(steps[-1][-2]) if of_cell is None else of_cell
-    of_input, of_weights = torch.zeros_like(x), [torch.zeros_like(weight) for weight in weights[:2]]
-    of_weights += [x.new_zeros(len(input_weight)) for _ in range(2)]
+    output_gradient, hidden_gradient, cell_gradient = (
+        arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")
+    )
+    hidden_gradient = torch.zeros_like(steps[-1][-1]) if hidden_gradient is None else hidden_gradient
+    cell_gradient = torch.zeros_like(steps[-1][-2]) if cell_gradient is None else cell_gradient
+    input_gradient, weights_gradient = torch.zeros_like(x), [torch.zeros_like(weight) for weight in weights[:2]]
+    weights_gradient += [x.new_zeros(len(input_weight)) for _ in range(2)]
     for time, hidden_before, cell_before, i, f, g, o, cell, _ in reversed(steps):
-        of_hidden = of_hidden if of_output is None else of_hidden + of_output[time]
+        hidden_gradient = hidden_gradient if output_gradient is None else hidden_gradient + output_gradient[time]
         squashed = cell.tanh()
-        of_cell = of_cell + of_hidden * o * (1 - squashed.square())
+        cell_gradient = cell_gradient + hidden_gradient * o * (1 - squashed.square())
         parts = (
-            of_cell * g * i * (1 - i),
-            of_cell * cell_before * f * (1 - f),
-            of_cell * i * (1 - g.square()),
-            of_hidden * squashed * o * (1 - o),
+            cell_gradient * g * i * (1 - i),
+            cell_gradient * cell_before * f * (1 - f),
+            cell_gradient * i * (1 - g.square()),
+            hidden_gradient * squashed * o * (1 - o),
         )
-        of_gates = torch.cat(parts, -1)
-        of_input[time] = of_gates @ input_weight
-        of_weights[0] += of_gates.T @ x[time]
-        of_weights[1] += of_gates.T @ hidden_before
-        for of_bias in of_weights[2:]:
-            of_bias += of_gates.sum(0)
-        of_hidden, of_cell = of_gates @ hidden_weight, of_cell * f
-    return of_input, *of_weights, of_hidden, of_cell
+        gates_gradient = torch.cat(parts, -1)
+        input_gradient[time] = gates_gradient @ input_weight
+        weights_gradient[0] += gates_gradient.T @ x[time]
+        weights_gradient[1] += gates_gradient.T @ hidden_before
+        for bias_gradient in weights_gradient[2:]:
+            bias_gradient += gates_gradient.sum(0)
+        hidden_gradient, cell_gradient = gates_gradient @ hidden_weight, cell_gradient * f
+    return input_gradient, *weights_gradient, hidden_gradient, cell_gradient
 
 
 # --- cuDNN's recurrent layers -------------------------------------------------------------------------------------
 
-_LAYERS: dict[int, Callable[..., Nested]] = {0: torch.rnn_relu, 1: torch.rnn_tanh, 2: torch.lstm, 3: torch.gru}
+_LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {0: torch.rnn_relu, 1: torch.rnn_tanh, 2: torch.lstm, 3: torch.gru}
 
 
 def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -171,7 +174,7 @@ def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]
         arguments["train"],
         arguments["bidirectional"],
     )
-    layer = _LAYERS[arguments["mode"]]
+    layer = _LAYER_FUNCTIONS[arguments["mode"]]
     if arguments["batch_sizes"]:
         made = layer(x, torch.tensor(arguments["batch_sizes"]), states, rest, *options)
     else:
@@ -179,12 +182,12 @@ def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]
     return tuple(made)
 
 
-def _leaves_of(arguments: Arguments) -> list[Tensor]:
+def _copy_leaves(arguments: Arguments) -> list[Tensor]:
     states = [arguments["hx"], *([arguments["cx"]] if arguments["cx"] is not None else [])]
     return [t.detach().cpu().clone() for t in (arguments["input"], *states, *arguments["weight"])]
 
 
-def _outside_of_dispatch(function: Callable[[], Nested]) -> Nested:
+def _run_in_thread(function: Callable[[], Nested]) -> Nested:
     """What a function returns in a thread of its own, where autograd works as usual.
 
     It computes on the CPU alone, because the thread that waits may be the one that serves autograd on a GPU.
@@ -193,26 +196,26 @@ def _outside_of_dispatch(function: Callable[[], Nested]) -> Nested:
         return pool.submit(function).result()
 
 
-def _cudnn_rnn(arguments: Arguments) -> Results:
+def _cudnn_rnn(arguments: Arguments) -> Outputs:
     device = arguments["input"].device
-    made = _outside_of_dispatch(lambda: _recurrent(arguments, _leaves_of(arguments)))
+    made = _run_in_thread(lambda: _recurrent(arguments, _copy_leaves(arguments)))
     states = [t.detach().to(device) for t in made]
     return (*states, *[None] * (5 - len(states)))
 
 
-def _cudnn_rnn_backward(arguments: Arguments) -> Results:
+def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
     """The gradients of input, states and weights."""
     device, has_cell = arguments["input"].device, arguments["cx"] is not None
     wanted = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
 
     def differentiate() -> Nested:
-        leaves = [leaf.requires_grad_() for leaf in _leaves_of(arguments)]
+        leaves = [leaf.requires_grad_() for leaf in _copy_leaves(arguments)]
         made = _recurrent(arguments, leaves)
         pairs = [(t, g.detach().cpu()) for t, g in zip(made, wanted, strict=False) if g is not None]
         outputs, gradients = ([pair[place] for pair in pairs] for place in (0, 1))
         return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
-    x, hidden, *rest = (t if t is None else t.to(device) for t in _outside_of_dispatch(differentiate))
+    x, hidden, *rest = (t if t is None else t.to(device) for t in _run_in_thread(differentiate))
     cell = rest.pop(0) if has_cell else None
     return x, hidden, cell, rest
 
@@ -220,7 +223,7 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Results:
 # --- fused optimizers -------------------------------------------------------------------------------------------
 
 
-def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Results:
+def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
     """An update by Adam or AdamW, in place, as in torch.optim; some kernels take 1 - beta in float32."""
     if arguments.get("grad_scale") is not None or arguments.get("found_inf") is not None:
         raise NotImplementedError("a fused optimizer that unscales its gradients has no formula")
@@ -244,9 +247,9 @@ def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Results:
     return ()
 
 
-FORMULAS: dict[str, Callable[[Arguments], Results]] = {
+FORMULAS: dict[str, Callable[[Arguments], Outputs]] = {
     "_fused_adam": _fused_adam,
-    "_fused_adamw": lambda arguments: _fused_adam(arguments, decoupled=True),
+    "_fused_adamw": partial(_fused_adam, decoupled=True),
     "_cudnn_rnn": _cudnn_rnn,
     "_cudnn_rnn_backward": _cudnn_rnn_backward,
     "mkldnn_rnn_layer": _lstm_layer,

@@ -14,7 +14,7 @@ from gpulab.audits.values import Value
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An operation, or of one on lists of tensors the part for one place in the lists.
+    """An operation; or, of an operation on lists of tensors, the part for one position in the lists.
 
     Attributes:
         op: The operation.
@@ -41,22 +41,24 @@ class Graph:
         self.nodes: list[Node] = []
         for op in trace.operations:
             if op.phase != RESULT:
-                for inputs, outputs in _lanes(op):
-                    given, made = ([trace.values[name] for name in dict.fromkeys(names)] for names in (inputs, outputs))
-                    self.nodes.append(Node(op, given, made, len(self.nodes)))
+                for input_names, output_names in _split_lanes(op):
+                    inputs = [trace.values[name] for name in dict.fromkeys(input_names)]
+                    outputs = [trace.values[name] for name in dict.fromkeys(output_names)]
+                    self.nodes.append(Node(op, inputs, outputs, len(self.nodes)))
 
     @cached_property
     def maker(self) -> dict[Value, Node]:
         """The node that first made a value.
 
-        What only passes a value on made none, nor what makes again what was there before, as by transposing twice.
+        A node that passes a value on did not make it, nor did one that recreates an earlier value, as by transposing
+        twice.
         """
         makers: dict[Value, Node] = {}
-        there: set[Value] = set()
+        existing_values: set[Value] = set()
         for node in self.nodes:
-            there.update(node.inputs)
-            makers |= {value: node for value in node.outputs if value not in there}
-            there.update(node.outputs)
+            existing_values.update(node.inputs)
+            makers |= {value: node for value in node.outputs if value not in existing_values}
+            existing_values.update(node.outputs)
         return makers
 
     @cached_property
@@ -77,22 +79,27 @@ class Graph:
         return nodes
 
     @cached_property
-    def rounding_alone(self) -> set[Value]:
-        """Values that are nothing but roundings, and what is made of them and of zeros, such as their running means."""
-        found: set[Value] = set()
+    def pure_rounding_values(self) -> set[Value]:
+        """Values that consist of rounding errors, and those computed from them and zeros, such as running means."""
+        pure_rounding: set[Value] = set()
         for node in self.nodes:
-            reals = [value for value in node.inputs if value.is_real]
-            begins = any(value.deviation > tol.NOTHING_BUT_ROUNDING for value in reals)
-            if (begins or not found.isdisjoint(reals)) and all(v.is_rounding_alone or v in found for v in reals):
-                found.update(node.outputs)
-            largest = max((_size(value) for value in reals), default=0.0)
+            reals = [value for value in node.inputs if value.is_float_or_complex]
+            has_rounding_input = any(value.deviation > tol.PURE_ROUNDING_RATIO for value in reals)
+            has_rounding_input = has_rounding_input or not pure_rounding.isdisjoint(reals)
+            if has_rounding_input and all(v.is_pure_rounding or v in pure_rounding for v in reals):
+                pure_rounding.update(node.outputs)
+            largest = max((_reference_norm(value) for value in reals), default=0.0)
             for value in node.outputs:
-                if value.is_real and not value.sketch.any() and 0 < _size(value) <= tol.CANCELLED * largest:
-                    found.add(value)  # the recorded sum is zero, and that of the reference next to nothing
-        return found
+                if (
+                    value.is_float_or_complex
+                    and not value.sketch.any()
+                    and 0 < _reference_norm(value) <= tol.CANCELLATION_RESIDUE * largest
+                ):
+                    pure_rounding.add(value)  # the recorded sum is zero, and that of the reference is negligible
+        return pure_rounding
 
     def values(self) -> list[Value]:
-        """All values that nodes met, in order."""
+        """All values that nodes read or wrote, in order."""
         return list(dict.fromkeys(value for node in self.nodes for value in (*node.inputs, *node.outputs)))
 
     def following(self, values: set[Value]) -> set[Value]:
@@ -104,18 +111,18 @@ class Graph:
         return reached
 
 
-def _size(value: Value) -> float:
+def _reference_norm(value: Value) -> float:
     return float(np.linalg.norm(value.reference)) if value.reference is not None else 0.0
 
 
-def _lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
+def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
     """The inputs and outputs of each place in the lists of an operation; of most, all of them.
 
     >>> op = Operation("_foreach_add", "", "", "", ["a", "b", "x", "y", "rate"], ["c", "d"], [], "", lanes=[2, 2])
-    >>> _lanes(op)
+    >>> _split_lanes(op)
     [(['a', 'x', 'rate'], ['c']), (['b', 'y', 'rate'], ['d'])]
     """
-    outputs = [*op.outputs, *op.changed]
+    outputs = [*op.outputs, *op.mutated_values]
     if not op.lanes:
         return [(op.inputs, outputs)]
     length, lists = op.lanes

@@ -18,27 +18,29 @@ from gpulab.audits.graphs import Graph
 from gpulab.audits.values import Value
 
 Tolerance = Callable[[Value], float]
-FEWEST_OF_A_PART = 4  # numbers; fewer may be found anywhere by chance
-LARGEST_TOLERANCE = 1e6
-MOST_STRETCHES = 1 << 18  # sums that are compared at a time
-NEGLIGIBLE = 1e-24  # of the sum of squares: what a slice has that consists of roundings
-REACH = 12  # operations beyond what has a counterpart, among whose values parts are looked for
+MIN_PART_SIZE = 4  # numbers; fewer may match by chance
+MAX_TOLERANCE = 1e6
+MAX_STRETCHES = 1 << 18  # sums that are compared at a time
+NEGLIGIBLE_SQUARES_SHARE = 1e-24  # of the sum of squares: a slice with a smaller share consists of rounding errors
+MAX_PART_DEPTH = 12  # operations after a matched value whose results are searched for parts
 
 
-def same(x: Value, y: Value, tolerance: Tolerance) -> bool:
-    """Whether two values are one in float64, number by number in the order of memory."""
+def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
+    """Whether two values agree in float64, number by number in the order of memory."""
     if x.reference is None or y.reference is None or x.reference.shape != y.reference.shape or x.count != y.count:
         return False
-    return bool(_are_same(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[0])
+    return bool(_are_same_sketches(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[0])
 
 
-def _are_same(reference: np.ndarray, others: np.ndarray, tolerance: float, tolerances: np.ndarray) -> np.ndarray:
-    """Whether each of several sketches is that of one value. A sketch is a row of the others."""
+def _are_same_sketches(
+    reference: np.ndarray, candidates: np.ndarray, tolerance: float, tolerances: np.ndarray
+) -> np.ndarray:
+    """Whether each of several sketches is that of one value. Each candidate sketch is a row."""
     with np.errstate(over="ignore", invalid="ignore"):
-        unequal = ~((others == reference) | (np.isnan(others) & np.isnan(reference)))
+        unequal = ~((candidates == reference) | (np.isnan(candidates) & np.isnan(reference)))
         size = np.linalg.norm(np.where(unequal, reference, 0.0), axis=1)
-        sizes = np.linalg.norm(np.where(unequal, others, 0.0), axis=1)
-        distances = np.linalg.norm(np.where(unequal, reference - others, 0.0), axis=1)
+        sizes = np.linalg.norm(np.where(unequal, candidates, 0.0), axis=1)
+        distances = np.linalg.norm(np.where(unequal, reference - candidates, 0.0), axis=1)
         allowed = np.maximum(size * tolerance, sizes * tolerances)
         return ~unequal.any(axis=1) | (np.isfinite(distances) & (distances <= allowed))
 
@@ -52,73 +54,78 @@ class Matches:
 
     Attributes:
         equal: The counterparts in the same order of memory, by value, for the values of both executions.
-        known: The values that have a counterpart in any form.
-        rearranged: Values with the numbers of a value of the other execution, but in an order that no transposition
-            makes, such as flipped ones.
+        matched_values: The values that have a counterpart in any form.
+        permuted_values: Values with the numbers of a value of the other execution, but in an order that no
+            transposition makes, such as flipped ones.
     """
 
     def __init__(self, graphs: tuple[Graph, Graph], tolerance: Tolerance) -> None:
         self.graphs, self.tolerance = graphs, tolerance
         self.equal: dict[Value, list[Value]] = defaultdict(list)
-        self.known: set[Value] = set()
-        self.rearranged: set[Value] = set()
+        self.matched_values: set[Value] = set()
+        self.permuted_values: set[Value] = set()
         first, second = (graph.values() for graph in graphs)
         self._match_wholes(first, second)
-        self.rearranged -= self.known
+        self.permuted_values -= self.matched_values
 
     def _match_wholes(self, first: Sequence[Value], second: Sequence[Value]) -> None:
         groups: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for value in second:
             if value.total and value.reference is not None:
                 groups[value.count, value.reference.size].append(value)
-        tables = {sizes: _Table(group, self.tolerance) for sizes, group in groups.items()}
+        tables = {sizes: _ValueTable(group, self.tolerance) for sizes, group in groups.items()}
         for value in first:
             if not value.total or value.reference is None:
                 continue
             table = tables.get((value.count, value.reference.size))
             if table is None:
                 continue
-            near, equal = table.near(value, value.reference, self.tolerance(value))
-            for other in equal:
-                self.equal[value].append(other)
-                self.equal[other].append(value)
-            transposed = [] if equal else [other for other in near if is_transposed(value, other, self.tolerance)]
+            near, equal = table.find_near(value, value.reference, self.tolerance(value))
+            for counterpart in equal:
+                self.equal[value].append(counterpart)
+                self.equal[counterpart].append(value)
+            transposed = [] if equal else [v for v in near if is_transposed(value, v, self.tolerance)]
             if equal or transposed:
-                self.known |= {value, *equal, *transposed}
-            elif not value.tells_little:
-                turned = [other for other in near if is_transposed(value, other, self.tolerance) is False]
-                self.rearranged.update([value, *turned] if turned else [])
+                self.matched_values |= {value, *equal, *transposed}
+            elif not value.is_uninformative:
+                permuted = [v for v in near if is_transposed(value, v, self.tolerance) is False]
+                if permuted:
+                    self.permuted_values.update([value, *permuted])
 
     def match_parts(self) -> None:
         """Find values that are a slice of a value of the other execution, or are covered by slices of several."""
-        everything = [graph.values() for graph in self.graphs]
+        all_values = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
-            others = [v for v in everything[1 - side] if v.profiles and not v.is_rounding_alone]
-            self.known |= self._parts(graph, PartSearch(others, self.tolerance))
+            candidates = [v for v in all_values[1 - side] if v.profiles and not v.is_pure_rounding]
+            self.matched_values |= self._find_parts(graph, PartSearch(candidates, self.tolerance))
 
-    def _parts(self, graph: Graph, others: PartSearch) -> set[Value]:
+    def _find_parts(self, graph: Graph, search: PartSearch) -> set[Value]:
         depth: dict[Value, int] = {}
-        found: set[Value] = set()
+        parts: set[Value] = set()
         for value in graph.values():
             node = graph.maker.get(value)
-            before = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
-            depth[value] = 0 if value in self.known else before + (node is None or not node.op.is_view)
-            is_loose = self.tolerance(value) > tol.SHARP_ENOUGH
+            input_depth = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
+            is_view = node is not None and node.op.is_view
+            if value in self.matched_values:
+                depth[value] = 0
+            else:
+                depth[value] = input_depth if is_view else input_depth + 1
+            is_loose = self.tolerance(value) > tol.MAX_SUM_MATCHING_TOLERANCE
             if (
                 is_loose
-                or value in self.known
-                or depth[value] > REACH
-                or value.tells_little
-                or value.count < FEWEST_OF_A_PART
+                or value in self.matched_values
+                or depth[value] > MAX_PART_DEPTH
+                or value.is_uninformative
+                or value.count < MIN_PART_SIZE
             ):
                 continue
-            if others.has_whole_of(value) or others.cover(value):
-                found.add(value)
+            if search.contains(value) or search.covers(value):
+                parts.add(value)
                 depth[value] = 0
-        return found
+        return parts
 
 
-class _Table:
+class _ValueTable:
     """The sums and the sketches of several values of one size, as arrays."""
 
     def __init__(self, values: Sequence[Value], tolerance: Tolerance) -> None:
@@ -128,7 +135,7 @@ class _Table:
         self.references = np.stack([value.reference for value in values if value.reference is not None])
         self.tolerances = np.array([tolerance(value) for value in values])
 
-    def near(self, value: Value, reference: np.ndarray, tolerance: float) -> tuple[list[Value], list[Value]]:
+    def find_near(self, value: Value, reference: np.ndarray, tolerance: float) -> tuple[list[Value], list[Value]]:
         """Those whose sums are the value's, as far as the tolerances go; and those of them that are the same."""
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
@@ -137,20 +144,20 @@ class _Table:
             bounds = np.stack([allowed, 2 * allowed * np.maximum(1.0, allowed)], 1) * scale + 1e-300
             close = np.abs(self.totals - np.array(value.total)) <= bounds
         is_finite = np.isfinite(value.total).all()
-        places = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
-        are_same = _are_same(reference, self.references[places], tolerance, self.tolerances[places])
-        near = [self.values[int(place)] for place in places]
-        return near, [other for other, is_same in zip(near, are_same, strict=True) if is_same]
+        indices = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
+        are_same = _are_same_sketches(reference, self.references[indices], tolerance, self.tolerances[indices])
+        near = [self.values[int(index)] for index in indices]
+        return near, [candidate for candidate, is_same in zip(near, are_same, strict=True) if is_same]
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
-    """Whether two values of equal sums may be one with its dimensions in another order, and none of them turned round.
+    """Whether one of two values with equal sums may be a transposition of the other, without flipped dimensions.
 
-    None where they have no dimension of one size, so that it cannot be told.
+    None if they have no dimension of one size, so that it cannot be decided.
     """
-    if x.is_rounding_alone and y.is_rounding_alone:
+    if x.is_pure_rounding and y.is_pure_rounding:
         return True
-    if max(tolerance(x), tolerance(y)) > tol.SHARP_ENOUGH:
+    if max(tolerance(x), tolerance(y)) > tol.MAX_SUM_MATCHING_TOLERANCE:
         return None
     allowed = 8 * max(tolerance(x), tolerance(y), 1e-9)
     squares = max(x.total[1], y.total[1])
@@ -158,18 +165,18 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
         return None
     bounds = allowed * np.array([[math.sqrt(x.count * squares)], [squares]])
 
-    def alike(p: np.ndarray, q: np.ndarray) -> bool:
+    def are_close(p: np.ndarray, q: np.ndarray) -> bool:
         return p.shape == q.shape and bool((np.abs(p - q) <= bounds).all())
 
     sizes = {profile.shape[1] for profile in y.profiles.values()}
     compared = [profile for profile in x.profiles.values() if profile.shape[1] in sizes]
     if not compared:
         return None
-    return all(any(alike(p, q) for q in y.profiles.values()) for p in compared)
+    return all(any(are_close(p, q) for q in y.profiles.values()) for p in compared)
 
 
 class PartSearch:
-    """Several values, among which those are found that another value is a slice of, or is made up of.
+    """Search several values for those that contain another value as a slice, or whose union covers it.
 
     A slice is recognised by its sum and its sum of squares, which are those of a stretch of the whole's profile.
 
@@ -186,19 +193,19 @@ class PartSearch:
             for dim, profile in value.profiles.items():
                 if np.isfinite(profile).all():
                     wholes[value.count, dim, profile.shape[1]].append(value)
-            if value.count >= FEWEST_OF_A_PART and not value.is_constant and np.isfinite(value.total).all():
+            if value.count >= MIN_PART_SIZE and not value.is_constant and np.isfinite(value.total).all():
                 parts[value.count].append(value)
         self.wholes = {
-            (count, size, start, dim): _Stretches(some[start : start + max(1, MOST_STRETCHES // size)], dim, tolerance)
+            (count, size, start, dim): _StretchSums(some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance)
             for (count, dim, size), some in wholes.items()
-            for start in range(0, len(some), max(1, MOST_STRETCHES // size))
+            for start in range(0, len(some), max(1, MAX_STRETCHES // size))
         }
         self.parts = {
             count: (np.array([part.total for part in some]), np.array([tolerance(part) for part in some]))
             for count, some in sorted(parts.items())
         }
 
-    def has_whole_of(self, part: Value) -> bool:
+    def contains(self, part: Value) -> bool:
         """Whether a value is a slice of one of these."""
         if not part.total or not np.isfinite(part.total).all():
             return False
@@ -209,18 +216,18 @@ class PartSearch:
                 return True
         return False
 
-    def cover(self, whole: Value) -> bool:
+    def covers(self, whole: Value) -> bool:
         """Whether slices of a value that are among these make up all of it, but for rounding."""
         if not whole.profiles or not np.isfinite(whole.total).all():
             return False
         for dim, profile in whole.profiles.items():
             if not np.isfinite(profile).all():
                 continue
-            covered = profile[1] <= NEGLIGIBLE * whole.total[1]
-            stretches = _Stretches([whole], dim, self.tolerance)
-            for_each = whole.count // profile.shape[1]
+            covered = profile[1] <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
+            stretches = _StretchSums([whole], dim, self.tolerance)
+            n_per_index = whole.count // profile.shape[1]
             for count, (totals, tolerances) in self.parts.items():
-                length, rest = divmod(count, for_each)
+                length, rest = divmod(count, n_per_index)
                 if count < whole.count and not rest:
                     for start in np.flatnonzero(stretches.find(length, totals, tolerances).any(axis=0)):
                         covered[start : start + length] = True
@@ -229,16 +236,16 @@ class PartSearch:
         return False
 
 
-class _Stretches:
+class _StretchSums:
     """The sums over stretches of the profiles along one dimension, of values of one shape there."""
 
     def __init__(self, wholes: Sequence[Value], dim: int, tolerance: Tolerance) -> None:
         profiles = np.stack([whole.profiles[dim] for whole in wholes])
-        self.running = np.concatenate([np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2)
+        self.cumulative_sums = np.concatenate([np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2)
         self.tolerances = np.array([tolerance(whole) for whole in wholes])[:, None]
         squares = np.array([whole.total[1] for whole in wholes])[:, None]
         self.scales = np.sqrt(wholes[0].count * squares), squares
-        self.for_each = wholes[0].count // profiles.shape[2]
+        self.n_per_index = wholes[0].count // profiles.shape[2]
 
     def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
         """Where a stretch has the sums of a part.
@@ -252,10 +259,10 @@ class _Stretches:
         Returns:
             A truth value for each part or whole, in rows, and each first index of a stretch, in columns.
         """
-        sums, squares = np.moveaxis(self.running[:, :, length:] - self.running[:, :, :-length], 1, 0)
+        sums, squares = np.moveaxis(self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0)
         allowed = 4 * np.maximum(np.maximum(tolerances[:, None], self.tolerances), 1e-9)
         total, total_squares = totals[:, :1], totals[:, 1:]
-        size = np.sqrt(length * self.for_each * total_squares)
+        size = np.sqrt(length * self.n_per_index * total_squares)
         hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.scales[0]
         hits &= np.abs(squares - total_squares) <= allowed * total_squares + 1e-13 * self.scales[1]
         return hits
@@ -276,12 +283,14 @@ def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
 
     def tolerance(value: Value) -> float:
         if value not in cache:
-            if value in graph.rounding_alone:
-                cache[value] = LARGEST_TOLERANCE
+            if value in graph.pure_rounding_values:
+                cache[value] = MAX_TOLERANCE
             elif value in uncertain:
                 cache[value] = uncertain[value] * _condition(graph, value)
             else:
-                cache[value] = tol.COINCIDES + min(LARGEST_TOLERANCE, tol.COINCIDES_BY_ROUNDING * value.deviation)
+                cache[value] = tol.REFERENCE_TOLERANCE + min(
+                    MAX_TOLERANCE, tol.REFERENCE_TOLERANCE_PER_DEVIATION * value.deviation
+                )
         return cache[value]
 
     return tolerance
@@ -291,5 +300,5 @@ def _condition(graph: Graph, value: Value) -> float:
     """How many times as large as those of its inputs the relative roundings of a value may be, by its error bound."""
     node = graph.maker.get(value)
     bound = (node.op.bound or 0.0) if node else 0.0
-    unit = tol.SHORT_SIZE if value.dtype in tol.SHORT else 64 * tol.ROUNDOFF
+    unit = tol.SHORT_FORMAT_ROUNDOFF if value.dtype in tol.SHORT_FORMATS else 64 * tol.FLOAT32_ROUNDOFF
     return max(1.0, bound / unit) if math.isfinite(bound) else 1.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpulab import _torch_internals
 from gpulab._torch_internals import Nested, named_leaves, tree_map
-from gpulab.audits.count_sketch import rounds, where_float64_is
+from gpulab.audits.count_sketch import is_float_or_complex, to_float64_device
 from gpulab.audits.float64_failures import Request, ShortFormatRequests, line_of_error
 from gpulab.audits.recording import SEED
 from gpulab.errors import GpulabError, UsageError
@@ -20,14 +20,14 @@ from gpulab.numerics.flags import arithmetic
 from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, loss_of, refused, seeded
 
-Results = dict[str, Tensor]
-# How many times as far as one rounding leads a right result may be in float32. The numbers are moved so far, and not
-# the movement taken so often: where one lies next to an edge, such as ReLU's, two right results lie on either side of
-# it.
-LEEWAY = 64.0
-FURTHEST = 2.0**-6  # the largest movement, which 64 roundings of TF32 exceed
-# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The numbers are moved by one.
-SHORT_UNIT = 2.0**-11
+NamedTensors = dict[str, Tensor]
+# The tolerance for a correct result in float32, as a multiple of one rounding. Inputs are perturbed by this much,
+# rather than scaling the effect of one rounding, because near a kink, such as ReLU's, two correct results may lie on
+# either side of it.
+MAX_ERROR_RATIO = 64.0
+MAX_NUDGE = 2.0**-6  # the largest relative perturbation; 64 roundings of TF32 exceed it
+# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The inputs are perturbed by one.
+MIN_SHORT_ROUNDOFF = 2.0**-11
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Execution:
         random_state: The states of torch's generators afterwards, the CPU's and the device's.
     """
 
-    results: Results
+    results: NamedTensors
     random_state: tuple[bytes, ...]
 
 
@@ -60,7 +60,7 @@ class ModuleCall(Step):
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
 
 
-class _Whole(PreparedStep):
+class _StepRun(PreparedStep):
     """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
 
     With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`, up or down. With
@@ -72,34 +72,36 @@ class _Whole(PreparedStep):
     ) -> None:
         self.first_rounded_to = first_rounded_to
         super().__init__(step, setting)
-        self.nudge, self.generator, self.outputs = nudge, torch.Generator().manual_seed(nudge), Results()
-        self.batch = tree_map(self._nudged, self.batch)  # in other memory, since this may be the user's
+        self.nudge = nudge
+        self.generator = torch.Generator().manual_seed(nudge)
+        self.outputs: NamedTensors = {}
+        self.batch = tree_map(self._nudge, self.batch)  # in other memory, since this may be the user's
 
-    def __call__(self) -> Results:  # type: ignore[override]  # all results in place of the loss
-        self._watch(self.model)
+    def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
+        self._wrap_model(self.model)
         for parameter in self.model.parameters():
-            parameter.data.copy_(self._nudged(parameter.data))
+            parameter.data.copy_(self._nudge(parameter.data))
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
-        return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
+        return {name: _detached_copy(tensor) for name, tensor in results.items() if is_float_or_complex(tensor)}
 
     def _converted(self, tensor: Tensor) -> Tensor:
         if self.first_rounded_to is not None and tensor.is_floating_point():
             tensor = tensor.to(self.first_rounded_to)
         return super()._converted(tensor)
 
-    def _nudged(self, value: Nested) -> Nested:
-        if not self.nudge or not isinstance(value, Tensor) or not rounds(value):
+    def _nudge(self, value: Nested) -> Nested:
+        if not self.nudge or not isinstance(value, Tensor) or not is_float_or_complex(value):
             return value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
         # bfloat16 does not hold 1 + 2**-8, by which its numbers are moved to their neighbours.
         factors = 1 + nudge_size(self.setting) * signs.to(torch.promote_types(value.dtype, torch.float32))
         return (value * factors).to(value.dtype)
 
-    def _watch(self, model: nn.Module) -> None:
+    def _wrap_model(self, model: nn.Module) -> None:
         """Keep what the model returns, and have it compiled under such a setting, until the step has ended."""
 
         def call(*args: Nested, **kwargs: Nested) -> Nested:  # `compile` of torch's own modules compiles nothing
@@ -114,7 +116,7 @@ class _Whole(PreparedStep):
 
         _torch_internals.replace_call(model, call_and_keep)
 
-    def results(self) -> Results:
+    def results(self) -> NamedTensors:
         """What is computed, after the backward pass."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
         with torch.autocast(loss.device.type, enabled=False):
@@ -122,16 +124,16 @@ class _Whole(PreparedStep):
         return {"loss": loss} | self.outputs
 
 
-class _Alone(_Whole):
+class _IsolatedModuleRun(_StepRun):
     """A module with the inputs, and the gradients of its outputs, that it had in a step."""
 
-    def results(self) -> Results:
+    def results(self) -> NamedTensors:
         args, kwargs, gradients = self.batch
         inputs = named_tensors("input", args) | named_tensors("input", kwargs)
         for tensor in inputs.values():
             tensor.requires_grad_()
         # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
-        args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
+        args, kwargs = tree_map(_clone, (args, kwargs))
         self.model(*args, **kwargs)
         followed = {name: out for name, out in self.outputs.items() if name in gradients and out.requires_grad}
         if followed:
@@ -140,10 +142,10 @@ class _Alone(_Whole):
         return self.outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
 
 
-def named_tensors(what: str, values: Nested) -> Results:
+def named_tensors(what: str, values: Nested) -> NamedTensors:
     """The floating-point tensors among nested values, each by its place."""
     leaves = [(place, leaf) for place, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
-    return {f"{what}{place}": leaf for place, leaf in leaves if rounds(leaf)}
+    return {f"{what}{place}": leaf for place, leaf in leaves if is_float_or_complex(leaf)}
 
 
 def rounding_unit(setting: Setting) -> float:
@@ -158,14 +160,14 @@ def rounding_unit(setting: Setting) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def is_short(setting: Setting) -> bool:
+def uses_short_format(setting: Setting) -> bool:
     """Whether a setting computes in bfloat16 or float16, all of a step or its products.
 
-    >>> [is_short(Setting.parse(text)) for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")]
+    >>> [uses_short_format(Setting.parse(text)) for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")]
     [False, True, True]
     """
     dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
-    return torch.finfo(dtype).eps / 2 >= SHORT_UNIT
+    return torch.finfo(dtype).eps / 2 >= MIN_SHORT_ROUNDOFF
 
 
 def nudge_size(setting: Setting) -> float:
@@ -175,11 +177,15 @@ def nudge_size(setting: Setting) -> float:
     (True, True)
     """
     unit = rounding_unit(setting)
-    return unit if is_short(setting) else min(LEEWAY * unit, FURTHEST)
+    return unit if uses_short_format(setting) else min(MAX_ERROR_RATIO * unit, MAX_NUDGE)
 
 
-def _kept(value: Nested) -> Nested:
-    """A tensor with memory of its own."""
+def _clone(value: Nested) -> Nested:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _detached_copy(value: Nested) -> Nested:
+    """A detached copy of a tensor; any other value as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -188,7 +194,7 @@ def execute(
     setting: Setting,
     nudge: int = 0,
     first_rounded_to: torch.dtype | None = None,
-    watched: AbstractContextManager[object] | None = None,
+    context: AbstractContextManager[object] | None = None,
 ) -> Execution:
     """Do a step, or a module alone, once from the same random numbers.
 
@@ -198,32 +204,32 @@ def execute(
         nudge: The number of a draw by which all numbers that it begins with are moved by `nudge_size`; 0 moves none.
         first_rounded_to: The format that all numbers that it begins with are rounded to before they are converted to
             the setting's; None rounds none.
-        watched: A context that the step is done in.
+        context: A context that the step is done in.
 
     Raises:
         GpulabError: Where torch's compiler fails, and where the step fails.
     """
-    kind = _Alone if isinstance(step, ModuleCall) else _Whole
+    kind = _IsolatedModuleRun if isinstance(step, ModuleCall) else _StepRun
     with seeded(setting, SEED), setting.apply():
         with (
             kind(step, setting, nudge, first_rounded_to) as prepared,
-            _errors_explained(setting, prepared.model),
-            watched or contextlib.nullcontext(),
+            _explain_errors(setting, prepared.model),
+            context or contextlib.nullcontext(),
         ):
-            results: Results = prepared()  # type: ignore[assignment]  # all results in place of the loss
+            results: NamedTensors = prepared()  # type: ignore[assignment]  # all results in place of the loss
         state = _random_state(setting)
-    return Execution({name: where_float64_is(tensor).double() for name, tensor in results.items()}, state)
+    return Execution({name: to_float64_device(tensor).double() for name, tensor in results.items()}, state)
 
 
-def request_behind_failure(step: Step, setting: Setting) -> Request | None:
+def find_failing_request(step: Step, setting: Setting) -> Request | None:
     """Who asks for a short format in a step, or a module alone, that fails under a setting in float64.
 
     Returns:
         The request; None where the step asks for none, so that it fails for another reason.
     """
-    requests = ShortFormatRequests(step.model, outside=__file__)
+    requests = ShortFormatRequests(step.model, calling_file=__file__)
     with contextlib.suppress(GpulabError):
-        execute(step, setting, watched=requests)
+        execute(step, setting, context=requests)
     return requests.most_likely
 
 
@@ -236,7 +242,7 @@ def _random_state(setting: Setting) -> tuple[bytes, ...]:
 
 
 @contextlib.contextmanager
-def _errors_explained(setting: Setting, model: nn.Module) -> Iterator[None]:
+def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
     """Errors of torch's compiler and of the step itself are raised as a sentence, with the line that they come from."""
     compiler_error = _torch_internals.compiler_error()
     try:
@@ -257,18 +263,22 @@ def _errors_explained(setting: Setting, model: nn.Module) -> Iterator[None]:
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
     """The first call of each module in a step that is done as it is written; inner modules stand before outer ones."""
-    prepared, calls, inputs = _Whole(step, setting), dict[nn.Module, ModuleCall](), dict[nn.Module, Nested]()
+    prepared = _StepRun(step, setting)
+    calls: dict[nn.Module, ModuleCall] = {}
+    inputs: dict[nn.Module, Nested] = {}
 
     def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
-        inputs[module] = tree_map(_kept, (args, kwargs))
+        inputs[module] = tree_map(_detached_copy, (args, kwargs))
 
     def end(name: str, module: nn.Module, output: Nested) -> None:
         if module not in calls:
-            gradients: Results = {}
+            gradients: NamedTensors = {}
             calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)
             for place, tensor in named_tensors("output", output).items():
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient, place=place: gradients.update({place: _kept(gradient)}))
+                    tensor.register_hook(
+                        lambda gradient, place=place: gradients.update({place: _detached_copy(gradient)})
+                    )
 
     with seeded(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():

@@ -18,7 +18,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from gpulab import files, report
-from gpulab.audits.findings import FAULTS, Answer, Finding, grouped, in_module
+from gpulab.audits.findings import FAULTS, Answer, Finding, group_by_line, module_phrase
 from gpulab.pages import (
     Cell,
     Head,
@@ -34,16 +34,16 @@ from gpulab.pages import (
 from gpulab.picture import responsive
 from gpulab.wording import setting_words
 
-MOST_CARDS = 12  # findings that are seen before a fold
-MOST_ROWS = 20
+MAX_CARDS = 12  # findings that are seen before a fold
+MAX_ROWS = 20
 CAPTION = (
     "A dot is an operation under one of the settings, compared with float64 from the same inputs. Grey dots are what "
     "rounding explains."
 )
-PHONE = 3.9  # inches, the width of a figure on a phone
-BADGES = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
-UNITS = Markup("in units of<br>what rounding<br>explains")
-PLACE = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)  # a line as findings have it, with its file and number
+PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
+BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
+UNITS_HEADING = Markup("in units of<br>what rounding<br>explains")
+LINE_PATTERN = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)  # a line as findings have it, with its file and number
 
 
 class AnswerPage(Answer):
@@ -77,7 +77,7 @@ class AnswerPage(Answer):
             "result_page.html",
             title=title or f"Audit: {self.titles[0]} against {self.titles[1]}",
             heading=title or Markup("Audit: {}").format(settings),
-            about="\N{NO-BREAK SPACE}· ".join(_about(self)),
+            about="\N{NO-BREAK SPACE}· ".join(_describe_setup(self)),
             body=self._body(),
         )
         files.write(file, page.encode())
@@ -100,15 +100,17 @@ class AnswerPage(Answer):
         answer, rest = split_headline(self.headline, self.titles)
         notable = [finding for finding in self.findings if finding.kind != "rounding"]
         rank = "fault" if self.faulty else "note" if notable else "ok"
-        first = _card([notable[0]], self.titles) if notable else None
-        return report.render("audit_answer.html", rank=rank, badge=BADGES[rank], answer=answer, rest=rest, first=first)
+        first = _make_card([notable[0]], self.titles) if notable else None
+        return report.render(
+            "audit_answer.html", rank=rank, badge=BADGE_TEXTS[rank], answer=answer, rest=rest, first=first
+        )
 
     def _figure(self) -> Markup:
         picture = self.picture()
         if picture is None:
             return Markup()
         return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(
-            responsive(picture, self._drawn(width=PHONE)), CAPTION
+            responsive(picture, self._drawn(width=PHONE_WIDTH)), CAPTION
         )
 
     def _findings(self) -> Markup:
@@ -116,9 +118,9 @@ class AnswerPage(Answer):
         rows = self._rows()
         return report.render(
             "audit_findings.html",
-            cards=[_card(group, self.titles) for group in grouped(self.findings)],
-            most_cards=MOST_CARDS,
-            most_rows=MOST_ROWS,
+            cards=[_make_card(group, self.titles) for group in group_by_line(self.findings)],
+            max_cards=MAX_CARDS,
+            max_rows=MAX_ROWS,
             **vars(rows),
         )
 
@@ -137,13 +139,13 @@ def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
     """
     text = headline.removeprefix(f"{titles[0]} against {titles[1]}: ")
     answer, _, rest = text.partition(". ")
-    return _sentence(answer), rest
+    return _to_sentence(answer), rest
 
 
 # --- what stands below the title ------------------------------------------------------------------------------
 
 
-def _about(answer: AnswerPage) -> list[str]:
+def _describe_setup(answer: AnswerPage) -> list[str]:
     """The step, the settings in words, the date, the versions, and the machines, which are one if both are the same."""
     words = [setting_words(title) for title in answer.titles]
     parts = [answer.step_name] if answer.step_name else []
@@ -204,11 +206,11 @@ class Card:
     others: list[str]
 
 
-def _card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
+def _make_card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
     """A card for the first of some findings of one kind and line."""
     first, *others = findings
-    place, code = _place_and_code(first.line)
-    percent, width, effect = _share(first)
+    place, code = _split_line(first.line)
+    percent, width, effect = _describe_share(first)
     advice = first.advice.replace(first.line, place) if first.line else first.advice
     names = [name for name in (*titles, place, first.operation) if name]
     where = "in this line" if first.line else "in this module" if first.module else "like it"
@@ -223,20 +225,24 @@ def _card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
         percent=percent,
         width=width,
         effect=effect,
-        detail=_marked(_sentence(first.detail, names), names),
-        advice="" if first.kind == "rounding" else _marked(_sentence(advice, names), names),
-        facts=_facts(first),
-        more=f"{len(others)} more operation{'s' * (len(others) > 1)} {where}",
-        others=_others(first, others),
+        detail=_mark_names(_to_sentence(first.detail, names), names),
+        advice="" if first.kind == "rounding" else _mark_names(_to_sentence(advice, names), names),
+        facts=_list_facts(first),
+        more=f"{len(others)} more {'operations' if len(others) > 1 else 'operation'} {where}",
+        others=_describe_further_findings(first, others),
     )
 
 
-def _share(finding: Finding) -> tuple[str, int | None, str]:
+def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
     """How much of the difference a finding explains: as words, as a number and as a clause."""
-    if not finding.bounded:
+    if not finding.has_bound:
         return "may explain all", None, "its effect has no bound: it may explain all of the difference in the results"
     if finding.kind == "rounding":
-        return "" if math.isnan(finding.ratio) else f"{_units(finding.ratio)} of what rounding explains", None, ""
+        return (
+            "" if math.isnan(finding.ratio) else f"{_format_units(finding.ratio)} of what rounding explains",
+            None,
+            "",
+        )
     if math.isnan(finding.share):
         return "", None, ""
     percent = f"{finding.share:.0%}" if finding.share >= 0.01 else "less than 1%"
@@ -244,52 +250,55 @@ def _share(finding: Finding) -> tuple[str, int | None, str]:
     return f"{percent} of the difference", round(100 * min(1.0, finding.share)), effect
 
 
-def _facts(finding: Finding) -> list[tuple[str, str]]:
+def _list_facts(finding: Finding) -> list[tuple[str, str]]:
     """What is known of a finding and seldom asked for."""
     facts = {"setting": finding.setting, "phase": finding.phase, "module": finding.module}
-    if finding.ratio == finding.ratio:
-        facts["own error"] = f"{_units(finding.ratio)} times what rounding explains"
-    if finding.size == finding.size:
-        facts["size"] = f"{_relative(finding.size)}, relative to its result"
+    if not math.isnan(finding.ratio):
+        facts["own error"] = f"{_format_units(finding.ratio)} times what rounding explains"
+    if not math.isnan(finding.size):
+        facts["size"] = f"{_format_relative(finding.size)}, relative to its result"
     return [(name, value) for name, value in facts.items() if value]
 
 
-def _others(first: Finding, others: Sequence[Finding]) -> list[str]:
+def _describe_further_findings(first: Finding, others: Sequence[Finding]) -> list[str]:
     """The other findings of a line in words, with what was seen where that is another thing."""
     counts = Counter(
-        f"{other.operation} ({other.phase}){in_module(other.module)}"
+        f"{other.operation} ({other.phase}){module_phrase(other.module)}"
         + (f": {other.detail}" if other.detail != first.detail else "")
         for other in others
     )
     return [text if count == 1 else f"{count} × {text}" for text, count in counts.items()]
 
 
-def _place_and_code(line: str) -> tuple[str, str]:
+def _split_line(line: str) -> tuple[str, str]:
     """The file with its line number, and the code.
 
-    >>> _place_and_code("net.py:12: x = y"), _place_and_code("somewhere")
+    >>> _split_line("net.py:12: x = y"), _split_line("somewhere")
     (('net.py:12', 'x = y'), ('somewhere', ''))
     """
-    found = PLACE.fullmatch(line)
+    found = LINE_PATTERN.fullmatch(line)
     return (found[1], found[2]) if found else (line, "")
 
 
-def _sentence(text: str, names: Sequence[str] = ()) -> str:
+def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
     """A text with a capital letter at its beginning, unless it begins with a name, and a full stop at its end.
 
-    >>> _sentence("computed in bfloat16"), _sentence("mm gave other bits", ["mm"]), _sentence("x.weight is NaN")
+    >>> texts = ("computed in bfloat16", "mm gave other bits", "x.weight is NaN")
+    >>> tuple(_to_sentence(text, ["mm"]) for text in texts)
     ('Computed in bfloat16.', 'mm gave other bits.', 'x.weight is NaN.')
     """
     word = re.match(r"[a-z]+(?=[,;:]? |$)", text)
     if word and word[0] not in names:
         text = text[0].upper() + text[1:]
-    return text + "." * (bool(text) and text[-1] not in ".!?")
+    if text and text[-1] not in ".!?":
+        text += "."
+    return text
 
 
-def _marked(text: str, names: Sequence[str]) -> Markup:
+def _mark_names(text: str, names: Sequence[str]) -> Markup:
     """A text in which names, such as those of settings, stand in code font.
 
-    >>> str(_marked("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])), str(_marked("cpu:isa=avx2", ["cpu"]))
+    >>> str(_mark_names("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])), str(_mark_names("cpu:isa=avx2", ["cpu"]))
     ('under <code>cpu:threads=1</code>: mm', 'cpu:isa=avx2')
     """
     longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
@@ -313,16 +322,16 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         last + 1 if kind == "rounding" else order.get(tuple(place), last)
         for kind, *place in table[["kind", *names]].itertuples(index=False)
     ]
-    table = _by_importance(table, found, table[["ratio_a", "ratio_b"]].max(axis=1))
+    table = _sort_by_importance(table, found, table[["ratio_a", "ratio_b"]].max(axis=1))
     places = [name for name in ("module", "line") if table[name].any()]
     rows = []
     for row in table.itertuples(index=False):
         name = Markup("<code>{}</code> {}").format(breakable(row.operation), f"({row.phase})")
-        where = {"module": breakable(row.module), "line": breakable(_place_and_code(row.line)[0])}
-        cells = [Cell(name, "ga-name"), _kind(row.kind)]
+        where = {"module": breakable(row.module), "line": breakable(_split_line(row.line)[0])}
+        cells = [Cell(name, "ga-name"), _kind_cell(row.kind)]
         for error, ratio in ((row.error_a, row.ratio_a), (row.error_b, row.ratio_b)):
-            cells += [number_cell(_relative(error)), number_cell(_units(ratio), ratio > 1)]
-        cells.append(number_cell("same bits" if row.same_bits else _relative(row.difference)))
+            cells += [number_cell(_format_relative(error)), number_cell(_format_units(ratio), ratio > 1)]
+        cells.append(number_cell("same bits" if row.same_bits else _format_relative(row.difference)))
         rows.append([*cells, *(Cell(where[place], "ga-name") for place in places)])
     under = Markup("own error under<br><code>{}</code>")
     heads = [
@@ -333,7 +342,7 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
             Head("difference", True, rows=2),
             *(Head(place, rows=2) for place in places),
         ],
-        [Head("relative", True), Head(UNITS, True)] * 2,
+        [Head("relative", True), Head(UNITS_HEADING, True)] * 2,
     ]
     note = (
         "Findings come first, then the operations that come nearest to what rounding explains. The own error is "
@@ -347,13 +356,18 @@ def result_rows(table: pd.DataFrame) -> Rows:
     """The table of a `CompiledAudit`: what is wrong first, then what comes nearest to what rounding explains."""
     units = table.difference / table.tolerance
     found = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()
-    table = _by_importance(table.assign(units=units), found, units)
+    table = _sort_by_importance(table.assign(units=units), found, units)
     rows = []
     for row in table.itertuples(index=False):
         kind = "wrong" if row.wrong else "rounding" if row.finite else "not finite"
-        numbers = [_relative(row.difference), _units(row.units), _relative(row.error), _relative(row.plain_error)]
+        numbers = [
+            _format_relative(row.difference),
+            _format_units(row.units),
+            _format_relative(row.error),
+            _format_relative(row.plain_error),
+        ]
         name = Cell(Markup("<code>{}</code>").format(row.result), "ga-name")
-        rows.append([name, _kind(kind), *map(number_cell, numbers)])
+        rows.append([name, _kind_cell(kind), *map(number_cell, numbers)])
     heads = [
         [
             Head("result", rows=2),
@@ -361,7 +375,7 @@ def result_rows(table: pd.DataFrame) -> Rows:
             Head("difference made by the compiler", True, 2),
             Head("error against float64", True, 2),
         ],
-        [Head(text, True) for text in ("relative", UNITS, "compiled", "not compiled")],
+        [Head(text, True) for text in ("relative", UNITS_HEADING, "compiled", "not compiled")],
     ]
     note = (
         "Wrong results come first, then those that come nearest to what rounding explains. Differences and errors are "
@@ -370,13 +384,13 @@ def result_rows(table: pd.DataFrame) -> Rows:
     return Rows("Results", note, heads, rows)
 
 
-def _by_importance(table: pd.DataFrame, found: Sequence[int], units: pd.Series) -> pd.DataFrame:
+def _sort_by_importance(table: pd.DataFrame, found: Sequence[int], units: pd.Series) -> pd.DataFrame:
     """A table by the place of each row's finding, then by its error in units of what rounding explains."""
     keys = pd.DataFrame({"found": found, "units": -units.to_numpy(dtype=float)}, index=table.index)
     return table.loc[keys.sort_values(["found", "units"], kind="stable", na_position="last").index]
 
 
-def _kind(kind: str) -> Cell:
+def _kind_cell(kind: str) -> Cell:
     """The kind of a finding; rounding, which most rows have, is left out."""
     if kind == "rounding":
         return Cell("")
@@ -384,10 +398,10 @@ def _kind(kind: str) -> Cell:
     return Cell(badge(rank, kind))
 
 
-def _relative(value: float) -> str:
+def _format_relative(value: float) -> str:
     """A relative error.
 
-    >>> [_relative(value) for value in (0.0, 1.26e-7, 0.0312, 1.5, math.nan, math.inf)]
+    >>> [_format_relative(value) for value in (0.0, 1.26e-7, 0.0312, 1.5, math.nan, math.inf)]
     ['0', '1.3e-07', '3.1e-02', '1.5e+00', '–', '∞']
     """
     if math.isnan(value):
@@ -395,14 +409,14 @@ def _relative(value: float) -> str:
     return "∞" if math.isinf(value) else f"{value:.1e}" if value else "0"
 
 
-def _units(value: float) -> str:
+def _format_units(value: float) -> str:
     """An error in units of what rounding explains.
 
-    >>> [_units(value) for value in (0.0, 0.001, 0.052, 1.5, 64.4, 12345.6, 3e7, math.nan, math.inf)]
+    >>> [_format_units(value) for value in (0.0, 0.001, 0.052, 1.5, 64.4, 12345.6, 3e7, math.nan, math.inf)]
     ['0', '<0.01', '0.05', '1.50', '64', '12,346', '3e+07', '–', '∞']
     """
     if not math.isfinite(value) or not value:
-        return _relative(value)
+        return _format_relative(value)
     if value < 0.01:
         return "<0.01"
     return f"{value:.2f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"

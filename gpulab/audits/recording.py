@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from gpulab._torch_internals import ctc_lengths_as_lists, is_compiled
-from gpulab.audits import count_sketch as sk
+from gpulab.audits import count_sketch as sketches
 from gpulab.audits.comparison import differing_arguments
 from gpulab.audits.tracer import Tracer
-from gpulab.audits.traces import RESULT, Trace, aligned
+from gpulab.audits.traces import RESULT, Trace, align_operations
 from gpulab.errors import GpulabError, OverwrittenWarning, UsageError
 from gpulab.guards.guards import guard, is_forbidden
 from gpulab.numerics.flags import arithmetic
@@ -23,8 +23,8 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, check_step, ready, refused, seeded
 
-MOST_LETTERS = 32  # of an argument in the name of a step
-SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
+MAX_ARGUMENT_LETTERS = 32  # of an argument in the name of a step
+SEED = 0  # the seed of torch, NumPy and Python in every execution of a step
 
 
 def record(
@@ -76,8 +76,8 @@ def record(
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         first = perform(step, parsed, Tracer(bar.update))
         bar.total = len(first.operations) * 2
-        trace = _measured(step, parsed, bar)
-    _compare_executions(first, trace)
+        trace = _perform_measured(step, parsed, bar)
+    _mark_changes(first, trace)
     trace.passport = dict(passport())
     used = {value for op in trace.operations for value in op.values}
     trace.values = {name: value for name, value in trace.values.items() if name in used}
@@ -86,127 +86,128 @@ def record(
     return trace
 
 
-def _measured(step: Callable[..., object], setting: Setting, bar: Progress) -> Trace:
-    """Do the step with references, inside of the guard; without it where torch forbids its hooks."""
+def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progress) -> Trace:
+    """Do the step with references inside the guard, or without the guard if torch forbids its hooks."""
     try:
-        return perform(step, setting, Tracer(bar.update, measured=True))
+        return perform(step, setting, Tracer(bar.update, is_measuring=True))
     except GpulabError as error:
         if not is_forbidden(error):
             raise
-    return perform(step, setting, Tracer(bar.update, measured=True), guarded=False)
+    return perform(step, setting, Tracer(bar.update, is_measuring=True), guarded=False)
 
 
-def perform(step: Callable[..., object], setting: Setting, watcher: Tracer, guarded: bool = True) -> Trace:
-    """Do the step once under a setting, watched; and guarded, if each operation is measured."""
-    torch.clear_autocast_cache()  # which holds weights that another execution has cast
-    watcher.is_preparing = True
+def perform(step: Callable[..., object], setting: Setting, tracer: Tracer, guarded: bool = True) -> Trace:
+    """Do the step once under a setting with a tracer, and inside the guard if the tracer measures."""
+    torch.clear_autocast_cache()  # it holds weights that another execution has cast
+    tracer.is_preparing = True
     default_dtype = torch.get_default_dtype()
     with (
         seeded(setting, SEED),
         setting.apply(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         ctc_lengths_as_lists(),
-        watcher,
+        tracer,
         ready(step, setting, default_dtype) as run,
-        watcher.results.followed(),
-        guard(on="warn") if watcher.measured and guarded else contextlib.nullcontext() as report,
+        tracer.results.follow(),
+        guard(on="warn") if tracer.is_measuring and guarded else contextlib.nullcontext() as report,
     ):
-        watcher.results.restores = not isinstance(run, PreparedStep)
+        tracer.results.restores = not isinstance(run, PreparedStep)
         # Of the hooks of the Tracer.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-        watcher.is_preparing = False
+        tracer.is_preparing = False
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
-            raise refused(error, setting, watcher.results.used_modules()) from error
+            raise refused(error, setting, tracer.results.used_modules()) from error
         finally:
-            watcher.is_preparing = True
+            tracer.is_preparing = True
         flags = arithmetic()
-        watcher.operations += watcher.results.as_operations(returned)
-    if watcher.measured and not any(
-        getattr(torch, op.dtype).is_floating_point for op in watcher.operations if op.phase != RESULT
+        tracer.operations += tracer.results.to_operations(returned)
+    if tracer.is_measuring and not any(
+        getattr(torch, op.dtype).is_floating_point for op in tracer.operations if op.phase != RESULT
     ):
         raise UsageError("the step ran no operation of torch on floating-point numbers: there is nothing to compare")
     overwritten = [
         {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
         for f in (report.findings if report else [])
     ]
-    # Torch runs a model as it is written where it is watched.
-    compiled = any(map(is_compiled, watcher.results.used_modules()))
-    unguarded = "torch.func forbids hooks for saved tensors: overwritten memory was not looked for"
-    about = {
-        "guard": unguarded * (not guarded),
-        "loss": getattr(run, "loss_taken", ""),
-        "compiled": "not compiled" * compiled,
-    }
-    notes = {name: words for name, words in about.items() if words}
+    # While it is traced, torch runs a compiled model uncompiled.
+    has_compiled_module = any(map(is_compiled, tracer.results.used_modules()))
+    notes = {}
+    if not guarded:
+        notes["guard"] = "torch.func forbids hooks for saved tensors: overwritten memory was not looked for"
+    loss_note = getattr(run, "loss_taken", "")
+    if loss_note:
+        notes["loss"] = loss_note
+    if has_compiled_module:
+        notes["compiled"] = "not compiled"
     return Trace(
         str(setting),
-        watcher.operations,
-        watcher.values,
+        tracer.operations,
+        tracer.values,
         overwritten,
         arithmetic=flags,
         notes=notes,
-        without_reference=watcher.references.failures,
-        step=name_of_step(step),
+        without_reference=tracer.references.failures,
+        step=describe_step(step),
     )
 
 
-def name_of_step(step: Callable[..., object]) -> str:
-    """What a step is called: a function by its name, a `Step` by its model and loss.
+def describe_step(step: Callable[..., object]) -> str:
+    """The name of a step: that of its function, or of its model and loss if it is a `Step`.
 
-    >>> name_of_step(functools.partial(round, ndigits=2)), name_of_step(Step(torch.nn.Linear(1, 1), torch.ones(1)))
+    >>> describe_step(functools.partial(round, ndigits=2)), describe_step(Step(torch.nn.Linear(1, 1), torch.ones(1)))
     ('round(ndigits=2)', 'Linear')
     """
     if isinstance(step, functools.partial):
-        options = [*map(_short, step.args), *(f"{name}={_short(value)}" for name, value in step.keywords.items())]
-        return f"{name_of_step(step.func)}({', '.join(options)})"
+        options = [*map(_shorten, step.args), *(f"{name}={_shorten(value)}" for name, value in step.keywords.items())]
+        return f"{describe_step(step.func)}({', '.join(options)})"
     if isinstance(step, Step):
-        loss = f", {name_of_step(step.loss)}" if step.loss is not None else ""
+        loss = f", {describe_step(step.loss)}" if step.loss is not None else ""
         return type(step.model).__name__ + loss
     return getattr(step, "__qualname__", type(step).__name__)
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """An argument in a few letters."""
     if isinstance(value, torch.Tensor):
         return f"tensor{tuple(value.shape)}"
     text = str(value)
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
+    return text if len(text) <= MAX_ARGUMENT_LETTERS else f"{text[:MAX_ARGUMENT_LETTERS]}…"
 
 
-def _compare_executions(first: Trace, trace: Trace) -> None:
+def _mark_changes(first: Trace, trace: Trace) -> None:
     """Mark operations that gave other results from the same inputs the second time, and those given other inputs."""
-    made_before, made = _values_made(first), _values_made(trace)
+    produced_before, produced = _produced_contents(first), _produced_contents(trace)
     varies = False  # whether an operation before gave something else, which later ones may have been told
-    for op, before in aligned(trace.operations, first.operations):
-        if op is None or op.random or op.phase == RESULT:
+    for op, before in align_operations(trace.operations, first.operations):
+        if op is None or op.is_random or op.phase == RESULT:
             continue
         same = before is not None
         if before is not None and _contents(first, before.inputs) != _contents(trace, op.inputs):
             pairs = zip(_contents(first, before.inputs), _contents(trace, op.inputs), strict=False)
-            op.anew = any(x != y and x not in made_before and y not in made for x, y in pairs)
+            op.inputs_changed = any(x != y and x not in produced_before and y not in produced for x, y in pairs)
         elif before is not None and differing_arguments(before, op):
-            op.anew = not varies
+            op.inputs_changed = not varies
         elif before is not None:
             same = _contents(first, before.outputs) == _contents(trace, op.outputs)
             if not same:
                 varies = True
-                sketches = ([t.values[v].sketch for v in o.outputs] for t, o in ((first, before), (trace, op)))
-                op.spread = max(op.spread or 0.0, sk.spread(*sketches))
-        op.repeats = op.repeats is not False and same and not op.anew
+                output_sketches = ([t.values[v].sketch for v in o.outputs] for t, o in ((first, before), (trace, op)))
+                op.spread = max(op.spread or 0.0, sketches.max_distance(*output_sketches))
+        op.repeats = op.repeats is not False and same and not op.inputs_changed
 
 
 def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
     return [trace.values[name].content for name in names]
 
 
-def _values_made(trace: Trace) -> set[str]:
+def _produced_contents(trace: Trace) -> set[str]:
     """The contents that operations of an execution made; not those that one passed on, as a copy does."""
     return {
         content
         for op in trace.operations
         if op.phase != RESULT
-        for content in _contents(trace, [*op.outputs, *op.changed])
+        for content in _contents(trace, [*op.outputs, *op.mutated_values])
         if content not in _contents(trace, op.inputs)
     }

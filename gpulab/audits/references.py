@@ -28,16 +28,16 @@ from gpulab._torch_internals import (
     negative_view,
     storage_identity,
 )
-from gpulab.audits import count_sketch as sk
+from gpulab.audits import count_sketch as sketches
 from gpulab.audits.formulas import FORMULAS
 from gpulab.audits.traces import Operation
 
-SHORT = (torch.float16, torch.bfloat16)
+HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 MIN_GROWTH = 1 << 18  # bytes of new copies before copies of freed storages are looked for
 MAX_GROWTH = 1 / 32  # the same, relative to all copies
 MIN_NEW_STORAGES = 64  # before freed storages are looked for, however small they are
 # Operations that return or write numbers of the program's own state, which the reference shares.
-AS_RECORDED = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
+UNREPEATED_OPERATIONS = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
 _OTHER_REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 
 
@@ -47,17 +47,19 @@ class Memory:
     Attributes:
         serial: A number of its own; an address may be that of another storage later.
         numbers: The copy, flat; None for data that no operation has written to, and where there is none.
-        stand_in: What an operation made in float64 where that has another size, such as a kernel's notes.
+        resized_reference: The float64 result of an operation if it has another size, such as a kernel's notes.
         version: How often it has been written to.
-        maker: Who wrote to it last; None for data.
+        maker: The operation that wrote to it last; None for data.
         exact: Whether the copy was computed in float64 all the way.
     """
 
     def __init__(self, storage: torch.UntypedStorage, serial: int) -> None:
-        self.weak_reference, self.serial = StorageWeakRef(storage), serial
+        self.weak_reference = StorageWeakRef(storage)
+        self.serial = serial
         self.numbers: Tensor | None = None
-        self.stand_in: Tensor | None = None
-        self.version, self.exact = 0, True
+        self.resized_reference: Tensor | None = None
+        self.version = 0
+        self.exact = True
         self.maker: Operation | None = None
 
 
@@ -70,7 +72,8 @@ class References:
         self.read_numbers: dict[float, float] = {}  # floats that the program read from tensors, and their references
         self.failures: dict[str, str] = {}  # operations without float64, and what torch said
         self.is_disabled = False
-        self.new_bytes, self.next_bytes = 0, MIN_GROWTH  # when freed storages are looked for next
+        self.new_bytes = 0  # bytes of copies since freed storages were last discarded
+        self.next_bytes = MIN_GROWTH  # the number of new bytes at which they are discarded next
         self.next_count = MIN_NEW_STORAGES
 
     # --- storages -----------------------------------------------------------------------------------------
@@ -79,20 +82,21 @@ class References:
         """The record of a plain tensor's storage."""
         storage = tensor.untyped_storage()
         key = storage_identity(storage)
-        found = self.memories.get(key)
-        if found is None or found.weak_reference.expired():
+        memory = self.memories.get(key)
+        if memory is None or memory.weak_reference.expired():
             if len(self.memories) >= self.next_count or self.new_bytes >= self.next_bytes:
-                self._forget_freed()
-            found = self.memories[key] = Memory(storage, next(self.serials))
-        return found
+                self._discard_freed()
+            memory = Memory(storage, next(self.serials))
+            self.memories[key] = memory
+        return memory
 
-    def _forget_freed(self) -> None:
-        """Forget storages that are freed, and their copies. The larger the rest, the later this is done again."""
-        alive = self.memories.items()
-        self.memories = {key: memory for key, memory in alive if not memory.weak_reference.expired()}
-        copied = sum(memory.numbers.nbytes for memory in self.memories.values() if memory.numbers is not None)
+    def _discard_freed(self) -> None:
+        """Discard freed storages and their copies. The larger the rest, the later this is done again."""
+        self.memories = {key: memory for key, memory in self.memories.items() if not memory.weak_reference.expired()}
+        copied_bytes = sum(memory.numbers.nbytes for memory in self.memories.values() if memory.numbers is not None)
         self.next_count = MIN_NEW_STORAGES + 2 * len(self.memories)
-        self.new_bytes, self.next_bytes = 0, max(MIN_GROWTH, int(MAX_GROWTH * copied))
+        self.new_bytes = 0
+        self.next_bytes = max(MIN_GROWTH, int(MAX_GROWTH * copied_bytes))
 
     def is_exact(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the references of all these were computed in float64 all the way."""
@@ -101,7 +105,7 @@ class References:
     def has_copy(self, tensor: Tensor) -> bool:
         """Whether a plain tensor's reference is a copy. If not, the recorded numbers are the reference."""
         memory = self.memory(tensor)
-        return memory.numbers is not None or memory.stand_in is not None
+        return memory.numbers is not None or memory.resized_reference is not None
 
     def of(self, tensor: Tensor, for_writing: bool = False) -> Tensor:
         """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred to by a copy.
@@ -113,9 +117,9 @@ class References:
             for_writing: Whether what is written to the reference must stay. The storage then gets a copy.
         """
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
-        if memory.stand_in is not None:
-            return memory.stand_in
-        if self.is_disabled or tensor.device.type not in sk.WITH_FLOAT64:
+        if memory.resized_reference is not None:
+            return memory.resized_reference
+        if self.is_disabled or tensor.device.type not in sketches.FLOAT64_DEVICES:
             return _widened(tensor)
         storage = tensor.untyped_storage()
         is_outdated = memory.numbers is not None and memory.numbers.numel() * real.itemsize != storage.nbytes()
@@ -146,10 +150,10 @@ class References:
         if is_second and memory.numbers is not None and reference.shape == tensor.shape:
             self.of(tensor).copy_(reference)
             return
-        if tensor.device.type not in sk.WITH_FLOAT64 or self.is_disabled or not tensor.numel():
+        if tensor.device.type not in sketches.FLOAT64_DEVICES or self.is_disabled or not tensor.numel():
             return
         if reference.shape != tensor.shape:
-            memory.stand_in = reference
+            memory.resized_reference = reference
             self.new_bytes += reference.nbytes
             return
         if 0 in tensor.stride():
@@ -164,33 +168,35 @@ class References:
         memory.numbers = torch.zeros(count, dtype=dtype, device=tensor.device)
         self.of(tensor).copy_(reference)
 
-    def note_write(self, tensor: Tensor, exact: bool, followed: bool, longer: Tensor | None) -> None:
-        """Note that an operation wrote to a tensor.
+    def record_write(self, tensor: Tensor, exact: bool, is_repeated: bool, float32_draws: Tensor | None) -> None:
+        """Record that an operation wrote to a tensor.
 
         Args:
             tensor: What it wrote to.
             exact: Whether the references of what it read are exact.
-            followed: Whether it was done on the reference as well. If not, the recorded numbers are the reference.
-            longer: Of random numbers in a short format, those that would have been drawn in float32.
+            is_repeated: Whether it was repeated on the reference. If not, the recorded numbers are the reference.
+            float32_draws: For random numbers in a short format, those that would have been drawn in float32.
         """
         memory = self.memory(tensor)
         if self.is_disabled:
             memory.exact = False
             return
-        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        memory.exact = exact if whole else exact and memory.exact
-        if not followed:
-            self.of(tensor, for_writing=True).copy_(tensor if longer is None else longer)
+        fills_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        memory.exact = exact if fills_storage else exact and memory.exact
+        if not is_repeated:
+            self.of(tensor, for_writing=True).copy_(tensor if float32_draws is None else float32_draws)
 
     def reread(self, tensor: Tensor) -> None:
         """Take the recorded numbers of a storage for its reference, because something other than torch wrote to it."""
         memory = self.memory(tensor)
         memory.exact = memory.exact and memory.maker is None
-        memory.version, memory.maker, memory.numbers = memory.version + 1, None, None
+        memory.version += 1
+        memory.maker = None
+        memory.numbers = None
 
-    def copied(self, out: Tensor, source: Tensor) -> None:
-        """Note that a new tensor is a copy of another one, in whatever format."""
-        if sk.is_plain(out) and sk.is_plain(source) and out is not source:
+    def record_copy(self, out: Tensor, source: Tensor) -> None:
+        """Record that a new tensor is a copy of another one, in whatever format."""
+        if sketches.is_strided(out) and sketches.is_strided(source) and out is not source:
             same_storage = storage_identity(out.untyped_storage()) == storage_identity(source.untyped_storage())
             same_numbers = out.dtype == source.dtype and not self.has_copy(source)
             if not same_storage and not same_numbers and out.shape == source.shape:
@@ -215,15 +221,15 @@ class References:
         for tensor in written:
             self.of(tensor, for_writing=True)
 
-        def substituted(value: Nested) -> Nested:
+        def substitute(value: Nested) -> Nested:
             if isinstance(value, Tensor):
-                return self.of(value) if sk.is_plain(value) else _widened(value)
+                return self.of(value) if sketches.is_strided(value) else _widened(value)
             if isinstance(value, torch.dtype):
                 return torch.complex128 if value.is_complex else torch.float64 if value.is_floating_point else value
             return value
 
-        given = map_nested(substituted, (list(args), dict(kwargs)))
-        return self._with_exact_numbers(given) if self.read_numbers else given
+        inputs = map_nested(substitute, (list(args), dict(kwargs)))
+        return self._with_exact_numbers(inputs) if self.read_numbers else inputs
 
     def _with_exact_numbers(self, values: Nested) -> Nested:
         """The same with the references of floats that the program read from tensors."""
@@ -233,13 +239,13 @@ class References:
             return {key: self._with_exact_numbers(value) for key, value in values.items()}
         return self.read_numbers.get(values, values) if type(values) is float else values
 
-    def computed(
+    def compute(
         self,
         operation: OpOverload,
         name: str,
         inputs: Nested,
         out: Nested,
-        random: bool,
+        is_random: bool,
     ) -> Nested | None:
         """The results of an operation on the references; what it writes to them is written. None if that fails.
 
@@ -248,15 +254,15 @@ class References:
             name: Its bare name.
             inputs: What `inputs_of` gave before the operation ran.
             out: What it returned.
-            random: Whether it draws random numbers. Its reference shares them.
+            is_random: Whether it draws random numbers. Its reference shares them.
         """
         args, kwargs = inputs
         if self.is_disabled:
             return None
-        if name in AS_RECORDED:
+        if name in UNREPEATED_OPERATIONS:
             return ()
         try:
-            if random:
+            if is_random:
                 return _with_same_draws(operation, name, args, kwargs, out)
             if name == "_amp_foreach_non_finite_check_and_unscale":
                 for gradient in args[0]:
@@ -266,7 +272,7 @@ class References:
                 return FORMULAS[name](named_arguments(operation, args, kwargs))
             if name in ("_softmax", "_log_softmax"):
                 args = [*args[:2], False]  # whose last argument says that float16 becomes float32
-            makes_reals = any(sk.rounds(t) for t in find_tensors(out))
+            makes_reals = any(sketches.is_float_or_complex(t) for t in find_tensors(out))
             if "dtype" in argument_names(operation) and makes_reals and not find_tensors((args, kwargs)):
                 kwargs = kwargs | {"dtype": torch.float64}
             made = operation(*args, **kwargs)
@@ -282,38 +288,48 @@ def _with_same_draws(operation: OpOverload, name: str, args: Nested, kwargs: Nes
     """The reference of an operation that draws: its recorded draws, applied in float64."""
     named = named_arguments(operation, args, kwargs)
     if name == "native_dropout":
-        kept, probability = out[1], named["p"]
-        scale = 1 / (1 - probability) if probability < 1 else 0.0
-        return named["input"] * kept * (scale if named["train"] is not False else 1.0), kept
-    reals = [t for t in find_tensors((args, kwargs)) if sk.rounds(t)]
-    drawn = [t for t in find_tensors(out) if sk.rounds(t)]
-    if drawn and reals and name not in ("bernoulli", *FROM_NUMBERS):
+        mask = out[1]
+        probability = named["p"]
+        scale = 1.0
+        if named["train"] is not False:
+            scale = 1 / (1 - probability) if probability < 1 else 0.0
+        return named["input"] * mask * scale, mask
+    reals = [t for t in find_tensors((args, kwargs)) if sketches.is_float_or_complex(t)]
+    drawn = [t for t in find_tensors(out) if sketches.is_float_or_complex(t)]
+    if drawn and reals and name not in ("bernoulli", *FACTORY_DRAWS):
         return None
-    return map_nested(lambda value: _widened(value) if isinstance(value, Tensor) else value, out)
+
+    def widen(value: Nested) -> Nested:
+        return _widened(value) if isinstance(value, Tensor) else value
+
+    return map_nested(widen, out)
 
 
 # Operations that draw by numbers, and read nothing of the tensor that they are given but its shape.
-FROM_NUMBERS = {
+FACTORY_DRAWS = {
     *("uniform", "normal", "random", "exponential", "geometric", "cauchy", "log_normal"),
     *("rand_like", "randn_like", "randint_like"),
 }
 
 
-def drawn_again(operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nested, state: Tensor) -> Tensor | None:
+def redraw_in_float32(
+    operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nested, state: Tensor
+) -> Tensor | None:
     """What an operation that fills a tensor in a short format would have drawn in float32, from the same state.
 
     Weights of a model in bfloat16 are drawn as those in float32 are, and rounded. None where the draws are others.
     """
     if tensor.device.type != "cpu":
         return None
-    after = torch.get_rng_state()
+    final_state = torch.get_rng_state()
     torch.set_rng_state(state)
-    longer = torch.empty_like(tensor, dtype=torch.float32)
-    operation(longer, *args[1:], **kwargs)
-    same_state = torch.equal(torch.get_rng_state(), after)
-    torch.set_rng_state(after)
-    apart = float((longer - tensor.float()).abs().max()) if tensor.numel() else 0.0
-    return longer if same_state and apart <= 0.01 * float(longer.abs().max()) else None
+    float32_draws = torch.empty_like(tensor, dtype=torch.float32)
+    operation(float32_draws, *args[1:], **kwargs)
+    has_same_state = torch.equal(torch.get_rng_state(), final_state)
+    torch.set_rng_state(final_state)
+    difference = float((float32_draws - tensor.float()).abs().max()) if tensor.numel() else 0.0
+    is_same_draw = has_same_state and difference <= 0.01 * float(float32_draws.abs().max())
+    return float32_draws if is_same_draw else None
 
 
 def _span(tensor: Tensor) -> Tensor:
@@ -353,6 +369,6 @@ def _real_type(dtype: torch.dtype) -> torch.dtype:
 def _widened(tensor: Tensor) -> Tensor:
     """The recorded numbers in float64; whole numbers as they are."""
     tensor = tensor.detach()
-    if not sk.rounds(tensor) or tensor.device.type not in sk.WITH_FLOAT64:
+    if not sketches.is_float_or_complex(tensor) or tensor.device.type not in sketches.FLOAT64_DEVICES:
         return tensor.clone()
     return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()

@@ -1,7 +1,7 @@
-"""An operation's forward error: its result beside the same operation in float64, and how far rounding may lead.
+"""An operation's forward error: its result compared with the same operation in float64, and a bound for rounding.
 
-The inputs of both are the very ones that the operation got, so that what went wrong earlier is not held against it.
-A bound allows sums in any order and every algorithm that libraries document for the operation.
+Both get the inputs that the operation had, so that earlier errors do not count as errors of the operation. The bound
+allows sums in any order and every algorithm that libraries document for the operation.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 
 from gpulab._torch_internals import Nested, OpOverload, has_failed, named_arguments
-from gpulab.audits.count_sketch import factors, rounds
+from gpulab.audits.count_sketch import is_float_or_complex, perturbation_factors
 from gpulab.audits.formulas import attend
-from gpulab.audits.twins import Twin, distance, norm, repeats, rounded_results
-from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
+from gpulab.audits.twins import Float64Reference, difference_norm, find_rounded_results, max_index_repeats, norm
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, round_factor_to
 from gpulab.numerics.formats import round_to, rounded_format
 
-SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
-EXPLAINED = 0.5  # the share of an error that a number format must account for to be named as its cause
-FEW, FEW_EXPLAINED = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
+# Higham and Mary's lambda: rounding errors that behave as random almost never exceed the bound with this factor.
+SAFETY_FACTOR = 4.0
+MIN_EXPLAINED_SHARE = 0.5  # a number format is named as the cause of an error that it explains by at least this share
+SMALL_RESULT_SIZE = 32  # numbers; one format in four explains half of the errors of fewer numbers by chance
+MIN_SMALL_RESULT_EXPLAINED_SHARE = 0.99  # the share that a format must explain of the error of a small result
 FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38, are taken for zero
 
-# The operands that are multiplied with each other, by position. What else there is (a bias) is added.
+# The operands that are multiplied with each other, by position. Any other operand, such as a bias, is added.
 PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
 PRODUCTS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
 PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
@@ -36,17 +38,17 @@ ATTENTION: dict[str, tuple[int, ...]] = {
     for kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
 FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
-# Many products one after the other, whose rounding no perturbation of the inputs shows.
+# Operations with many consecutive products: perturbing their inputs does not show the rounding of these products.
 RECURRENT = {
     f"{kernel}{suffix}" for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn") for suffix in ("", "_backward")
 }
-# Sums that a GPU's atomics, and a CPU, add up one number after the other. Equal numbers then round alike, and not at
-# random: n of them may be off by n roundings.
+# Sums that a GPU's atomics, and a CPU, add up sequentially. Equal numbers then round in the same way and not at random,
+# so that the sum of n of them may be off by n roundings.
 SUMS_BY_INDEX = {"embedding_dense_backward", "index_add", "index_put", "_index_put_impl", "scatter_add"}
 # The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
-ROUNDINGS = (
+HARDWARE_ROUNDINGS = (
     ("tf32", "nearest", None),
-    ("tf32", "away", None),  # where most of what lies halfway goes one way, which is where sums feel it
+    ("tf32", "away", None),  # ties go one way, which biases sums
     ("tf32", "truncate", None),
     ("bfloat16", "nearest", None),
     ("float16", "nearest", None),
@@ -59,20 +61,20 @@ ROUNDINGS = (
 
 @dataclass(kw_only=True)
 class Accuracy:
-    """One operation's error against float64, relative to the norm of the exact result, of the result that is worst.
+    """One operation's error against float64, relative to the norm of the exact result, for its worst result.
 
-    `bound` is the error that rounding explains, in the same unit; `loosest` that of the result that may be furthest
-    off. `format` is the short number format that a product was computed in: by the error, when its kernel rounded the
-    factors, or by the factors, when they had been `rounded_before`. Of any operation it is `FLUSHED` when subnormal
-    numbers were taken for zero.
-    None where there is nothing to say: no twin in float64, no product.
+    `bound` is the error that rounding explains, in the same unit, and `max_bound` the largest bound of all results.
+    `format` is the short number format that a product was computed in. It is known by the error if the kernel rounded
+    the factors, or by the factors if these were rounded before (`has_rounded_factors`). For any operation it is
+    `FLUSHED` if subnormal numbers were flushed to zero.
+    A value is None if it does not apply: there is no float64 reference, or the operation is no product.
     """
 
     error: float | None = None
     bound: float | None = None
     format: str | None = None
-    rounded_before: bool = False
-    loosest: float | None = None
+    has_rounded_factors: bool = False
+    max_bound: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -95,202 +97,231 @@ def forward_error(
         out: what it returned; or wrote, where it returns nothing.
     """
     if name in RECURRENT or has_failed(operation, out):
-        return Accuracy()  # what a factorisation leaves when it fails is each library's own
-    if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
-        out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
-    results = rounded_results(out)
+        return Accuracy()  # libraries differ in what a failed factorisation returns
+    if name == "convolution_backward":  # oneDNN also returns gradients that were not requested
+        out = [gradient for gradient, is_requested in zip(out, args[10], strict=True) if is_requested]
+    results = find_rounded_results(out)
     results = results[:1] if name in ATTENTION else results
-    twin = Twin(operation, args, kwargs, len(results))
+    reference = Float64Reference(operation, args, kwargs, len(results))
     if name in ATTENTION:
-        twin.compute = _attention(operation)
-    elif name == "_to_copy" and rounds(args[0]):
-        twin.compute = lambda x, **_: x  # the exact result of a conversion is what it converts
+        reference.compute = _attention(operation)
+    elif name == "_to_copy" and is_float_or_complex(args[0]):
+        reference.compute = _return_input  # the exact result of a conversion is what it converts
     try:
-        answer = twin.by_definition(name, out)
+        answer = reference.check_definition(name, out)
         if answer is not None:
             error, roundings = answer
-            unit = torch.finfo(args[0].dtype).eps / 2 if rounds(args[0]) else 0.0
-            return Accuracy(error=error, bound=None if roundings is None else SAFETY * roundings * unit)
-        return _beside_twin(name, args, results, twin)
+            unit = torch.finfo(args[0].dtype).eps / 2 if is_float_or_complex(args[0]) else 0.0
+            return Accuracy(error=error, bound=None if roundings is None else SAFETY_FACTOR * roundings * unit)
+        return _compare_with_reference(name, args, results, reference)
     except RuntimeError:  # a kernel of one device alone, or none for float64
         return Accuracy()
 
 
-def _beside_twin(name: str, args: Sequence[Nested], results: list[Tensor], twin: Twin) -> Accuracy:
-    """The error of that result which is worst, and what rounds as it does."""
-    exact = twin()
+def _compare_with_reference(
+    name: str, args: Sequence[Nested], results: list[Tensor], reference: Float64Reference
+) -> Accuracy:
+    """The error of the worst result, and the number format that explains it."""
+    exact = reference()
     sizes = list(map(norm, exact))
-    if not exact or [e.shape for e in exact] != [r.shape for r in results] or not all(map(math.isfinite, sizes)):
+    has_same_shapes = [e.shape for e in exact] == [r.shape for r in results]
+    if not exact or not has_same_shapes or not all(map(math.isfinite, sizes)):
         return Accuracy()
     unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
-    copies = [t.numel() for t in twin.numbers] == [r.numel() for r in results]  # and nothing summed or subtracted
-    if copies and not any(map(distance, results, exact)):  # the rest would say nothing
+    has_same_sizes = [t.numel() for t in reference.float_tensors] == [r.numel() for r in results]
+    if has_same_sizes and not any(map(difference_norm, results, exact)):  # such as a copy
         return Accuracy(error=0.0, bound=unit)
-    terms = _terms(name, args) if name in PRODUCTS else _longest_sums(name, twin, exact)
-    reaches = SAFETY * np.sqrt(np.maximum(1.0, terms))
+    terms = _count_products(name, args) if name in PRODUCTS else _longest_sums(name, reference, exact)
+    growth_factors = SAFETY_FACTOR * np.sqrt(np.maximum(1.0, terms))
     if name in PRODUCTS:
-        bounds = reaches * _moves_of_products(twin, unit)
+        bounds = growth_factors * _product_perturbations(reference, unit)
     else:
-        bounds = reaches * (_moves(name, twin, exact, unit) + _one_pass(name, twin, exact, unit))
+        perturbations = _measure_perturbations(name, reference, exact, unit)
+        bounds = growth_factors * (perturbations + _one_pass_variance_loss(name, reference, exact, unit))
         if name in SUMS_BY_INDEX:
             bounds[0] += terms[0] * unit * sizes[0]
-    # Numbers too small for the format are lost: below the smallest subnormal one; and where a unit takes those for
-    # zero, all below the smallest normal one.
+    # Numbers below the smallest subnormal number of the format underflow. On a unit that flushes subnormal numbers, so
+    # do all below the smallest normal one.
     formats = [torch.finfo(result.dtype) for result in results]
-    lost = reaches * np.sqrt([e.numel() for e in exact]) * [f.smallest_normal for f in formats]
-    bounds = bounds + lost * [f.eps for f in formats]
+    underflow = growth_factors * np.sqrt([e.numel() for e in exact]) * [f.smallest_normal for f in formats]
+    bounds = bounds + underflow * [f.eps for f in formats]
     exact = [torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)]  # overflow
-    errors = list(map(distance, results, exact))
+    errors = list(map(difference_norm, results, exact))
     ratios = [Accuracy(error=error, bound=bound).ratio for error, bound in zip(errors, bounds, strict=True)]
     worst = int(np.argmax(np.array(ratios, float)))  # NaN is the largest
-    error, bound, size = errors[worst], float(bounds[worst]), norm(exact[worst]) or 1.0
-    if math.isnan(bound):  # next to inputs for which there is no result
+    error = errors[worst]
+    bound = float(bounds[worst])
+    size = norm(exact[worst]) or 1.0
+    if math.isnan(bound):  # the inputs lie next to some for which the operation has no result
         return Accuracy()
-    loosest = float(max(bounds / [norm(e) or 1.0 for e in exact]))
-    seen = Accuracy(error=error / size, bound=bound / size, loosest=loosest)
+    max_bound = float(max(bounds / [norm(e) or 1.0 for e in exact]))
+    accuracy = Accuracy(error=error / size, bound=bound / size, max_bound=max_bound)
     factors = [args[index] for index in FACTORS.get(name, ())]
-    if error > bound and _is_flushed(twin, results[worst], worst, bound + lost[worst]):
-        seen.format = FLUSHED
+    if error > bound and _is_flushed(reference, results[worst], worst, bound + underflow[worst]):
+        accuracy.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
-        # Where a format shorter than float32 was used, the error is at least half of one rounding; and where all
-        # products have one sign, which the sum of n of them hides best, 2^-12 / sqrt(n) of the result.
-        reach = reaches[worst] if name in PRODUCTS else SAFETY
-        if not error <= max(bound / 2, SAFETY * 2.0**-15 * sizes[worst]) / reach:
-            # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
+        # If a format shorter than float32 was used, the error is at least half of one rounding. If all products have
+        # one sign, the sum of n of them hides it best: the error is then at least 2^-12 / sqrt(n) of the result.
+        growth_factor = growth_factors[worst] if name in PRODUCTS else SAFETY_FACTOR
+        if not error <= max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / growth_factor:
+            # If factors overflowed the error is NaN; the format that overflows in the same places explains all of it.
             worst_error = math.inf if math.isnan(error) else error
-            seen.format = _explaining_format(FACTORS[name], twin, results[worst], worst_error, worst)
-        if seen.format is None:
-            seen.format = next(filter(None, map(rounded_format, factors)), None)
-            seen.rounded_before = seen.format is not None
-    return seen
+            accuracy.format = _explaining_format(FACTORS[name], reference, results[worst], worst_error, worst)
+        if accuracy.format is None:
+            accuracy.format = next(filter(None, map(rounded_format, factors)), None)
+            accuracy.has_rounded_factors = accuracy.format is not None
+    return accuracy
 
 
-# --- how far rounding may lead --------------------------------------------------------------------------------
+def _return_input(x: Tensor, **_: Nested) -> Tensor:
+    return x
 
 
-def _terms(name: str, args: Sequence[Nested]) -> list[float]:
+# --- error bounds ---------------------------------------------------------------------------------------------
+
+
+def _count_products(name: str, args: Sequence[Nested]) -> list[float]:
     """How many products are summed in each element of each result."""
     if name == "convolution":
         weight, transposed, groups = args[1], args[6], args[8]
         return [weight.numel() / (weight.shape[1] * groups if transposed else weight.shape[0])]
     if name == "convolution_backward":
-        gradient, weight, transposed, groups, needed = args[0], args[2], args[7], args[9], args[10]
+        gradient, weight, transposed, groups, output_mask = args[0], args[2], args[7], args[9], args[10]
         positions = gradient.numel() / gradient.shape[1]
         inputs = weight.numel() / (weight.shape[0] if transposed else weight.shape[1] * groups)
-        return [n for n, is_needed in zip((inputs, positions, positions), needed, strict=True) if is_needed]
-    first = args[PRODUCTS[name][0]]
-    return [first.shape[-1] * (len(first) if name == "addbmm" else 1)]  # which sums over the batch as well
+        counts = (inputs, positions, positions)
+        return [count for count, is_requested in zip(counts, output_mask, strict=True) if is_requested]
+    matrix = args[PRODUCTS[name][0]]
+    if name == "addbmm":  # sums over the batch as well
+        return [matrix.shape[-1] * len(matrix)]
+    return [matrix.shape[-1]]
 
 
-def _longest_sums(name: str, twin: Twin, exact: list[Tensor]) -> list[float]:
-    """How many numbers may be summed for each number of each result, of operations that are no products.
+def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -> list[float]:
+    """How many numbers may be summed for each number of each result, for operations that are no products.
 
-    As many as the inputs have for one of the result; and where shapes do not show it, as the arguments say.
+    This is the ratio of the numbers of inputs and results, or what the arguments say if the shapes do not show it.
     """
-    numbers, arguments = twin.numbers, twin.named
-    most, longest = max((t.numel() for t in numbers), default=1), 1.0
+    inputs = reference.float_tensors
+    arguments = reference.arguments
+    largest_size = max((t.numel() for t in inputs), default=1)
+    longest = 1.0
     dims = arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
-        longest *= max((t.shape[dim] for t in numbers if -t.dim() <= dim < t.dim()), default=1)
+        longest *= max((t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()), default=1)
     if name in SUMS_BY_INDEX:
-        longest = min(longest, repeats(arguments)) if "dim" in arguments else repeats(arguments)
-    elif "norm" in name:  # whose means, one for each group, are among the arguments or the results
-        longest = most / min(t.numel() for t in (*numbers, *exact) if t.numel())
+        longest = min(longest, max_index_repeats(arguments)) if "dim" in arguments else max_index_repeats(arguments)
+    elif "norm" in name:  # the means of a normalisation, one for each group, are among its arguments or results
+        longest = largest_size / min(t.numel() for t in (*inputs, *exact) if t.numel())
     elif "ctc_loss" in name:
         longest = arguments["log_probs"].shape[0]
     elif "linalg" in name or "cdist" in name or "solve" in name:
-        longest = max(size for t in numbers for size in t.shape[-2:])
-    elif "upsample" in name and "nearest" not in name:  # the place between two pixels is rounded too
-        longest = max(size for t in (*numbers, *exact) for size in t.shape[2:]) ** 2
-        return [longest * max(1.0, most / e.numel()) for e in exact]
-    return [max(1.0, longest, most / e.numel()) for e in exact]
+        longest = max(size for t in inputs for size in t.shape[-2:])
+    elif "upsample" in name and "nearest" not in name:  # the position between two pixels is rounded too
+        longest = max(size for t in (*inputs, *exact) for size in t.shape[2:]) ** 2
+        return [longest * max(1.0, largest_size / e.numel()) for e in exact]
+    return [max(1.0, longest, largest_size / e.numel()) for e in exact]
 
 
-def _moves_of_products(twin: Twin, unit: float) -> np.ndarray:
-    """The norms of u |A| |B|, of which sqrt(n) bound the error whatever the order of summation.
+def _product_perturbations(reference: Float64Reference, unit: float) -> np.ndarray:
+    """The norms of u |A| |B|; times sqrt(n), they bound the error for any order of summation.
 
     See Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)).
 
-    Of norms, it also leaves room for convolutions by Winograd's algorithm (Barabasz et al. 2020, ACM TOMS 46(4)) and by
-    Fourier's transform, and for complex products by three real ones (Higham 1992, SIAM J. Matrix Anal. Appl. 13(3)).
+    Because these are norms, the bound also covers convolutions by Winograd's algorithm (Barabasz et al. 2020, ACM TOMS
+    46(4)) and by the Fourier transform, and complex products by three real ones (Higham 1992, SIAM J. Matrix Anal.
+    Appl. 13(3)).
     """
-    return unit * np.array([norm(product) for product in twin(torch.abs)])
+    return unit * np.array([norm(product) for product in reference(torch.abs)])
 
 
-def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.ndarray:
-    """How far the result moves when every input is off by one rounding, and one more for the result. Norms.
+def _measure_perturbations(name: str, reference: Float64Reference, exact: list[Tensor], unit: float) -> np.ndarray:
+    """The norms of how far the results move if every input is off by one rounding, plus one rounding of the result.
 
-    The roundings have random signs, in two draws, so that one lucky sign does not hide a movement; and then one sign,
-    which sums the absolute values of what is summed: the roundings of a sum, whose terms may come in any order, can be
-    as large. No number grows above 1, for some kernels stop at a probability that does.
+    The roundings have random signs, in two draws, so that a lucky draw does not hide a movement. In a third one they
+    have one sign, which sums the absolute values of the terms of a sum: its roundings can be as large, because its
+    terms may be added in any order. No number grows above 1, since some kernels reject a probability above 1.
     """
     draws = itertools.count()
 
-    def shrunk(x: Tensor) -> Tensor:
-        return x * (factors(x, next(draws), unit) - unit)
+    def shrink_at_random(x: Tensor) -> Tensor:
+        return x * (perturbation_factors(x, next(draws), unit) - unit)
 
-    def lowered(x: Tensor) -> Tensor:
+    def lower(x: Tensor) -> Tensor:
         return x * (1 - unit * torch.sgn(x).conj())
 
-    sums = torch.Tag.pointwise not in twin.operation.tags
-    moved = [twin(change) for change in ([shrunk, shrunk, lowered] if sums else [shrunk, shrunk])]
-    moves = np.array([math.hypot(*(norm(m - e) for m in of_one)) for e, *of_one in zip(exact, *moved, strict=True)])
+    changes = [shrink_at_random, shrink_at_random]
+    if torch.Tag.pointwise not in reference.operation.tags:
+        changes.append(lower)
+    perturbed_results = [reference(change) for change in changes]
+    perturbations = [
+        math.hypot(*(norm(perturbed - exact_result) for perturbed in perturbed_versions))
+        for exact_result, *perturbed_versions in zip(exact, *perturbed_results, strict=True)
+    ]
     sizes = list(map(norm, exact))
     if name in ATTENTION:
         # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA guide).
-        sizes = [4 * norm(t) for t in twin(torch.abs, (2,))]
-    return moves + unit * np.array(sizes)
+        sizes = [4 * norm(t) for t in reference(torch.abs, (2,))]
+    return np.array(perturbations) + unit * np.array(sizes)
 
 
-def _one_pass(name: str, twin: Twin, exact: list[Tensor], unit: float) -> np.ndarray:
-    """What is lost where the variance is the mean of squares minus the square of the mean, which cancels.
+def _one_pass_variance_loss(name: str, reference: Float64Reference, exact: list[Tensor], unit: float) -> np.ndarray:
+    """The loss of digits if a variance is computed as the mean of squares minus the square of the mean, which cancels.
 
-    oneDNN documents that for its batch normalisation, and compilers make it of others (Chan, Golub, LeVeque 1983,
-    American Statistician 37(3)). In units of the roundings of a sum.
+    oneDNN documents that for its batch normalisation, and compilers generate it for others (Chan, Golub, LeVeque 1983,
+    American Statistician 37(3)). The loss is in units of the roundings of a sum.
     """
-    lost = np.zeros(len(exact))
+    losses = np.zeros(len(exact))
     if "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
-        # These are the result, the means and the reciprocal deviations.
-        x, result, _, reciprocal = twin.args[0], *exact[:3]
+        x = reference.args[0]
+        result, _, reciprocal = exact[:3]  # the result, the means and the reciprocal deviations
         if "batch" in name:
             x, result = x.transpose(0, 1), result.transpose(0, 1)
         x, result = (t.reshape(reciprocal.numel(), -1) for t in (x, result))
         steepness = x.square().mean(1).sqrt() * reciprocal.flatten()  # the numbers' size in units of their deviation
-        by = steepness + steepness.square() / 2
-        lost[0] = unit * norm(by * torch.linalg.vector_norm(result, dim=1))
-        lost[2] = unit * norm(by * reciprocal.flatten())
-    return lost
+        amplification = steepness + steepness.square() / 2
+        losses[0] = unit * norm(amplification * torch.linalg.vector_norm(result, dim=1))
+        losses[2] = unit * norm(amplification * reciprocal.flatten())
+    return losses
 
 
 # --- which number format --------------------------------------------------------------------------------------
 
 
-def _is_flushed(twin: Twin, result: Tensor, output_index: int, bound: float) -> bool:
-    """Whether taking subnormal numbers for zero explains a result; the bound allows those that it may lose."""
+def _is_flushed(reference: Float64Reference, result: Tensor, output_index: int, bound: float) -> bool:
+    """Whether flushing subnormal numbers to zero explains a result; the bound includes the loss of these numbers."""
     smallest = torch.finfo(result.dtype).smallest_normal
-    flushed = twin(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
-    return result.dtype != torch.float16 and distance(result, flushed) <= bound
+    flushed = reference(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
+    return result.dtype != torch.float16 and difference_norm(result, flushed) <= bound
 
 
 def _explaining_format(
-    factor_positions: Sequence[int], twin: Twin, result: Tensor, error: float, output_index: int
+    factor_positions: Sequence[int], reference: Float64Reference, result: Tensor, error: float, output_index: int
 ) -> str | None:
     """The format whose rounding of the factors explains the error best, if any explains half of it."""
-    best, least = None, 1 - (EXPLAINED if result.numel() > FEW else FEW_EXPLAINED)
-    for format_, mode, of_result in ROUNDINGS:
+    is_small = result.numel() <= SMALL_RESULT_SIZE
+    best_format = None
+    max_remaining = 1 - (MIN_SMALL_RESULT_EXPLAINED_SHARE if is_small else MIN_EXPLAINED_SHARE)
+    for format_, mode, result_format in HARDWARE_ROUNDINGS:
 
-        def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
-            return rounded_factor(x.float(), format_, mode).double()
+        def round_factor(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
+            return round_factor_to(x.float(), format_, mode).double()
 
-        candidate = twin(rounded, factor_positions)[output_index]
-        if of_result is not None:  # it overflows where the format ends
-            candidate = round_to(candidate.float(), of_result).double()
-        remaining = (distance(result, candidate) / error) ** 2
-        if remaining < (least if best is None else least / 2):  # TF32 and float16 often round alike
-            best, least = format_, remaining
-    return best
+        candidate = reference(round_factor, factor_positions)[output_index]
+        if result_format is not None:  # the result overflows beyond the range of its format
+            candidate = round_to(candidate.float(), result_format).double()
+        remaining = (difference_norm(result, candidate) / error) ** 2
+        # TF32 and float16 often round to the same numbers, so a later format has to be clearly better.
+        if remaining < (max_remaining if best_format is None else max_remaining / 2):
+            best_format = format_
+            max_remaining = remaining
+    return best_format
 
 
 def _attention(operation: OpOverload) -> Callable[..., Tensor]:
-    """Scaled dot-product attention as written down, for kernels that exist on one device or for float32 alone."""
-    return lambda *args, **kwargs: attend(named_arguments(operation, args, kwargs))
+    """Scaled dot-product attention as a formula, for kernels that exist on one device or for float32 only."""
+
+    def compute(*args: Nested, **kwargs: Nested) -> Tensor:
+        return attend(named_arguments(operation, args, kwargs))
+
+    return compute

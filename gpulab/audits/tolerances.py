@@ -1,40 +1,53 @@
-"""From where on a difference says something: the thresholds of an audit, each with its reason; all are relative."""
+"""Thresholds of the audit, each with its justification. All are relative to the size of a value."""
 
 from __future__ import annotations
 
-ROUNDOFF = 2.0**-24  # of float32
-SAME_BITS = 2.0**-44  # two devices make sketches of the same bits, which differ by float64's roundings
-SAME_VALUE = 2.0**-20  # two right float32 kernels may be a few roundings apart
-UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
-SAME_INPUTS = UNEXPLAINED / 64  # what two operations were given counts as the same where it explains no such difference
-SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
-ROOM = 4.0  # how many times as far as their bounds say two right results may be apart
-# Two float64 references coincide within this, and within this share of what the setting's own roundings made of them:
-# how far these led measures the condition of the value. It is about 1,000 times the ratio of the two units.
-COINCIDES = 1e-10
-COINCIDES_BY_ROUNDING = 2e-6
-SHARP = 1e-6  # values that are compared less sharply say nothing about those that they were made of
-SHARP_ENOUGH = 1e-4  # for sums to tell whether a value is another one in another order, or a part of it
-CANCELLED = 1e-12  # what is left of a sum in float64 whose terms cancel, relative to them
-DIGITS_LOST = 2.0**-4  # a result that is so far from its reference has lost nearly all digits
-CANCELLATION = 64.0  # how many times as large as those of its inputs the relative error of such a result is
-NOTHING_BUT_ROUNDING = 1e3  # a value that is so many times its reference consists of roundings
-INEXACT = 2.0**-12, 2.0**-6  # how far two values may be apart without a float64 reference: in float32, and in less
-FAR = 16.0  # how many times as far as that two values without a reference are apart to be called different
-# Data that two executions computed outside of torch, such as by NumPy, may be so far apart; and where values before
-# them were rounded to a short format, so many times as far as these are off, up to a limit.
-FROM_OUTSIDE = 2.0**-17
-OUTSIDE_BY_ROUNDING, MOST_FROM_OUTSIDE = 4.0, 2.0**-5
-AMPLIFIED = 1024.0  # how many times as far as what entered from outside values that follow from it may be apart
-REPEATS = 16.0  # times the spread of an operation that does not repeat itself two results of it may be apart
-EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
-LOST_SHARE = 0.5  # of the numbers that an update moves in float64; if it leaves as many as they were, it is lost
-LITTLE = 0.01  # the share of a difference that answers no question about it
+FLOAT32_ROUNDOFF = 2.0**-24  # the unit roundoff of float32
+# Two devices compute sketches of the same bits that differ by roundings of float64.
+SAME_BITS_TOLERANCE = 2.0**-44
+SAME_VALUE_TOLERANCE = 2.0**-20  # two correct float32 kernels may differ by a few roundings
+# Half of float32's digits: no chain of roundings in one operation loses as many.
+MIN_UNEXPLAINED_DIFFERENCE = 2.0**-12
+# Two operations have the same inputs if these differ by too little to explain such a difference.
+SAME_INPUTS_TOLERANCE = MIN_UNEXPLAINED_DIFFERENCE / 64
+SHORT_FORMAT_ROUNDOFF = 2.0**-6  # the error of data and weights that were rounded to bfloat16, or a shorter format
+BOUND_SLACK = 4.0  # two correct results may differ by this many times their error bounds
+# Two float64 references of one value agree within the first tolerance, plus the second times the deviation of the
+# recorded value from its reference. The deviation measures the condition of the value. The second tolerance is about
+# 1,000 times the ratio of the two unit roundoffs.
+REFERENCE_TOLERANCE = 1e-10
+REFERENCE_TOLERANCE_PER_DEVIATION = 2e-6
+# Values that are compared with a wider tolerance do not certify the values that they were computed from.
+MAX_CERTIFYING_TOLERANCE = 1e-6
+# With a wider tolerance, sums cannot show whether a value is a permutation or a part of another one.
+MAX_SUM_MATCHING_TOLERANCE = 1e-4
+CANCELLATION_RESIDUE = 1e-12  # the size of a sum in float64 whose terms cancel, relative to the largest term
+MIN_DIGIT_LOSS_ERROR = 2.0**-4  # a result with this relative error has lost nearly all digits
+MIN_CANCELLATION_GROWTH = 64.0  # the ratio of the relative error of such a result to that of its inputs
+PURE_ROUNDING_RATIO = 1e3  # a value that is this many times its reference consists of rounding errors
+# Two values without a float64 reference may differ by this: in float32, and in shorter formats.
+INEXACT_TOLERANCES = 2.0**-12, 2.0**-6
+INEXACT_FAULT_FACTOR = 16.0  # two values without a reference are reported as different beyond this multiple of it
+# Data that two executions computed outside of torch, such as by NumPy, may differ by the first tolerance. If values
+# before them were rounded to a short format, they may differ by the second times the deviation of these values, up to
+# the third.
+EXTERNAL_DATA_TOLERANCE = 2.0**-17
+EXTERNAL_TOLERANCE_PER_DEVIATION = 4.0
+MAX_EXTERNAL_DATA_TOLERANCE = 2.0**-5
+MAX_EXTERNAL_AMPLIFICATION = (
+    1024.0  # values computed from external data may differ by this multiple of their difference
+)
+# Two results of a nondeterministic operation may differ by this multiple of the spread of repeated executions.
+MAX_REPEAT_SPREAD_RATIO = 16.0
+EXPLAINED_SHARE = 0.5  # a finding that explains at least this share of a difference explains the difference
+# An update is lost if at least this share of the numbers that change in float64 keep their old value.
+LOST_UPDATE_SHARE = 0.5
+NEGLIGIBLE_SHARE = 0.01  # a finding that explains less than this share of the difference comes after rounding
 
-SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-# What decides: where two inputs lie next to an edge, two right results lie on either side of it. So does an optimizer
-# that divides a gradient by its size: of a gradient of next to nothing there remains the sign.
-_DECIDES = """
+SHORT_FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# Operations with discontinuities: two correct results may lie on either side of an edge if two inputs lie next to it.
+# An optimizer that divides a gradient by its size is one of them: a gradient close to zero leaves only its sign.
+_DISCONTINUOUS_OPERATIONS = """
     adaptive_max_pool2d addcdiv amax amin aminmax argmax argmin bucketize ceil clamp clamp_max clamp_min cummax cummin
     elu_backward eq floor floor_divide fmod _foreach_addcdiv frac fractional_max_pool2d _fused_adam _fused_adamw ge gt
     hardswish hardswish_backward hardtanh hardtanh_backward huber_loss_backward isfinite kthvalue le leaky_relu_backward
@@ -42,4 +55,4 @@ _DECIDES = """
     mode msort multinomial ne _prelu_kernel_backward relu remainder round searchsorted sgn sign smooth_l1_loss_backward
     sort threshold_backward _to_copy topk trunc _unique2 unique_consecutive where
 """
-DECIDES = frozenset(_DECIDES.split())
+DISCONTINUOUS_OPERATIONS = frozenset(_DISCONTINUOUS_OPERATIONS.split())

@@ -39,29 +39,33 @@ from gpulab._torch_internals import (
     storage_identity,
     written_tensors,
 )
-from gpulab.audits import count_sketch as sk
-from gpulab.audits.references import AS_RECORDED, SHORT, References, drawn_again
+from gpulab.audits import count_sketch as sketches
+from gpulab.audits.references import HALF_PRECISION_DTYPES, UNREPEATED_OPERATIONS, References, redraw_in_float32
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
-from gpulab.audits.twins import DEFINITIONS, writes
+from gpulab.audits.twins import DEFINITIONS, writes_to_arguments
 from gpulab.audits.values import Slabs, Value
 from gpulab.guards.call_sites import Callers
 from gpulab.guards.fingerprints import content
 from gpulab.guards.reentrancy import at_work, own_work
-from gpulab.numerics.emulation import COMPOSED
+from gpulab.numerics.emulation import COMPOSED_OPERATIONS
 from gpulab.steps import State
 
-SILENT = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
-# What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
-# which nobody has set where nothing is dropped, or memory that nobody has written.
-NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
-NOTES |= {"weight_buf", "reserve", "dropout_state"}  # of cuDNN's recurrent layers: the weights again, and its own
-NOTES |= {"logsumexp", "log_sumexp", "log_alpha"}  # which are written in part
-# Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
-WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
-MOST_UPDATED = 1 << 28  # numbers of a leaf that are kept, to see which of them an update leaves as they were
-FEW_DIGITS = 5  # of a number that may be a constant
-COPIES = {"_to_copy", "clone", "copy"}
+IGNORED_OPERATIONS = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
+# What kernels return in addition to their results, by the names of torch's schemas. These are no data, but notes for
+# the backward pass, which are unset if nothing is dropped, or uninitialised memory.
+AUXILIARY_OUTPUTS = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+AUXILIARY_OUTPUTS |= {
+    "weight_buf",
+    "reserve",
+    "dropout_state",
+}  # of cuDNN's recurrent layers: the weights again, and its own
+AUXILIARY_OUTPUTS |= {"logsumexp", "log_sumexp", "log_alpha"}  # these are only written in part
+# Kernels that write to an input although their schema does not say so: cuDNN's notes of the forward pass serve once.
+UNDECLARED_WRITERS = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+MAX_TRACKED_UPDATE_SIZE = 1 << 28  # numbers of a leaf of which lost updates are counted
+MAX_SIMPLE_NUMBER_DIGITS = 5  # of a number that may be a constant
+COPY_OPERATIONS = {"_to_copy", "clone", "copy"}
 
 
 class Call:
@@ -72,42 +76,51 @@ class Call:
         name: Its bare name.
         args: The positional arguments.
         kwargs: The named arguments.
-        named: All arguments by name.
+        named_args: All arguments by name.
         arguments: The same as JSON has them.
-        given: The tensors among them.
-        written: Those that the operation writes to.
+        input_tensors: The tensors among them.
+        mutated_tensors: Those that the operation writes to.
         bases: What these are views of.
-        writes: Whether it changes anything that it is given.
-        random: Whether it draws random numbers.
-        overwritten: The argument that it overwrites without reading it, if there is one.
-        read: The arguments that it reads.
+        is_mutating: Whether it changes anything that it is given.
+        is_random: Whether it draws random numbers.
+        overwritten_argument: The argument that it overwrites without reading it, if there is one.
+        read_arguments: The arguments that it reads.
     """
 
     def __init__(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> None:
-        self.operation, self.name, self.args, self.kwargs = operation, name, args, kwargs
-        self.named = named_arguments(operation, args, kwargs)
-        self.arguments = {key: as_json(value) for key, value in self.named.items()}
-        self.given = find_tensors((args, kwargs))
-        self.written = [t for t in written_tensors(operation, args, kwargs) if sk.is_plain(t) and t.numel()]
-        bases = map(base_of, self.written)
-        self.bases = [base for base in bases if base is not None and base.numel() and sk.is_plain(base)]
-        self.writes = writes(operation) or name in WRITES_UNSAID
-        self.random = _is_random(operation, self.arguments)
-        overwrites = writes(operation) and (self.random or overwrites_first_argument(name))
-        self.overwritten = args[0] if overwrites else None
-        self.read = [v for key, v in self.named.items() if key not in NOTES and v is not self.overwritten]
+        self.operation = operation
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.named_args = named_arguments(operation, args, kwargs)
+        self.arguments = {key: as_json(value) for key, value in self.named_args.items()}
+        self.input_tensors = find_tensors((args, kwargs))
+        self.mutated_tensors = [
+            t for t in written_tensors(operation, args, kwargs) if sketches.is_strided(t) and t.numel()
+        ]
+        bases = map(base_of, self.mutated_tensors)
+        self.bases = [base for base in bases if base is not None and base.numel() and sketches.is_strided(base)]
+        self.is_mutating = writes_to_arguments(operation) or name in UNDECLARED_WRITERS
+        self.is_random = _is_random(operation, self.arguments)
+        overwrites_argument = writes_to_arguments(operation) and (self.is_random or overwrites_first_argument(name))
+        self.overwritten_argument = args[0] if overwrites_argument else None
+        self.read_arguments = [
+            v
+            for key, v in self.named_args.items()
+            if key not in AUXILIARY_OUTPUTS and v is not self.overwritten_argument
+        ]
 
     def copied_arguments(self) -> Nested:
         """Copies of the arguments, for a call that changes them."""
-        return map_nested(_copy, (self.args, self.kwargs))
+        return map_nested(_copy_tensor, (self.args, self.kwargs))
 
 
 class Tracer(UncompiledDispatchMode):
     """Notes every operation below autograd, forward and backward; `results` follows what the step is for.
 
     Args:
-        tell: Is called after each operation.
-        measured: Whether each value gets a float64 reference, and each operation's error and steadiness are measured.
+        on_operation: Is called after each operation.
+        is_measuring: Whether each value gets a float64 reference, and each operation is repeated to measure its error.
 
     Attributes:
         operations: What ran, in order.
@@ -116,10 +129,13 @@ class Tracer(UncompiledDispatchMode):
             the references of what they are copies of, and nothing is noted.
     """
 
-    def __init__(self, tell: Callable[[], object], measured: bool = False) -> None:
+    def __init__(self, on_operation: Callable[[], object], is_measuring: bool = False) -> None:
         super().__init__()
-        self.tell, self.measured, self.is_preparing = tell, measured, False
-        self.references, self.slabs = References(), Slabs()
+        self.on_operation = on_operation
+        self.is_measuring = is_measuring
+        self.is_preparing = False
+        self.references = References()
+        self.slabs = Slabs()
         self.results = StepResults(self)
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
@@ -135,10 +151,10 @@ class Tracer(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation and note what it did."""
+        """Run an operation and record what it did."""
         kwargs = kwargs or {}
         name = operation_name(operation)
-        if name in SILENT or at_work():
+        if name in IGNORED_OPERATIONS or at_work():
             return operation(*args, **kwargs)
         if self.is_preparing:
             return self._prepare(operation, name, args, kwargs)
@@ -146,144 +162,167 @@ class Tracer(UncompiledDispatchMode):
             return torch.zeros(*args, **kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
-            return out.zero_() if type(out) is Tensor and sk.is_plain(out) else out  # what lies there is nobody's data
+            return (
+                out.zero_() if type(out) is Tensor and sketches.is_strided(out) else out
+            )  # what lies there is nobody's data
         if has_wrapper_subclass(types):
             self.results.find_leaves(args)
             return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
         if name == "_euclidean_dist":  # which has no kernel of its own: the root of a product, each seen by itself
             with self:
                 return decomposition_of(operation)(*args)
-        if name in COMPOSED:  # nor have these, and what they call stands for them
+        if name in COMPOSED_OPERATIONS:  # nor have these, and what they call stands for them
             with self:
                 return call_composite_kernel(operation, args, kwargs, is_explicit=True)
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
-        return self._note(operation, name, args, kwargs)
+        return self._record_call(operation, name, args, kwargs)
 
     def _prepare(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
         """Run an operation that moves a model or its batch."""
         out = operation(*args, **kwargs)
-        if self.measured and name in COPIES and isinstance(out, Tensor):
+        if self.is_measuring and name in COPY_OPERATIONS and isinstance(out, Tensor):
             source = args[1] if name == "copy" else args[0]
-            self._attempt(partial(own_work(self.references.copied), out, source))
+            self._try_with_references(partial(own_work(self.references.record_copy), out, source))
         return out
 
     @own_work
-    def _note(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
-        """Run an operation, repeat it on the references, and note both."""
+    def _record_call(
+        self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
+    ) -> Nested:
+        """Run an operation, repeat it on the references, and record both."""
         call = Call(operation, name, args, kwargs)
-        before = self._with_memory(call.copied_arguments) if call.writes and self.measured else (args, kwargs)
-        op = self._begun(call)
-        follows = self.measured and not operation.is_view
-        exact = follows and all(map(self._is_exact, find_tensors(call.read)))
-        inputs = self._attempt(lambda: self.references.inputs_of(args, kwargs, call.written)) if follows else None
-        draws_short = call.random and any(t.dtype in SHORT for t in call.written)
+        before = (
+            self._retry_without_references(call.copied_arguments)
+            if call.is_mutating and self.is_measuring
+            else (args, kwargs)
+        )
+        op = self._start_record(call)
+        follows = self.is_measuring and not operation.is_view
+        exact = follows and all(map(self._is_exact, find_tensors(call.read_arguments)))
+        inputs = (
+            self._try_with_references(lambda: self.references.inputs_of(args, kwargs, call.mutated_tensors))
+            if follows
+            else None
+        )
+        draws_short = call.is_random and any(t.dtype in HALF_PRECISION_DTYPES for t in call.mutated_tensors)
         state = torch.get_rng_state() if draws_short else None
 
-        out = self._with_memory(lambda: operation(*args, **kwargs))
+        out = self._retry_without_references(lambda: operation(*args, **kwargs))
         if self.references.is_disabled:
             inputs = None  # they would hold their memory
-        for t in call.written:
+        for t in call.mutated_tensors:
             memory = self.references.memory(t)
             memory.version, memory.maker = memory.version + 1, op
-        repeated = lambda: self.references.computed(operation, name, inputs, out, call.random)  # noqa: E731
-        made = self._attempt(repeated) if inputs is not None else None
+        reference_out = None
+        if inputs is not None:
+            compute_reference = partial(self.references.compute, operation, name, inputs, out, is_random=call.is_random)
+            reference_out = self._try_with_references(compute_reference)
         if follows:
-            self._keep_written(call, made, exact, state)
-        self._keep_new(call, op, out, made, exact, follows, inputs)
+            self._update_written_references(call, reference_out, exact, state)
+        self._store_new_references(call, op, out, reference_out, exact, follows, inputs)
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
-            self._note_read_number(out, op.inputs[0])
-        self._end(call, op, out, before)
+            self._record_number_read(out, op.inputs[0])
+        self._finish_record(call, op, out, before)
         return out
 
-    def _begun(self, call: Call) -> Operation:
-        """The record of an operation that is about to run: who calls it, and what it is given."""
+    def _start_record(self, call: Call) -> Operation:
+        """The record of an operation that is about to run: its caller and its inputs."""
         caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
         is_view = call.operation.is_view
-        op = Operation(call.name, *caller, [], [], [], "", call.arguments, random=call.random, is_view=is_view)
-        op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read)]
-        op.lanes = _lanes(call.name, call.named, op.inputs)
-        op.inputs += [value for base in call.bases if (value := self.value_of(base)) not in op.inputs]
-        read = call.args[1:] if call.overwritten is not None else call.args
-        self._with_memory(lambda: self.results.find_leaves(read))
-        self._with_memory(lambda: self.results.keep_starts(call.written))
+        op = Operation(call.name, *caller, [], [], [], "", call.arguments, is_random=call.is_random, is_view=is_view)
+        op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read_arguments)]
+        op.lanes = _count_lanes(call.name, call.named_args, op.inputs)
+        base_values = [self.value_of(base) for base in call.bases]
+        op.inputs += [value for value in base_values if value not in op.inputs]
+        read = call.args[1:] if call.overwritten_argument is not None else call.args
+        self._retry_without_references(lambda: self.results.find_leaves(read))
+        self._retry_without_references(lambda: self.results.save_initial_contents(call.mutated_tensors))
         return op
 
-    def _keep_written(self, call: Call, made: Nested | None, exact: bool, state: Tensor | None) -> None:
-        """Keep the references of what an operation wrote to."""
-        longer = None
+    def _update_written_references(self, call: Call, made: Nested | None, exact: bool, state: Tensor | None) -> None:
+        """Update the references of what an operation wrote to."""
+        float32_draws = None
         if state is not None:
-            longer = drawn_again(call.operation, call.written[0], call.args, call.kwargs, state)
-        followed = made is not None and not call.random and call.name not in AS_RECORDED
-        for t in call.written:
-            self._attempt(partial(self.references.note_write, t, exact and made is not None, followed, longer))
+            float32_draws = redraw_in_float32(call.operation, call.mutated_tensors[0], call.args, call.kwargs, state)
+        is_repeated = made is not None and not call.is_random and call.name not in UNREPEATED_OPERATIONS
+        for t in call.mutated_tensors:
+            self._try_with_references(
+                partial(self.references.record_write, t, exact and made is not None, is_repeated, float32_draws)
+            )
 
-    def _keep_new(
+    def _store_new_references(
         self, call: Call, op: Operation, out: Nested, made: Nested | None, exact: bool, follows: bool, inputs: Nested
     ) -> None:
-        """Keep the references of new tensors, and note who made them."""
-        known = {storage_identity(t.untyped_storage()) for t in call.given if sk.is_plain(t)}
+        """Store the references of new tensors, and the operation that made them."""
+        input_storages = {storage_identity(t.untyped_storage()) for t in call.input_tensors if sketches.is_strided(t)}
         # Storages that the reference of a result may share with something else.
-        others = find_tensors((inputs, call.given, out))
-        shared = {storage_identity(t.untyped_storage()) for t in others if sk.is_plain(t)}
+        others = find_tensors((inputs, call.input_tensors, out))
+        shared = {storage_identity(t.untyped_storage()) for t in others if sketches.is_strided(t)}
         new: set[int] = set()  # storages; some kernels return views of one
-        for t, reference in _paired(out, made):
-            storage = storage_identity(t.untyped_storage()) if sk.is_plain(t) else None
-            if storage is None or storage in known:
+        for t, reference in _pair_with_references(out, made):
+            storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
+            if storage is None or storage in input_storages:
                 continue
             if follows:
-                is_note = made is not None and (not sk.rounds(t) or call.name in AS_RECORDED)
+                is_note = made is not None and (
+                    not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
+                )
                 is_exact = exact and (reference is not None or is_note)
                 content, is_second = t if reference is None else reference, storage in new
                 may_own = storage_identity(content.untyped_storage()) not in shared
                 shared.add(storage_identity(content.untyped_storage()))
-                self._attempt(partial(self.references.keep, t, content, is_exact, is_second, may_own))
+                self._try_with_references(partial(self.references.keep, t, content, is_exact, is_second, may_own))
             self.references.memory(t).maker = op
             new.add(storage)
         for t in find_tensors(out) if follows else ():
-            same_type = bool(call.given) and t.dtype == call.given[0].dtype
-            is_copy = same_type and call.name in COPIES and self._is_exact(call.given[0])
-            if not sk.is_plain(t) and not is_copy:  # the references of sparse tensors are not followed
-                for memory in map(self.references.memory, sk.tensors(t)):
+            same_type = bool(call.input_tensors) and t.dtype == call.input_tensors[0].dtype
+            is_copy = same_type and call.name in COPY_OPERATIONS and self._is_exact(call.input_tensors[0])
+            if not sketches.is_strided(t) and not is_copy:  # the references of sparse tensors are not followed
+                for memory in map(self.references.memory, sketches.nonempty_components(t)):
                     memory.exact, memory.maker = False, op
 
-    def _note_read_number(self, number: float, value: str) -> None:
-        """Note that the program read a number from a tensor, so that its reference goes on with the exact number."""
+    def _record_number_read(self, number: float, value: str) -> None:
+        """Record that the program read a number from a tensor, so that its reference uses the exact number."""
         self.numbers_read[number] = value
         reference = self.values[value].reference
-        if reference is not None and not _is_plain_number(number):
+        if reference is not None and not _is_simple_number(number):
             self.references.read_numbers[number] = float(reference[0])
 
-    def _end(self, call: Call, op: Operation, out: Nested, before: tuple[Sequence[Nested], dict[str, Nested]]) -> None:
-        """Complete the record of an operation that has run, unless it made nothing of numbers."""
+    def _finish_record(
+        self, call: Call, op: Operation, out: Nested, before: tuple[Sequence[Nested], dict[str, Nested]]
+    ) -> None:
+        """Complete the record of an operation that has run, unless it returned no numbers."""
         raw_results = returned_or_written(call.operation, call.args, out)
-        results = _results(call.operation, raw_results)
+        results = _numeric_results(call.operation, raw_results)
         if not results:
             return
         op.shape, op.dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
         op.outputs = [self.value_of(t, op) for t in results]
-        written = call.written if call.overwritten is None else []
+        written = call.mutated_tensors if call.overwritten_argument is None else []
         changed = [self.value_of(t, op) for t in (*written, *call.bases)]
-        op.changed = [value for value in dict.fromkeys(changed) if value not in op.outputs]
-        rounded = [t for t in results if sk.rounds(t)]
-        op.nans = self.measured and any(map(_has_nan, rounded))
-        is_measured = self.measured and not call.random and not call.operation.is_view
+        op.mutated_values = [value for value in dict.fromkeys(changed) if value not in op.outputs]
+        rounded = [t for t in results if sketches.is_float_or_complex(t)]
+        op.has_nan = self.is_measuring and any(map(_has_nan, rounded))
+        is_measured = self.is_measuring and not call.is_random and not call.operation.is_view
         if is_measured and (rounded or call.name in DEFINITIONS):
-            self._with_memory(lambda: self._measure(call.operation, op, before, call.writes, raw_results))
+            self._retry_without_references(
+                lambda: self._measure(call.operation, op, before, call.is_mutating, raw_results)
+            )
         self.operations.append(op)
-        self.tell()
+        self.on_operation()
 
-    def _attempt(self, function: Callable[[], Nested]) -> Nested:
-        """What a function of the references returns; None, and no references from here on, where memory is short."""
+    def _try_with_references(self, function: Callable[[], Nested]) -> Nested:
+        """Call a function of the references; if memory runs out, return None and continue without references."""
         try:
             return function()
         except torch.OutOfMemoryError:
             self.references.disable()
             return None
 
-    def _with_memory(self, function: Callable[[], Nested]) -> Nested:
-        """What a function returns; where memory is short, it is called again without references."""
+    def _retry_without_references(self, function: Callable[[], Nested]) -> Nested:
+        """Call a function; if memory runs out, call it again without references."""
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -301,16 +340,18 @@ class Tracer(UncompiledDispatchMode):
         written_to: bool,
         raw_results: Nested,
     ) -> None:
-        """Note whether an operation gives the same bits when it is called again, and its error against float64."""
-        again_args, again_kwargs = map_nested(_copy, before) if written_to else before
-        returned_again = operation(*again_args, **again_kwargs)
-        again = _results(operation, returned_or_written(operation, again_args, returned_again))
-        first = [self.values[value] for value in op.outputs]
-        if [sk.name(t) for t in again] != [value.content for value in first]:
+        """Measure whether an operation returns the same bits when it is repeated, and its error against float64."""
+        args, kwargs = map_nested(_copy_tensor, before) if written_to else before
+        repeated_out = operation(*args, **kwargs)
+        repeated = _numeric_results(operation, returned_or_written(operation, args, repeated_out))
+        outputs = [self.values[value] for value in op.outputs]
+        if [sketches.content_id(t) for t in repeated] != [value.content for value in outputs]:
             op.repeats = False
-            op.spread = sk.spread([sk.sketch(t) for t in again], [value.sketch for value in first])
+            op.spread = sketches.max_distance(
+                [sketches.sketch(t) for t in repeated], [value.sketch for value in outputs]
+            )
         # Tensors of other layouts are compared by their parts alone.
-        if all(map(sk.is_plain, find_tensors((before, raw_results)))):
+        if all(map(sketches.is_strided, find_tensors((before, raw_results)))):
             vars(op).update(vars(forward_error(operation, op.name, before[0], before[1], raw_results)))
 
     # --- values -------------------------------------------------------------------------------------------
@@ -322,12 +363,13 @@ class Tracer(UncompiledDispatchMode):
             tensor: A tensor whose numbers lie in memory by its strides.
             maker: The operation that made it, where that is the one that is being noted.
         """
-        memory, digest = self.references.memory(tensor), content(tensor)
-        key = _key_of(tensor, memory.serial, memory.version)
+        memory = self.references.memory(tensor)
+        digest = content(tensor)
+        key = _value_key(tensor, memory.serial, memory.version)
         name = self.names.get(key)
-        if name is not None and sk.name(tensor, digest) == self.values[name].content:
+        if name is not None and sketches.content_id(tensor, digest) == self.values[name].content:
             return name
-        flat = _key_of(tensor.view(-1), memory.serial, memory.version) if tensor.is_contiguous() else ()
+        flat = _value_key(tensor.view(-1), memory.serial, memory.version) if tensor.is_contiguous() else ()
         known_digest, same = self.flat_values.get(flat, (digest, None))
         if name is not None or known_digest != digest:
             self.references.reread(tensor)  # NumPy, or another library, has written to it
@@ -338,56 +380,59 @@ class Tracer(UncompiledDispatchMode):
             self.flat_values.setdefault(flat, (digest, value))
         made_by = maker or memory.maker
         if made_by is not None and made_by is not maker:
-            made_by.changed.append(name)  # another view of what an operation wrote before
+            made_by.mutated_values.append(name)  # another view of what an operation wrote before
         return name
 
     def _new_value(self, tensor: Tensor, digest: int, same: Value | None) -> Value:
         """The value of a tensor, with its reference where there is one."""
-        references, slabs = self.references, self.slabs
+        references = self.references
+        slabs = self.slabs
 
-        def followed() -> Value | None:
+        def make_value() -> Value | None:
             reference = references.of(tensor) if references.has_copy(tensor) else tensor
             if reference.shape != tensor.shape:
                 return None
             return Value.of(tensor, reference, references.memory(tensor).exact, slabs, digest, same)
 
-        value = self._attempt(followed) if self.measured and not references.is_disabled else None
-        return value or self._with_memory(lambda: Value.as_recorded(tensor, self.measured, slabs, digest, same))
+        value = self._try_with_references(make_value) if self.is_measuring and not references.is_disabled else None
+        return value or self._retry_without_references(
+            lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, same)
+        )
 
     def _is_exact(self, tensor: Tensor) -> bool:
         """Whether a tensor's reference was computed in float64 all the way; of another layout, whether it is data."""
-        if sk.is_plain(tensor):
+        if sketches.is_strided(tensor):
             return self.references.is_exact([tensor])
-        memories = map(self.references.memory, sk.tensors(tensor))
+        memories = map(self.references.memory, sketches.nonempty_components(tensor))
         return all(memory.exact and memory.maker is None for memory in memories)
 
 
-def _is_plain_number(number: float) -> bool:
+def _is_simple_number(number: float) -> bool:
     """Whether a number has so few digits that a program may have it from elsewhere, such as one half.
 
-    >>> _is_plain_number(0.125), _is_plain_number(0.31783719360828)
+    >>> _is_simple_number(0.125), _is_simple_number(0.31783719360828)
     (True, False)
     """
-    return len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0]) <= FEW_DIGITS
+    return len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0]) <= MAX_SIMPLE_NUMBER_DIGITS
 
 
-def _key_of(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
+def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
     """What tells one value of one execution from another."""
     where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
     return serial, version, *where, tensor.is_conj(), tensor.is_neg()
 
 
-def _paired(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _pair_with_references(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Each tensor of what an operation returned, with what stands in its place among the results of the reference."""
     if isinstance(out, Tensor):
         yield out, made if isinstance(made, Tensor) else None
     elif isinstance(out, list | tuple):
         others = made if isinstance(made, list | tuple) else ()
         for place, value in enumerate(out):
-            yield from _paired(value, others[place] if place < len(others) else None)
+            yield from _pair_with_references(value, others[place] if place < len(others) else None)
 
 
-def _lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
+def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
     """For an operation on lists of tensors: how many tensors a list has, and how many lists there are; else nothing."""
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return []
@@ -400,15 +445,17 @@ def _lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> lis
 
 def _numeric_tensors(values: Nested) -> list[Tensor]:
     """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
-    tensors = sk.tensors(values)
-    return [t for t in tensors if t.dtype != torch.uint8] if any(map(sk.rounds, tensors)) else tensors
+    tensors = sketches.nonempty_components(values)
+    return (
+        [t for t in tensors if t.dtype != torch.uint8] if any(map(sketches.is_float_or_complex, tensors)) else tensors
+    )
 
 
-def _results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
+def _numeric_results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
     """What an operation made of tensors, without its notes."""
     names = result_names(operation)
     if isinstance(raw_results, tuple) and len(raw_results) == len(names):
-        raw_results = [value for name, value in zip(names, raw_results, strict=True) if name not in NOTES]
+        raw_results = [value for name, value in zip(names, raw_results, strict=True) if name not in AUXILIARY_OUTPUTS]
     return _numeric_tensors(raw_results)
 
 
@@ -422,15 +469,15 @@ def _has_nan(tensor: Tensor) -> bool:
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
 
 
-def _copy(value: Nested) -> Nested:
+def _copy_tensor(value: Nested) -> Nested:
     """Copy a tensor so that it has the same strides, gaps included: another layout may select another kernel.
 
-    >>> _copy(torch.arange(6).reshape(2, 3).T).stride()
+    >>> _copy_tensor(torch.arange(6).reshape(2, 3).T).stride()
     (1, 3)
     """
     if not isinstance(value, Tensor):
         return value
-    if not sk.is_plain(value) or value.is_conj() or value.is_neg() or not value.numel():
+    if not sketches.is_strided(value) or value.is_conj() or value.is_neg() or not value.numel():
         return value.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
@@ -460,7 +507,7 @@ class StepResults:
         self.tracer, self.restores = tracer, True
         self.path: list[str] = []
         self.names: dict[nn.Module, str] = {}
-        self.kept: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
+        self.saved_owners: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
         self.undo = contextlib.ExitStack()
         self.roots: dict[nn.Module, dict[str, list[str]]] = {}  # modules called first, and their buffers
         # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of another type or
@@ -468,20 +515,20 @@ class StepResults:
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
-        self.stepped: dict[Tensor, list[str]] = {}  # gradients as an optimizer was given them last
-        self.starts: dict[Tensor, tuple[Tensor, Tensor]] = {}  # what a leaf and its reference held at first
+        self.optimizer_gradients: dict[Tensor, list[str]] = {}  # gradients as an optimizer was given them last
+        self.initial_contents: dict[Tensor, tuple[Tensor, Tensor]] = {}  # what a leaf and its reference held at first
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow which module is at work, until the step is done; then put back what it changed."""
+    def follow(self) -> Iterator[None]:
+        """Follow which module is running until the step is done, and then restore what it changed."""
 
         def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
             if not self.path:
                 own_name = type(module).__name__
                 self.names = {inner: name_as_written(name) or own_name for name, inner in module.named_modules()}
                 if module not in self.roots:
-                    self._keep(module)
-                    self.roots[module] = self._buffers(module)
+                    self._save_state(module)
+                    self.roots[module] = self._buffer_values(module)
             self.path.append(self.names.get(module, type(module).__name__))
 
         def leave(module: nn.Module, inputs: Nested, output: Nested) -> None:  # noqa: ARG001
@@ -490,27 +537,27 @@ class StepResults:
 
         with self.undo:
             for handle in (
-                register_optimizer_step_pre_hook(lambda optimizer, *_: self._keep_optimizer(optimizer)),
+                register_optimizer_step_pre_hook(lambda optimizer, *_: self._save_optimizer(optimizer)),
                 hooks.register_module_forward_pre_hook(enter),
                 hooks.register_module_forward_hook(leave, always_call=True),
             ):
                 self.undo.callback(handle.remove)
             yield
 
-    def _keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.setdefault(optimizer)
-        self._keep(optimizer)
+        self._save_state(optimizer)
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is not None:
-                self.stepped[parameter] = self._names_of(parameter.grad)
+                self.optimizer_gradients[parameter] = self._value_names(parameter.grad)
 
     @own_work
-    def _keep(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
+    def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
         """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
         if isinstance(owner, nn.Module) and not all(component_tensors(p) for p in owner.parameters() if p.numel()):
             return  # `torch.func.functional_call` has put other parameters into it, and takes them out again
-        if self.restores and owner not in self.kept:
-            self.kept.add(owner)
+        if self.restores and owner not in self.saved_owners:
+            self.saved_owners.add(owner)
             self.undo.callback(State(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Nested) -> None:
@@ -519,40 +566,44 @@ class StepResults:
             if not t.requires_grad or is_view(t) or not t.is_leaf or not component_tensors(t):
                 continue  # a tensor inside of a transform of torch.func has no components
             if t not in self.leaves and not t.is_inference():
-                self.undo.callback(t.register_post_accumulate_grad_hook(self._keep_gradient).remove)
-                self._keep(t)
+                self.undo.callback(t.register_post_accumulate_grad_hook(self._record_gradient).remove)
+                self._save_state(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
-                self.starts.pop(t, None)  # `Module.to` gave the leaf another type
-                contents[t.dtype, t.device] = self._names_of(t)
+                self.initial_contents.pop(t, None)  # `Module.to` gave the leaf another type
+                contents[t.dtype, t.device] = self._value_names(t)
 
-    def _keep_gradient(self, leaf: Tensor) -> None:
-        self.gradients[leaf] = [] if leaf.grad is None else self._names_of(leaf.grad)
+    def _record_gradient(self, leaf: Tensor) -> None:
+        self.gradients[leaf] = [] if leaf.grad is None else self._value_names(leaf.grad)
 
-    def keep_starts(self, written: Sequence[Tensor]) -> None:
+    def save_initial_contents(self, written: Sequence[Tensor]) -> None:
         """Keep what leaves hold before they are first written to, to see which of their numbers stay as they were."""
         references = self.tracer.references
-        if references.is_disabled or not (self.restores and self.tracer.measured):
+        if references.is_disabled or not (self.restores and self.tracer.is_measuring):
             return
         storages = {storage_identity(t.untyped_storage()) for t in written}
         for leaf in self.leaves if storages else ():
-            is_known = leaf in self.starts or not (sk.is_plain(leaf) and sk.rounds(leaf)) or leaf.numel() > MOST_UPDATED
+            is_known = (
+                leaf in self.initial_contents
+                or not (sketches.is_strided(leaf) and sketches.is_float_or_complex(leaf))
+                or leaf.numel() > MAX_TRACKED_UPDATE_SIZE
+            )
             if not is_known and storage_identity(leaf.untyped_storage()) in storages:
                 recorded = leaf.detach().clone()
                 has_copy = references.has_copy(leaf)
-                self.starts[leaf] = recorded, references.of(leaf.detach()).clone() if has_copy else recorded
+                self.initial_contents[leaf] = recorded, references.of(leaf.detach()).clone() if has_copy else recorded
 
     @own_work
-    def _names_of(self, tensor: Tensor) -> list[str]:
+    def _value_names(self, tensor: Tensor) -> list[str]:
         """The names of a tensor's values; what computes them is none of the step's operations."""
-        return [self.tracer.value_of(t) for t in sk.tensors(tensor.detach())]
+        return [self.tracer.value_of(t) for t in sketches.nonempty_components(tensor.detach())]
 
     @own_work
-    def _lost(self, leaf: Tensor) -> dict[str, int]:
+    def _count_lost_updates(self, leaf: Tensor) -> dict[str, int]:
         """How many numbers of a leaf change in the reference, and how many of these kept their recorded bits."""
-        if leaf not in self.starts or self.tracer.references.is_disabled:
+        if leaf not in self.initial_contents or self.tracer.references.is_disabled:
             return {}
-        recorded, start = self.starts[leaf]
+        recorded, start = self.initial_contents[leaf]
         now, reference = leaf.detach(), self.tracer.references.of(leaf.detach())
         if (now.shape, now.dtype, now.device) != (recorded.shape, recorded.dtype, recorded.device):
             return {}
@@ -575,14 +626,14 @@ class StepResults:
             for x, y in pairs
         )
 
-    def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
-        return {name_as_written(name): self._names_of(buffer) for name, buffer in module.named_buffers()}
+    def _buffer_values(self, module: nn.Module) -> dict[str, list[str]]:
+        return {name_as_written(name): self._value_names(buffer) for name, buffer in module.named_buffers()}
 
     def used_modules(self) -> list[nn.Module]:
         """The modules that a step called, and their own."""
         return [submodule for model in self.roots for submodule in model.modules()]
 
-    def as_operations(self, returned: Nested) -> list[Operation]:
+    def to_operations(self, returned: Nested) -> list[Operation]:
         """What the step returned, each gradient, each parameter and buffer that it changed, and what optimizers hold.
 
         The `inputs` of gradients and updates are the values that the parameter or buffer began with.
@@ -592,32 +643,32 @@ class StepResults:
         for place, value in returned_leaves:
             if isinstance(value, Tensor | float):
                 label = "loss" if len(returned_leaves) == 1 else f"result {place}"
-                values = self._names_of(value) if isinstance(value, Tensor) else [self._name_of_number(value)]
-                entries.append(self._result(label, "", values, values))
+                values = self._value_names(value) if isinstance(value, Tensor) else [self._name_of_number(value)]
+                entries.append(self._make_result(label, "", values, values))
         names: dict[Tensor, str] = {}
         for root in reversed(self.roots):  # a parameter of two has its name in the first
             names |= {parameter: name_as_written(name) for name, parameter in root.named_parameters()}
         for leaf, contents in self.leaves.items():
             if self._is_alias(leaf, names):
                 continue
-            name, values = names.get(leaf) or self._numbered(leaf), self._names_of(leaf)
+            name, values = names.get(leaf) or self._number_leaf(leaf), self._value_names(leaf)
             start = contents.get((leaf.dtype, leaf.device)) or next(iter(contents.values()))
-            entries.append(self._gradient(leaf, name, start))
+            entries.append(self._gradient_result(leaf, name, start))
             if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
-                entries.append(self._result("updated", name, start, values, self._lost(leaf)))
+                entries.append(self._make_result("updated", name, start, values, self._count_lost_updates(leaf)))
         for module, before in self.roots.items():
-            for name, values in self._buffers(module).items():
+            for name, values in self._buffer_values(module).items():
                 if self._have_changed(before.get(name, []), values):
-                    entries.append(self._result("updated", name, before.get(name, []), values))
+                    entries.append(self._make_result("updated", name, before.get(name, []), values))
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
-                name = names.get(parameter) or self._numbered(parameter)
+                name = names.get(parameter) or self._number_leaf(parameter)
                 contents = self.leaves.get(parameter, {})
                 start = contents.get((parameter.dtype, parameter.device)) or next(iter(contents.values()), [])
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and sk.rounds(value):
-                        values = self._names_of(value)
-                        entries.append(self._result("updated", f"{key} of {name}", start, values, {"state": key}))
+                    if isinstance(value, Tensor) and sketches.is_float_or_complex(value):
+                        values = self._value_names(value)
+                        entries.append(self._make_result("updated", f"{key} of {name}", start, values, {"state": key}))
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
 
     def _is_alias(self, leaf: Tensor, names: Mapping[Tensor, str]) -> bool:
@@ -625,28 +676,30 @@ class StepResults:
 
         A convolution's kernel is given such an object in place of the weight.
         """
-        if leaf in names or leaf in self.gradients or not sk.is_plain(leaf):
+        if leaf in names or leaf in self.gradients or not sketches.is_strided(leaf):
             return False
         others = (t for t in (*names, *self.leaves) if t is not leaf and (t in names or t in self.gradients))
-        return any(sk.is_plain(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in others)
+        return any(sketches.is_strided(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in others)
 
-    def _numbered(self, leaf: Tensor) -> str:
+    def _number_leaf(self, leaf: Tensor) -> str:
         """What a leaf is called that no module has."""
         number = next((number for number, other in enumerate(self.leaves, 1) if other is leaf), 0)
         return f"tensor {number} of shape {tuple(leaf.shape)}"
 
-    def _gradient(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
+    def _gradient_result(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
         """The gradient of a leaf: as an optimizer was given it last; else as it is in the end.
 
         Some optimizers write to gradients. Where it was removed, it is as the backward pass left it.
         """
-        final = [] if leaf.grad is None else self._names_of(leaf.grad)
+        final = [] if leaf.grad is None else self._value_names(leaf.grad)
         values = [self.tracer.values[name] for name in final]
-        is_left = any(value.sketch.any() or not value.is_rounding_alone for value in values)
+        is_left = any(value.sketch.any() or not value.is_pure_rounding for value in values)
         accumulated = self.gradients.get(leaf, [])
-        return self._result("gradient", name, start, self.stepped.get(leaf) or (final if is_left else accumulated))
+        return self._make_result(
+            "gradient", name, start, self.optimizer_gradients.get(leaf) or (final if is_left else accumulated)
+        )
 
-    def _result(
+    def _make_result(
         self, label: str, name: str, start: list[str], values: list[str], about: Mapping[str, int | str] | None = None
     ) -> Operation:
         shape = self.tracer.values[values[-1]].shape if values else []

@@ -34,38 +34,49 @@ RESULT = "result"  # the phase of what is no operation: loss, gradients, and wha
 TENSOR = "Tensor"  # what stands for one among an operation's arguments
 FORMAT = 7
 KEY = "gpulab trace"
-IN_ROWS = {"operations", "values"}
+ROW_FIELDS = {"operations", "values"}  # fields of a trace that are stored in rows, and not in the metadata
+# The keys of an operation in files whose attributes have other names now.
+STORED_KEYS = {
+    "mutated_values": "changed",
+    "is_random": "random",
+    "has_nan": "nans",
+    "inputs_changed": "anew",
+    "has_rounded_factors": "rounded_before",
+    "max_bound": "loosest",
+}
+ATTRIBUTES = {key: attribute for attribute, key in STORED_KEYS.items()}
 COMPRESSION: dict[str, bool | int | str] = {"use_dictionary": False, "compression": "zstd", "compression_level": 19}
-LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
+MAX_COLUMN_NUMBERS = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
 
 # Kernels of different devices that compute the same thing.
-TWINS = {"_unsafe_view": "view"}
+KERNEL_ALIASES = {"_unsafe_view": "view"}
 for _suffix in ("", "_backward"):
-    TWINS |= {f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}" for library in ("cudnn", "miopen")}
-    TWINS |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
+    KERNEL_ALIASES |= {
+        f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}" for library in ("cudnn", "miopen")
+    }
+    KERNEL_ALIASES |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
 
 
 @dataclass
 class Operation(Accuracy):
     """What one operation did, and how exactly.
 
-    `name` is torch's, without device or overload; `module` the path of the module that called it
-    (for the backward pass: that called what is differentiated); `line` the line of the user's code;
-    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
-    are those of the call by the names of torch's schema, defaults included, as JSON has them (a tensor
-    is "Tensor"). `repeats` says whether the operation gave the same bits when it was
-    called again at once, and in the whole step done again as well. `nans`
-    says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
-    relative to the first, where they were not the same. `anew` says that it was given values that no operation
-    made and that were others when the step was done again. An operation on lists of tensors, as optimizers use them,
-    has `lanes`: how many tensors a list has, and how many lists there are. `is_view` says that it computed nothing, but
-    returned a view of what it was given.
+    `name` is torch's, without device or overload. `module` is the path of the module that called it (in the backward
+    pass, of the module that called what is differentiated), and `line` the line of the user's code. `inputs`,
+    `outputs` and `mutated_values` (inputs that it wrote to) name values of the trace. `arguments` are those of the call
+    by the names of torch's schema, defaults included, as JSON has them (a tensor is "Tensor"). `is_random` says whether
+    it draws random numbers. `repeats` says whether the operation returned the same bits when it was called again at
+    once, and when the whole step was done again. `has_nan` says whether there is a NaN in what it returned. `spread` is
+    the difference between the results of two executions, relative to the first, if they were not the same.
+    `inputs_changed` says that it was given values that no operation made, and that these differed when the step was
+    done again. An operation on lists of tensors, as optimizers use them, has `lanes`: the number of tensors in each
+    list, and the number of lists. `is_view` says that it computed nothing, but returned a view of its input.
 
-    In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`. The inputs
-    of the last two are the values that the parameter began with. A gradient is what an optimizer was given last;
-    without one, what is there in the end. The `arguments` of an update say how many of its numbers `moved` in the
-    float64 reference, and how many of these were `lost`: they kept their bits. Or they say which `state` of an
-    optimizer it is.
+    In the phase `result` it is no operation, but a result of the step: the `loss`, a `gradient`, or a tensor that was
+    `updated`. The inputs of the last two are the values that the parameter began with. A gradient is the last one that
+    an optimizer was given; without an optimizer, it is the final one. The `arguments` of an update say how many of its
+    numbers `moved` in the float64 reference, and how many of these were `lost`: they kept their bits. Or they say which
+    `state` of an optimizer it is.
     """
 
     name: str
@@ -77,11 +88,11 @@ class Operation(Accuracy):
     shape: list[int]
     dtype: str
     arguments: dict[str, Json] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-    random: bool = False
+    mutated_values: list[str] = field(default_factory=list)
+    is_random: bool = False
     repeats: bool | None = None
-    nans: bool = False
-    anew: bool = False
+    has_nan: bool = False
+    inputs_changed: bool = False
     spread: float | None = None
     lanes: list[int] = field(default_factory=list)
     is_view: bool = False
@@ -89,8 +100,8 @@ class Operation(Accuracy):
 
     @property
     def values(self) -> list[str]:
-        """The names of all values that it met."""
-        return [*self.inputs, *self.outputs, *self.changed]
+        """The names of all values that it read or wrote."""
+        return [*self.inputs, *self.outputs, *self.mutated_values]
 
 
 def as_json(argument: Nested) -> Json:
@@ -153,21 +164,24 @@ class Trace:
         return f"trace of {count} operations under {self.setting}"
 
     def save(self, file: str | Path) -> Path:
-        """Write the trace to one file (Parquet, compressed), whole or not at all."""
+        """Write the trace to one file (Parquet, compressed), atomically."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        unsaved, rows = dict(self.values), []
+        unsaved = dict(self.values)
+        rows = []
         for op in self.operations:
-            new = [name for name in dict.fromkeys(op.values) if name in unsaved]
-            values = [(name, unsaved.pop(name)) for name in new]
-            about = [[name, *_about(value)] for name, value in values]
+            new_names = [name for name in dict.fromkeys(op.values) if name in unsaved]
+            values = [(name, unsaved.pop(name)) for name in new_names]
+            descriptions = [[name, *_describe_value(value)] for name, value in values]
             arrays = [array for _, value in values for array in _arrays(value)]
-            rows.append({"operation": json.dumps(vars(op)), "values": json.dumps(about), "numbers": arrays})
-        notes = {name: value for name, value in vars(self).items() if name not in IN_ROWS}
-        buffer, text = io.BytesIO(), json.dumps({"format": FORMAT, **notes, "seal": files.UNSEALED})
+            stored_op = {STORED_KEYS.get(name, name): field_value for name, field_value in vars(op).items()}
+            rows.append({"operation": json.dumps(stored_op), "values": json.dumps(descriptions), "numbers": arrays})
+        metadata = {name: field_value for name, field_value in vars(self).items() if name not in ROW_FIELDS}
+        text = json.dumps({"format": FORMAT, **metadata, "seal": files.UNSEALED})
         numbers = pa.list_(pa.list_(pa.float64()))
         schema = pa.schema({"operation": pa.string(), "values": pa.string(), "numbers": numbers}, {KEY: text})
+        buffer = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(rows, schema), buffer, **COMPRESSION)
         files.write(file, files.seal(buffer.getvalue()))
         return Path(file)
@@ -189,49 +203,51 @@ class Trace:
 
         content = files.read(file) if content is None else content
         kind = "not a trace, or a damaged one; `gpulab record` writes one"
-        with files.reading(file, kind), pq.ParquetFile(pa.BufferReader(content)) as opened:
-            notes = files.read_json(file, opened.schema_arrow.metadata[KEY.encode()])
-            if notes.pop("format") != FORMAT:
+        with files.reading(file, kind), pq.ParquetFile(pa.BufferReader(content)) as parquet:
+            metadata = files.read_json(file, parquet.schema_arrow.metadata[KEY.encode()])
+            if metadata.pop("format") != FORMAT:
                 raise DataError(f"{file}: a trace of another format than {FORMAT}: record the step again")
             files.check_seal(file, content)
-            del notes["seal"]
-            files.check_table_size(file, opened.metadata, most or LARGEST)
-            table = opened.read()
+            del metadata["seal"]
+            files.check_table_size(file, parquet.metadata, most or MAX_COLUMN_NUMBERS)
+            table = parquet.read()
             columns = (f"[{','.join(table[name].to_pylist())}]".encode() for name in ("operation", "values"))
-            rows, abouts = (files.read_json(file, column) for column in columns)
-            trace = TypeAdapter(cls).validate_python({**notes, "operations": rows, "values": {}})
+            stored_ops, descriptions = (files.read_json(file, column) for column in columns)
+            operations = [{ATTRIBUTES.get(key, key): value for key, value in op.items()} for op in stored_ops]
+            trace = TypeAdapter(cls).validate_python({**metadata, "operations": operations, "values": {}})
             arrays = table["numbers"].combine_chunks().flatten()
             starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
             numbers = iter(np.split(arrays.flatten().to_numpy(), starts))
-            for name, *about in TypeAdapter(list[About]).validate_python([about for row in abouts for about in row]):
-                trace.values[name] = _value(about, numbers)
+            all_descriptions = [description for row in descriptions for description in row]
+            for name, *description in TypeAdapter(list[ValueDescription]).validate_python(all_descriptions):
+                trace.values[name] = _restore_value(description, numbers)
             missing = {name for op in trace.operations for name in op.values} - trace.values.keys()
             if missing or next(numbers, None) is not None:
                 raise ValueError("operations name values that are not there")
         return trace
 
 
-# What a row says of a value beside its arrays: name, content, shape, type, whether it is exact, sums, and which
-# dimensions have profiles; None where there is no reference.
-About: TypeAlias = tuple[str, str, list[int], str, bool, list[float], list[int] | None]
+# What a row says about a value in addition to its arrays: name, content, shape, type, whether it is exact, sums, and
+# which dimensions have profiles (None if there is no reference).
+ValueDescription: TypeAlias = tuple[str, str, list[int], str, bool, list[float], list[int] | None]
 
 
-def _about(value: Value) -> list[Json]:
-    """What a row says of a value beside its arrays."""
+def _describe_value(value: Value) -> list[Json]:
+    """What a row says about a value in addition to its arrays."""
     dims = None if value.reference is None else list(value.profiles)
     return [value.content, value.shape, value.dtype, value.exact, value.total, dims]
 
 
 def _arrays(value: Value) -> list[np.ndarray]:
-    """The arrays of a value, in the order in which `_value` takes them."""
+    """The arrays of a value, in the order in which `_restore_value` takes them."""
     if value.reference is None:
         return [value.sketch]
     return [value.sketch, value.reference, *(profile.ravel() for profile in value.profiles.values())]
 
 
-def _value(about: list[Json], numbers: Iterator[np.ndarray]) -> Value:
+def _restore_value(description: list[Json], numbers: Iterator[np.ndarray]) -> Value:
     """A value as it was saved."""
-    content, shape, dtype, exact, total, dims = about
+    content, shape, dtype, exact, total, dims = description
     value = Value(content, shape, dtype, next(numbers), exact=exact, total=total)
     if dims is not None:
         value.reference = next(numbers)
@@ -239,20 +255,25 @@ def _value(about: list[Json], numbers: Iterator[np.ndarray]) -> Value:
     return value
 
 
-def call_of(op: Operation) -> tuple[str, str, str]:
-    """What operations are aligned by: phase, module and name, kernels of `TWINS` being one."""
-    return op.phase, op.module, TWINS.get(op.name, op.name)
+def alignment_key(op: Operation) -> tuple[str, str, str]:
+    """What operations are aligned by: phase, module and name, where kernels in `KERNEL_ALIASES` have one name."""
+    return op.phase, op.module, KERNEL_ALIASES.get(op.name, op.name)
 
 
-def aligned(first: list[Operation], second: list[Operation]) -> list[tuple[Operation | None, Operation | None]]:
-    """Operations that stand for each other, in order, and None beside one that only one of the two ran."""
-    keys_of_both = list(map(call_of, first)), list(map(call_of, second))
-    if keys_of_both[0] == keys_of_both[1]:
+def align_operations(
+    first: list[Operation], second: list[Operation]
+) -> list[tuple[Operation | None, Operation | None]]:
+    """Pair corresponding operations of two executions, in order; one without counterpart is paired with None."""
+    first_keys = list(map(alignment_key, first))
+    second_keys = list(map(alignment_key, second))
+    if first_keys == second_keys:
         return list(zip(first, second, strict=True))
     pairs: list[tuple[Operation | None, Operation | None]] = []
-    matcher = difflib.SequenceMatcher(None, *keys_of_both, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, first_keys, second_keys, autojunk=False)
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
-        of_first, of_second = first[a:a_end], second[b:b_end]
-        alone = [*((op, None) for op in of_first), *((None, op) for op in of_second)]
-        pairs += zip(of_first, of_second, strict=True) if tag == "equal" else alone
+        if tag == "equal":
+            pairs += zip(first[a:a_end], second[b:b_end], strict=True)
+        else:
+            pairs += [(op, None) for op in first[a:a_end]]
+            pairs += [(None, op) for op in second[b:b_end]]
     return pairs

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.audits import count_sketch as sk
+from gpulab.audits import count_sketch as sketches
 from gpulab.audits import tolerances as tol
 
-SLAB = 1 << 17  # numbers
-MAX_PROFILE = 512  # numbers; longer dimensions have no profile
-FEW_FLAGS = 8  # so few truth values may be equal by chance
+SLAB_SIZE = 1 << 17  # numbers
+MAX_PROFILE_SIZE = 512  # numbers; longer dimensions have no profile
+MIN_MASK_SIZE = 8  # fewer Boolean values may be equal by chance
 Array = np.ndarray
 
 
@@ -33,7 +33,7 @@ class Slabs:
 
     def __init__(self) -> None:
         self.slab = np.empty(0)
-        self.used = 0
+        self.n_used = 0
 
     def keep(self, array: Array) -> Array:
         """A copy of an array of float64 numbers.
@@ -41,12 +41,13 @@ class Slabs:
         >>> Slabs().keep(np.array([[1.0, 2.0]]))
         array([[1., 2.]])
         """
-        if self.used + array.size > self.slab.size:
-            self.slab, self.used = np.empty(max(SLAB, array.size)), 0
-        kept = self.slab[self.used : self.used + array.size].reshape(array.shape)
-        kept[...] = array
-        self.used += array.size
-        return kept
+        if self.n_used + array.size > self.slab.size:
+            self.slab = np.empty(max(SLAB_SIZE, array.size))
+            self.n_used = 0
+        copy = self.slab[self.n_used : self.n_used + array.size].reshape(array.shape)
+        copy[...] = array
+        self.n_used += array.size
+        return copy
 
 
 @dataclass(eq=False)
@@ -102,8 +103,8 @@ class Value:
         elif reference is tensor:
             value.reference = value.sketch
         else:
-            value.reference = slabs.keep(sk.sketch(real))
-        numbers = sk.where_float64_is(real.detach()).double()
+            value.reference = slabs.keep(sketches.sketch(real))
+        numbers = sketches.to_float64_device(real.detach()).double()
         value.profiles = {dim: slabs.keep(profile) for dim, profile in _profiles(numbers).items()}
         value.total = _totals(numbers, value.profiles) if same is None else same.total
         return value
@@ -116,17 +117,21 @@ class Value:
         value = cls._recorded(tensor, not stands_in, slabs, digest, same)
         if stands_in:
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            wide = torch.float64 if real.device.type in sk.WITH_FLOAT64 else None
+            wide = torch.float64 if real.device.type in sketches.FLOAT64_DEVICES else None
             value.reference = value.sketch
-            norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sk.rounds(real) else math.nan
-            value.total = [float(real.sum(dtype=wide)), norm**2] if sk.rounds(real) else _totals(real.double(), {})
+            norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sketches.is_float_or_complex(real) else math.nan
+            value.total = (
+                [float(real.sum(dtype=wide)), norm**2]
+                if sketches.is_float_or_complex(real)
+                else _totals(real.double(), {})
+            )
         return value
 
     @classmethod
     def _recorded(cls, tensor: Tensor, exact: bool, slabs: Slabs, digest: int | None, same: Value | None) -> Value:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        sketch = slabs.keep(sk.sketch(tensor)) if same is None else same.sketch
-        return cls(sk.name(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact)
+        sketch = slabs.keep(sketches.sketch(tensor)) if same is None else same.sketch
+        return cls(sketches.content_id(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact)
 
     @cached_property
     def count(self) -> int:
@@ -134,7 +139,7 @@ class Value:
         return math.prod(self.shape)
 
     @cached_property
-    def is_real(self) -> bool:
+    def is_float_or_complex(self) -> bool:
         """Whether it has numbers that rounding can touch."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
@@ -144,9 +149,9 @@ class Value:
         return 0.0 if self.reference is None else finite_distance(self.sketch, self.reference)
 
     @cached_property
-    def is_rounding_alone(self) -> bool:
-        """Whether it has nothing but roundings, or zeros."""
-        return self.reference is None or self.deviation > tol.NOTHING_BUT_ROUNDING or not self.reference.any()
+    def is_pure_rounding(self) -> bool:
+        """Whether it consists of rounding errors, or zeros."""
+        return self.reference is None or self.deviation > tol.PURE_ROUNDING_RATIO or not self.reference.any()
 
     @cached_property
     def is_constant(self) -> bool:
@@ -155,16 +160,17 @@ class Value:
         return self.count > 1 and abs(squares * self.count - total * total) <= 1e-9 * squares * self.count
 
     @cached_property
-    def is_whole(self) -> bool:
+    def is_integral(self) -> bool:
         """Whether all its numbers are whole, as far as the sketch shows."""
         return self.reference is not None and bool((np.round(self.reference) == self.reference).all())
 
     @cached_property
-    def tells_little(self) -> bool:
-        """Whether an equal value elsewhere may be a coincidence: a whole number, equal numbers, or next to nothing."""
-        one_whole = self.count == 1 and (self.is_whole or not math.isfinite(self.total[0] if self.total else 0.0))
-        few_flags = self.dtype == "bool" and self.count < FEW_FLAGS
-        return self.count == 0 or few_flags or self.is_rounding_alone or one_whole or self.is_constant
+    def is_uninformative(self) -> bool:
+        """Whether an equal value elsewhere may be a coincidence: an integer, equal numbers, or rounding errors."""
+        is_infinite = bool(self.total) and not math.isfinite(self.total[0])
+        is_single_integer = self.count == 1 and (self.is_integral or is_infinite)
+        is_short_mask = self.dtype == "bool" and self.count < MIN_MASK_SIZE
+        return self.count == 0 or is_short_mask or self.is_pure_rounding or is_single_integer or self.is_constant
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -178,8 +184,8 @@ def finite_distance(x: Array, reference: Array) -> float:
     >>> finite_distance(np.array([1.0, np.nan]), np.array([2.0, 1.0]))
     inf
     """
-    apart = sk.distance(x, reference)
-    return math.inf if math.isnan(apart) else apart
+    distance = sketches.relative_distance(x, reference)
+    return math.inf if math.isnan(distance) else distance
 
 
 def _profiles(numbers: Tensor) -> dict[int, Array]:
@@ -187,20 +193,20 @@ def _profiles(numbers: Tensor) -> dict[int, Array]:
     if numbers.dim() == 0 or numbers.numel() == 0:
         return {}
     dims = range(numbers.dim())
-    wanted = [dim for dim in dims if 2 <= numbers.shape[dim] <= MAX_PROFILE]
+    profiled_dims = [dim for dim in dims if 2 <= numbers.shape[dim] <= MAX_PROFILE_SIZE]
     # The first and the last dimensions are each summed out once, so that the data are not read once for each profile.
     middle = (numbers.dim() + 1) // 2
     halves = [list(dims[:middle]), list(dims[middle:])]
     profiles: dict[int, list[Tensor]] = {}
     for power in (numbers, numbers * numbers):
-        for half, others in (halves, halves[::-1]):
-            mine = [dim for dim in half if dim in wanted]
-            if not mine:
+        for half, other_half in (halves, halves[::-1]):
+            half_profiled = [dim for dim in half if dim in profiled_dims]
+            if not half_profiled:
                 continue
-            rest = power.sum(others) if others else power
-            for dim in mine:
-                over = [place for place, other in enumerate(half) if other != dim]
-                sums = rest.sum(over) if over else rest
+            half_sums = power.sum(other_half) if other_half else power
+            for dim in half_profiled:
+                summed_positions = [position for position, half_dim in enumerate(half) if half_dim != dim]
+                sums = half_sums.sum(summed_positions) if summed_positions else half_sums
                 profiles.setdefault(dim, []).append(sums)
     return {dim: torch.stack(pair).cpu().numpy() for dim, pair in sorted(profiles.items())}
 

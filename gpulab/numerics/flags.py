@@ -21,7 +21,7 @@ from gpulab.errors import GpulabError
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """What the old interface reports; None once the new one was used, since torch then refuses to read the old one."""
+    """What the old interface reports; None after the new one was used, since torch then refuses to read the old one."""
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -48,10 +48,11 @@ def precision_allowed(product: str) -> str:
 
     Where there is the new interface it says so, whichever was used.
     """
-    if new := _new_interface():
-        return new[product].fp32_precision
-    old = cuda.matmul if product == "matmul" else cudnn
-    return "tf32" if old.allow_tf32 else "ieee"
+    backends = _new_interface()
+    if backends:
+        return backends[product].fp32_precision
+    old_backend = cuda.matmul if product == "matmul" else cudnn
+    return "tf32" if old_backend.allow_tf32 else "ieee"
 
 
 def switch_tf32(allowed: bool) -> None:
@@ -64,17 +65,18 @@ def switch_tf32(allowed: bool) -> None:
 
 
 @contextlib.contextmanager
-def tf32_restored() -> Iterator[None]:
-    """Put both interfaces back afterwards; what has not changed is left alone, for writing a value pins it."""
-    every = list(_new_interface().values())
-    old, new = _old_interface(), [backend.fp32_precision for backend in every]
+def restore_tf32_on_exit() -> Iterator[None]:
+    """Restore both interfaces afterwards. Values that have not changed are not written, because writing pins them."""
+    backends = list(_new_interface().values())
+    old_flags = _old_interface()
+    precisions = [backend.fp32_precision for backend in backends]
     try:
         yield
     finally:
-        if old is not None and old != _old_interface():
-            cudnn.allow_tf32, precision = old
-            torch.set_float32_matmul_precision(precision)  # and so what `cuda.matmul.allow_tf32` says
-        for backend, precision in zip(every, new, strict=True):
+        if old_flags is not None and old_flags != _old_interface():
+            cudnn.allow_tf32, matmul_precision = old_flags
+            torch.set_float32_matmul_precision(matmul_precision)  # sets `cuda.matmul.allow_tf32` as well
+        for backend, precision in zip(backends, precisions, strict=True):
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
 
@@ -83,13 +85,14 @@ def tf32_restored() -> Iterator[None]:
 
 
 def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
-    """Keep denormal numbers in all threads, or take them for zero, and have the stack put the flags back.
+    """Keep denormal numbers in all threads, or flush them to zero, and let the stack restore the flags.
 
     Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that calls it alone.
     """
     stack.callback(_flush_denormals, not _keeps_denormals(1))
     _flush_denormals(not kept)
-    if _keeps_denormals(threads := torch.get_num_threads()) != kept:
+    threads = torch.get_num_threads()
+    if _keeps_denormals(threads) != kept:
         raise GpulabError(
             f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off in all of its "
             f"{threads} threads; one may be enough: add threads=1"
@@ -97,37 +100,37 @@ def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
 
 
 def _keeps_denormals(threads: int) -> bool | None:
-    """Whether products that are denormal numbers come out as such; None where some do and some do not.
+    """Whether products that are denormal numbers are kept; None if only some are.
 
     >>> _keeps_denormals(2)
     True
     """
-    long = torch.full((threads << 16,), 1e-30, dtype=torch.float32)  # so that each thread computes a part of it
-    kept = (long * 1e-10).ne(0)
-    return bool(kept[0]) if kept.min() == kept.max() else None
+    numbers = torch.full((threads << 16,), 1e-30, dtype=torch.float32)  # long enough for all threads to compute a part
+    is_kept = (numbers * 1e-10).ne(0)
+    return bool(is_kept[0]) if is_kept.min() == is_kept.max() else None
 
 
 def _flush_denormals(flush: bool) -> None:
-    """In this thread and those that compute for it, which OpenMP keeps."""
+    """Set the flag in this thread, and in the threads of OpenMP that compute for it."""
     from threadpoolctl import threadpool_info  # type: ignore[import-untyped]
 
     torch.set_flush_denormal(flush)
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    def in_a_thread(_: int) -> None:
+    def flush_in_thread(_: int) -> None:
         torch.set_flush_denormal(flush)
 
     for library in threadpool_info():
         if library["user_api"] == "openmp":
             with contextlib.suppress(AttributeError):  # a runtime without it: whether all has been switched is checked
-                ctypes.CDLL(library["filepath"]).GOMP_parallel(in_a_thread, None, torch.get_num_threads(), 0)
+                ctypes.CDLL(library["filepath"]).GOMP_parallel(flush_in_thread, None, torch.get_num_threads(), 0)
 
 
-# --- all that is in force --------------------------------------------------------------------------------
+# --- all active flags --------------------------------------------------------------------------------
 
 
 def arithmetic() -> dict[str, bool | int | str]:
-    """The flags now in force, under the names that a run records them with."""
+    """The active flags, under the names that a run records them with."""
     return {
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

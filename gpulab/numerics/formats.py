@@ -23,24 +23,24 @@ class Format:
         minexp: Two to this power is the smallest normal number.
         largest: The largest finite number.
         dtype: Torch's type for it; None where torch has none.
-        infinities: Whether there are infinities.
+        has_infinities: Whether there are infinities.
     """
 
     precision: int
     minexp: int
     largest: float
     dtype: torch.dtype | None = None
-    infinities: bool = True
+    has_infinities: bool = True
 
 
-LARGEST = torch.finfo(torch.float32).max
-A_FEW = 4096  # numbers that nearly always show whether it is worth to look at all
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+SAMPLE_SIZE = 4096  # numbers that nearly always show whether it is worthwhile to look at all
 FORMATS = {
-    "float32": Format(24, -126, LARGEST, torch.float32),
+    "float32": Format(24, -126, MAX_FLOAT32, torch.float32),
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
     "bfloat16": Format(8, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
     "float16": Format(11, -14, 65504.0, torch.float16),
-    "float8_e4m3fn": Format(4, -6, 448.0, torch.float8_e4m3fn, infinities=False),
+    "float8_e4m3fn": Format(4, -6, 448.0, torch.float8_e4m3fn, has_infinities=False),
     "float8_e5m2": Format(3, -14, 57344.0, torch.float8_e5m2),
 }
 
@@ -84,17 +84,17 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         return x.clone()
     if target.dtype is None or mode != "nearest":
         return _round_bits(x, 24 - target.precision, mode)
-    if not target.infinities:  # torch before 2.12 made NaN of what is larger
+    if not target.has_infinities:  # torch before 2.12 made NaN of what is larger
         x = x.clamp(-target.largest, target.largest)
     return x.to(target.dtype).float()
 
 
-def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
+def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
     """Round off the last bits of float32's significand, in a format with float32's exponents."""
     bits = x.view(torch.int32)
-    half = {"nearest": (1 << (dropped - 1)) - 1, "away": 1 << (dropped - 1), "truncate": 0}[mode]
-    even = (bits >> dropped).bitwise_and_(1) if mode == "nearest" else 0  # the last bit that stays
-    rounded = (bits + half).add_(even).bitwise_and_(-(1 << dropped)).view(torch.float32)
+    half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[mode]
+    even = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0  # the last bit that stays
+    rounded = (bits + half).add_(even).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
 
 
@@ -110,13 +110,13 @@ def rounded_format(x: Tensor) -> str | None:
     True
     """
     flat = x.detach().reshape(-1)
-    if flat.numel() > A_FEW and _length(_significands(flat[:A_FEW])[0]) > FORMATS["tf32"].precision:
-        return None  # which spares looking at them all
+    if flat.numel() > SAMPLE_SIZE and _bit_length(_significands(flat[:SAMPLE_SIZE])[0]) > FORMATS["tf32"].precision:
+        return None  # there is no need to look at all numbers
     significands, exponents = _significands(flat)
     if significands.size < 4:
         return None
-    length = _length(significands)
-    lowest = (exponents + np.log2(significands & -significands)).min()  # the last place of any, and the first below
+    length = _bit_length(significands)
+    lowest = (exponents + np.log2(significands & -significands)).min()  # the exponent of the last place of all numbers
     if exponents.max() + 24 - lowest <= length + 2:
         return None  # whole numbers and other multiples of one number: short without having been rounded
     return next((name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None)
@@ -129,7 +129,7 @@ def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
 
 
-def _length(significands: np.ndarray) -> int:
-    """How many places significands use, from the first to the last that any uses."""
+def _bit_length(significands: np.ndarray) -> int:
+    """The number of places that significands use, from the first to the last that any of them uses."""
     used = int(np.bitwise_or.reduce(significands, initial=0))
     return used.bit_length() - (used & -used).bit_length() + 1

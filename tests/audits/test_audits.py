@@ -262,5 +262,5 @@ def test_audit_tells_overwritten_memory_before_tf32():
         loss.backward()
 
     report = audited(step, A, f"{B},emulate=tf32")
-    assert (report.kind, report.findings[0].bounded) == ("overwritten", False)
+    assert (report.kind, report.findings[0].has_bound) == ("overwritten", False)
     assert "reduced precision" in {finding.kind for finding in report.findings}

@@ -15,7 +15,7 @@ from torch import nn
 import gpulab as gl
 from gpulab.audits.comparison import Comparison
 from gpulab.audits.graphs import Graph
-from gpulab.audits.matching import Matches, PartSearch, is_transposed, same, tolerance_of
+from gpulab.audits.matching import Matches, PartSearch, is_same_value, is_transposed, tolerance_of
 from gpulab.audits.traces import Operation, Trace
 from gpulab.audits.values import Slabs, Value
 
@@ -40,24 +40,24 @@ def numbers(*shape, seed=0):
 def test_a_value_is_the_same_as_itself_to_ten_digits(shape):
     x = numbers(*shape)
     value = value_of(x)
-    assert same(value, value_of(x * (1 + 1e-12)), exactly)
-    assert same(value, value_of(x.view(-1)), exactly), "another shape"
-    assert not same(value, value_of(x * (1 + 1e-8)), exactly)
-    assert not same(value, value_of(x.flip(0)), exactly)
+    assert is_same_value(value, value_of(x * (1 + 1e-12)), exactly)
+    assert is_same_value(value, value_of(x.view(-1)), exactly), "another shape"
+    assert not is_same_value(value, value_of(x * (1 + 1e-8)), exactly)
+    assert not is_same_value(value, value_of(x.flip(0)), exactly)
     one_apart = x.clone()
     one_apart.view(-1)[1] += 1e-3
-    assert not same(value, value_of(one_apart), exactly)
+    assert not is_same_value(value, value_of(one_apart), exactly)
 
 
 def test_values_of_other_sizes_are_not_the_same():
     """Their sketches have one size."""
-    assert not same(value_of(torch.zeros(100).double()), value_of(torch.zeros(101).double()), exactly)
-    assert not same(value_of(torch.ones(3).double()), value_of(torch.ones(1).double()), exactly)
+    assert not is_same_value(value_of(torch.zeros(100).double()), value_of(torch.zeros(101).double()), exactly)
+    assert not is_same_value(value_of(torch.ones(3).double()), value_of(torch.ones(1).double()), exactly)
 
 
 def test_a_value_without_reference_is_the_same_as_none():
     value = Value.as_recorded(torch.ones(3), stands_in=False, slabs=Slabs())
-    assert not same(value, value, exactly)
+    assert not is_same_value(value, value, exactly)
 
 
 @pytest.mark.parametrize("count", [10, 5000])
@@ -65,10 +65,10 @@ def test_a_value_without_reference_is_the_same_as_none():
 def test_values_with_nan_or_infinity_in_the_same_places_are_the_same(count, special):
     x = numbers(count)
     x[3] = special
-    assert same(value_of(x), value_of(x.clone()), exactly)
+    assert is_same_value(value_of(x), value_of(x.clone()), exactly)
     other = x.clone()
     other[5] += 1
-    assert not same(value_of(x), value_of(other), exactly)
+    assert not is_same_value(value_of(x), value_of(other), exactly)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_values_with_nan_or_infinity_in_the_same_places_are_the_same(count, spec
 def test_values_with_other_infinities_are_not_the_same(here, there):
     x, y = numbers(10), numbers(10)
     x[3], y[3] = here, there
-    assert not same(value_of(x), value_of(y), exactly)
+    assert not is_same_value(value_of(x), value_of(y), exactly)
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e-150, 1e150])
 def test_very_small_and_very_large_values_are_compared_by_their_size(size):
     x = numbers(7)
-    assert same(value_of(x * size), value_of(x * size), exactly)
-    assert not same(value_of(x * size), value_of(1.001 * x * size), exactly)
+    assert is_same_value(value_of(x * size), value_of(x * size), exactly)
+    assert not is_same_value(value_of(x * size), value_of(1.001 * x * size), exactly)
 
 
 # --- in another order -----------------------------------------------------------------------------------------
@@ -114,32 +114,32 @@ def test_of_values_without_a_common_dimension_it_cannot_be_told():
 def test_a_slice_is_part_of_the_whole_and_other_numbers_are_not(dim):
     x = numbers(5, 6, 7)
     part = x.narrow(dim, 1, 3)
-    assert PartSearch([value_of(x)], exactly).has_whole_of(value_of(part))
-    assert PartSearch([value_of(x)], exactly).has_whole_of(value_of(x.select(dim, 4)))
-    assert not PartSearch([value_of(x)], exactly).has_whole_of(value_of(1.001 * part))
-    assert not PartSearch([value_of(x)], exactly).has_whole_of(value_of(x)), "the whole is no part"
-    assert not PartSearch([value_of(x)], exactly).has_whole_of(value_of(numbers(*part.shape, seed=1)))
+    assert PartSearch([value_of(x)], exactly).contains(value_of(part))
+    assert PartSearch([value_of(x)], exactly).contains(value_of(x.select(dim, 4)))
+    assert not PartSearch([value_of(x)], exactly).contains(value_of(1.001 * part))
+    assert not PartSearch([value_of(x)], exactly).contains(value_of(x)), "the whole is no part"
+    assert not PartSearch([value_of(x)], exactly).contains(value_of(numbers(*part.shape, seed=1)))
 
 
 def test_a_value_is_covered_by_its_slices_if_none_is_missing():
     x = numbers(6, 8)
     parts = [value_of(part) for part in (x[:2], x[2:3], x[3:])]
-    assert PartSearch(parts, exactly).cover(value_of(x))
-    assert PartSearch([value_of(part) for part in x.split(3, 1)], exactly).cover(value_of(x))
-    assert not PartSearch(parts[1:], exactly).cover(value_of(x))
-    assert not PartSearch([*parts[1:], value_of(1.001 * x[:2])], exactly).cover(value_of(x))
+    assert PartSearch(parts, exactly).covers(value_of(x))
+    assert PartSearch([value_of(part) for part in x.split(3, 1)], exactly).covers(value_of(x))
+    assert not PartSearch(parts[1:], exactly).covers(value_of(x))
+    assert not PartSearch([*parts[1:], value_of(1.001 * x[:2])], exactly).covers(value_of(x))
 
 
 def test_zeros_of_a_value_need_no_cover():
     x = numbers(6, 8)
     x[4:] = 0
-    assert PartSearch([value_of(x[:4])], exactly).cover(value_of(x))
+    assert PartSearch([value_of(x[:4])], exactly).covers(value_of(x))
 
 
 def test_constants_cover_nothing():
     """Many slices have the sum of a few equal numbers."""
     x = torch.ones(6, 8).double()
-    assert not PartSearch([value_of(x[:3])], exactly).cover(value_of(x))
+    assert not PartSearch([value_of(x[:3])], exactly).covers(value_of(x))
 
 
 # --- what a value says ----------------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ def test_constants_cover_nothing():
 )
 def test_constants_and_whole_numbers_say_little(tensor, says_little):
     value = Value.of(tensor, tensor.double() if tensor.is_floating_point() else tensor, exact=True)
-    assert value.tells_little == says_little
+    assert value.is_uninformative == says_little
 
 
 def test_roundings_alone_say_little():
     value = Value.of(drawn(5).mul(1e-8), drawn(5, seed=1).double().mul(1e-17), exact=True)
-    assert value.is_rounding_alone
-    assert value.tells_little
+    assert value.is_pure_rounding
+    assert value.is_uninformative
 
 
 # --- two executions -------------------------------------------------------------------------------------------
@@ -194,17 +194,17 @@ def test_matches_find_equal_transposed_and_rearranged_values():
     graphs, matches = matched([x, y, z], [z.flip(0), y.T.contiguous(), x])
     (x_a, y_a, z_a), (z_b, y_b, x_b) = ([*graph.trace.values.values()] for graph in graphs)
     assert matches.equal == {x_a: [x_b], x_b: [x_a]}
-    assert matches.known == {x_a, x_b, y_a, y_b}
-    assert matches.rearranged == {z_a, z_b}
+    assert matches.matched_values == {x_a, x_b, y_a, y_b}
+    assert matches.permuted_values == {z_a, z_b}
 
 
 def test_matches_find_parts_when_they_are_asked_to():
     x, y = numbers(8, 5), numbers(3, 3, seed=1)
     graphs, matches = matched([x, y], [x[:3], x[3:], numbers(3, 3, seed=2)])
-    assert not matches.known
+    assert not matches.matched_values
     matches.match_parts()
     (x_a, _), (upper, lower, _) = ([*graph.trace.values.values()] for graph in graphs)
-    assert matches.known == {x_a, upper, lower}
+    assert matches.matched_values == {x_a, upper, lower}
 
 
 def test_matches_find_several_values_that_are_one():
@@ -225,9 +225,9 @@ def test_values_that_subtraction_made_are_matched_as_sharply_as_their_digits_all
     trace = recorded(near)
     third, second, first = (trace.values[op.outputs[0]] for op in trace.operations if op.phase == "result")
     tolerance = tolerance_of(Graph(trace), {})
-    assert same(first, second, tolerance)
-    assert not same(first, second, exactly)
-    assert not same(first, third, tolerance)
+    assert is_same_value(first, second, tolerance)
+    assert not is_same_value(first, second, exactly)
+    assert not is_same_value(first, third, tolerance)
 
 
 # --- gradients that are zero but for rounding -----------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_gradients_that_consist_of_roundings_agree_with_each_other():
 
     report = gl.audit(before_normalisation(True), by_formula, setting="cpu", progress=False)
     gradients = [r for r in report.comparison.results if r.group == "gradient"]
-    (of_bias,) = (r for r in gradients if report.comparison.values(r.a)[0].is_rounding_alone)
+    (of_bias,) = (r for r in gradients if report.comparison.values(r.a)[0].is_pure_rounding)
     assert of_bias.gap > 1e-3, "they are other roundings"
     assert of_bias.agrees
     assert report.kind == "rounding", str(report)
@@ -311,7 +311,7 @@ def test_zero_gradients_do_not_agree_with_small_ones():
         return loss.detach()
 
     report = gl.audit(zeros_or_roundings(True), small, setting="cpu", progress=False)
-    assert "gradient" in {result.group for result in report.comparison.differing}
+    assert "gradient" in {result.group for result in report.comparison.differing_results}
     assert report.faulty
 
 
@@ -325,7 +325,7 @@ def test_references_of_two_orders_of_one_program_are_the_same_to_ten_digits():
 
     comparison = Comparison(recorded(step), recorded(step, "cpu:emulate=tf32"))
     gradients = [r for r in comparison.results if r.group == "gradient"]
-    sound = [r for r in gradients if not comparison.values(r.a)[0].is_rounding_alone]
+    sound = [r for r in gradients if not comparison.values(r.a)[0].is_pure_rounding]
     assert len(sound) == 5
-    assert all(r.agrees and r.gap < 1e-12 < 1e-6 < comparison.apart(r) for r in sound)
+    assert all(r.agrees and r.gap < 1e-12 < 1e-6 < comparison.recorded_gap(r) for r in sound)
     assert np.isfinite([r.gap for r in sound]).all()

@@ -158,7 +158,7 @@ def test_findings_are_cards_in_their_order_with_the_first_open():
         Made(
             finding(share=0.53, setting="cuda", module="encoder.1"),
             finding("nondeterminism", "bmm", line="", module="encoder.2", share=0.004),
-            finding("overwritten", "add", line="", share=math.nan, bounded=False),
+            finding("overwritten", "add", line="", share=math.nan, has_bound=False),
             finding("rounding", "mm", line="", ratio=0.051, advice="nothing"),
         ).words()
     )

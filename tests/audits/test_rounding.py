@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from gpulab._torch_internals import operation_name
-from gpulab.audits.rounding import SAFETY, Accuracy, forward_error
+from gpulab.audits.rounding import SAFETY_FACTOR, Accuracy, forward_error
 from gpulab.numerics.formats import round_to
 
 aten = torch.ops.aten
@@ -58,9 +58,11 @@ def test_error_and_bound_of_a_product_are_those_computed_by_hand():
     exact = a.double().numpy() @ b.double().numpy()
     size = np.linalg.norm(exact)
     assert seen.error == pytest.approx(np.linalg.norm(made.double().numpy() - exact) / size, rel=1e-9)
-    bound = SAFETY * math.sqrt(30) * UNIT * np.linalg.norm(np.abs(a.double().numpy()) @ np.abs(b.double().numpy()))
+    bound = (
+        SAFETY_FACTOR * math.sqrt(30) * UNIT * np.linalg.norm(np.abs(a.double().numpy()) @ np.abs(b.double().numpy()))
+    )
     assert seen.bound == pytest.approx(bound / size, rel=1e-9)
-    assert (seen.format, seen.rounded_before) == (None, False)
+    assert (seen.format, seen.has_rounded_factors) == (None, False)
 
 
 def inner_products():
@@ -94,7 +96,7 @@ def test_products_are_bounded_by_the_number_of_their_terms(operation, args, inne
     assert seen.error is not None
     sizes, results = (in_double(operation, args, change) for change in (torch.abs, torch.clone))
     bounds = [
-        float(SAFETY * math.sqrt(n) * UNIT * size.norm() / result.norm())
+        float(SAFETY_FACTOR * math.sqrt(n) * UNIT * size.norm() / result.norm())
         for n, size, result in zip(inner, sizes, results, strict=True)
     ]
     assert min(abs(seen.bound / bound - 1) for bound in bounds) < 1e-6
@@ -208,7 +210,7 @@ def test_kernels_that_take_subnormal_numbers_for_zero_are_named():
         (aten.exp.default, (powers,), flushed(powers.exp())),
     ]:
         seen = compared(operation, args, made)
-        assert (seen.format, seen.rounded_before) == ("float32_ftz", False)
+        assert (seen.format, seen.has_rounded_factors) == ("float32_ftz", False)
         right = compared(operation, args, operation(*args))
         assert right.format is None
         assert ratio(right) <= 1
@@ -250,7 +252,7 @@ def test_products_of_rounded_factors_are_told_by_the_format(format_, mode, shape
     made = round_to(a, format_, mode) @ round_to(b, format_, mode)
     seen = compared(aten.mm.default, (a, b), made)
     assert seen.format in ALIKE.get(format_, [format_])
-    assert not seen.rounded_before
+    assert not seen.has_rounded_factors
 
 
 @pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
@@ -263,7 +265,7 @@ def test_convolutions_of_rounded_factors_are_told_by_the_format(wanted, format_,
     assert compared(forward, (*tensors[1:], *more), forward(*rounded[1:], *more)).format
     seen = compared(backward, (*tensors, *more, wanted), backward(*rounded, *more, wanted))
     assert seen.format in ALIKE.get(format_, [format_])
-    assert not seen.rounded_before
+    assert not seen.has_rounded_factors
 
 
 def test_right_products_of_few_numbers_are_not_taken_for_short_formats():

@@ -84,7 +84,7 @@ def test_trace_that_is_missing_is_refused(tmp_path):
 
 
 def test_trace_that_is_too_large_to_be_read_is_refused(file, monkeypatch):
-    monkeypatch.setattr(traces, "LARGEST", 100)
+    monkeypatch.setattr(traces, "MAX_COLUMN_NUMBERS", 100)
     refused(file, "too large")
 
 

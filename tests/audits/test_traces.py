@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
 from gpulab.audits.comparison import differing_arguments as differing
-from gpulab.audits.count_sketch import BLOCK, factors, sketch
+from gpulab.audits.count_sketch import BLOCK_SIZE, perturbation_factors, sketch
 from gpulab.audits.tracer import _is_random
-from gpulab.audits.traces import RESULT, Operation, aligned
+from gpulab.audits.traces import RESULT, Operation, align_operations
 
 
 class Tiny(nn.Module):
@@ -34,7 +34,7 @@ def tiny_step():
     return gl.Step(seeded(Tiny), (drawn(4, 3), drawn(4, 2)), F.mse_loss)
 
 
-def named(trace, name, phase="forward"):
+def operation_phrase(trace, name, phase="forward"):
     return [op for op in trace.operations if (op.name, op.phase) == (name, phase)]
 
 
@@ -49,7 +49,11 @@ def test_tiny_step_is_recorded_as_computed_by_hand():
     step = tiny_step()
     trace = recorded(step)
     (inputs, targets), weight, bias = step.batch, step.model.first.weight.detach(), step.model.first.bias.detach()
-    (linear,), (relu,), (loss,) = named(trace, "addmm"), named(trace, "relu"), named(trace, "mse_loss")
+    (linear,), (relu,), (loss,) = (
+        operation_phrase(trace, "addmm"),
+        operation_phrase(trace, "relu"),
+        operation_phrase(trace, "mse_loss"),
+    )
     before = inputs @ weight.T + bias
     after = before.relu()
     for op, expected in [(linear, before), (relu, after), (loss, (after - targets).square().mean())]:
@@ -60,8 +64,8 @@ def test_tiny_step_is_recorded_as_computed_by_hand():
     assert [op.module for op in (linear, relu, loss)] == ["first", "Tiny", ""]
     assert relu.line == f"test_traces.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
     assert relu.inputs == linear.outputs
-    (mse_backward,) = named(trace, "mse_loss_backward", "backward")
-    (relu_backward,) = named(trace, "threshold_backward", "backward")
+    (mse_backward,) = operation_phrase(trace, "mse_loss_backward", "backward")
+    (relu_backward,) = operation_phrase(trace, "threshold_backward", "backward")
     gradient = 2 * (after - targets) / after.numel()
     np.testing.assert_allclose(values(trace, mse_backward.outputs[0]), gradient.double().ravel(), rtol=1e-5)
     assert relu_backward.module == "Tiny"
@@ -96,7 +100,7 @@ def test_any_function_of_one_step_can_be_recorded(step):
     assert ("backward" in {op.phase for op in trace.operations}) is (step is not no_backward)
     assert trace.without_reference == {}
     assert all(value.exact and value.reference is not None for value in trace.values.values())
-    assert step is not two_backwards or len(named(trace, "mm", "backward")) == 2
+    assert step is not two_backwards or len(operation_phrase(trace, "mm", "backward")) == 2
 
 
 def test_what_is_no_step_is_refused():
@@ -131,7 +135,7 @@ def test_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
         recorded(step, "cpu:threads=1")
     assert state() == before
     trace = recorded(tiny_step(), "cpu:threads=1,precision=float64")
-    assert [op.module for op in named(trace, "addmm")] == ["first"]
+    assert [op.module for op in operation_phrase(trace, "addmm")] == ["first"]
 
 
 # --- what the step is for -------------------------------------------------------------------------------------
@@ -207,14 +211,14 @@ def test_distances_between_sketches_are_those_between_tensors():
     assert 0.6 < min(ratios) < max(ratios) < 1.4
 
 
-@pytest.mark.parametrize("count", [100_000, BLOCK + 9])
+@pytest.mark.parametrize("count", [100_000, BLOCK_SIZE + 9])
 def test_sketches_show_one_wrong_number_among_many_in_full(count):
     x = drawn(count)
     wrong = x.clone()
     wrong[-3] += 5
     assert np.linalg.norm(sketch(wrong) - sketch(x)) == pytest.approx(5, rel=1e-6)
-    assert factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
-    assert factors(x, 3, 0.5).shape == x.shape
+    assert perturbation_factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
+    assert perturbation_factors(x, 3, 0.5).shape == x.shape
 
 
 # --- aligning ---------------------------------------------------------------------------------------------------
@@ -226,10 +230,10 @@ def operations(*names):
 
 def test_operations_are_aligned_in_order_and_gaps_are_shown():
     first, second = operations("a", "b", "c", "d"), operations("a", "x", "c", "d", "e")
-    pairs = [(one and one.name, other and other.name) for one, other in aligned(first, second)]
+    pairs = [(one and one.name, other and other.name) for one, other in align_operations(first, second)]
     assert pairs == [("a", "a"), ("b", None), (None, "x"), ("c", "c"), ("d", "d"), (None, "e")]
-    assert aligned([], []) == []
-    (both,) = aligned(operations("native_batch_norm"), operations("cudnn_batch_norm"))
+    assert align_operations([], []) == []
+    (both,) = align_operations(operations("native_batch_norm"), operations("cudnn_batch_norm"))
     assert None not in both
 
 

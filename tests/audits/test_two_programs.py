@@ -31,8 +31,8 @@ def of_two(step_a, step_b, setting="cpu"):
 def assert_one_function(report):
     assert report.kind == "rounding", str(report)
     assert not report.faulty
-    assert not report.comparison.differing
-    assert not report.comparison.unpaired
+    assert not report.comparison.differing_results
+    assert not report.comparison.unpaired_results
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -41,9 +41,9 @@ def test_a_rewritten_program_agrees_and_a_faulty_one_does_not(program):
     right, wrong = gl.audit(plain, rewritten), gl.audit(plain, faulty)
     assert (right.kind, right.faulty) == ("rounding", False), str(right)
     assert "results agree in float64" in right.headline
-    assert not right.comparison.differing
+    assert not right.comparison.differing_results
     assert wrong.kind != "rounding"
-    assert wrong.comparison.differing or wrong.kind == "reduced precision"
+    assert wrong.comparison.differing_results or wrong.kind == "reduced precision"
 
 
 def test_the_audit_of_two_steps_is_that_of_their_traces():
@@ -63,7 +63,7 @@ def test_a_rewritten_program_agrees_where_the_setting_rounds(setting):
         of_two(program.step("plain"), program.step(variant), setting) for variant in ("rewritten", "faulty")
     )
     assert (right.kind, right.faulty) == ("reduced precision", False), str(right)
-    assert not right.comparison.differing
+    assert not right.comparison.differing_results
     assert wrong.faulty
 
 
@@ -113,7 +113,7 @@ def test_checkpointing_changes_nothing(use_reentrant):
 
     report = of_two(plain, checkpointed)
     assert report.kind == "rounding", str(report)
-    assert not report.comparison.differing
+    assert not report.comparison.differing_results
     assert len([result for result in report.comparison.results if result.agrees]) == 6
 
 
@@ -144,7 +144,7 @@ def test_a_layer_in_halves_is_the_layer():
 def test_a_layer_in_halves_of_which_one_counts_otherwise_is_not(wrong):
     report = of_two(whole, in_halves(wrong))
     assert report.faulty
-    assert "loss" in {result.group for result in report.comparison.differing}
+    assert "loss" in {result.group for result in report.comparison.differing_results}
 
 
 def prediction(rows, after, normalised=False):

@@ -141,7 +141,7 @@ def with_waves_that_differ(what):
 def test_a_fault_at_or_behind_an_operation_without_float64_is_told(what):
     report = audited(with_waves_that_differ(what))
     assert report.faulty
-    assert report.comparison.differing
+    assert report.comparison.differing_results
 
 
 @pytest.mark.parametrize(("what", "operation"), [("argument", "waves"), ("result", "mul")])
@@ -284,5 +284,5 @@ def test_a_wrong_sparse_product_is_told():
 def test_a_step_in_float32_on_a_cpu_does_not_count_as_computed_in_a_shorter_format():
     """Or values without reference are compared as if they had been rounded to bfloat16."""
     report = audited(with_a_function(torch.tanh), b="cpu:order=pairwise")
-    assert not report.comparison.is_short(0)
+    assert not report.comparison.uses_short_format(0)
     assert "rounding alone explains" in first_line(report)

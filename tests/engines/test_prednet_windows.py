@@ -12,7 +12,7 @@ from gpulab.engines import prednet_windows
 from gpulab.engines.prednet_kernels import uses_tf32
 from gpulab.engines.prednet_windows import SUPPORTED_TRUNCATIONS, Windows
 from gpulab.models import PredNet
-from gpulab.numerics.flags import switch_tf32, tf32_restored
+from gpulab.numerics.flags import restore_tf32_on_exit, switch_tf32
 from gpulab.settings import Setting
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -103,7 +103,7 @@ def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, tr
 def test_pixel_by_pixel_only_where_tf32_is_allowed():
     on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
     for allowed in (False, True):
-        with tf32_restored():
+        with restore_tf32_on_exit():
             switch_tf32(allowed)
             assert uses_tf32(on_gpu) is allowed
             assert not uses_tf32(torch.zeros(1)), "a CPU has no TF32"

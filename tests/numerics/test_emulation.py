@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.emulation import CHIPS, KNOWN, ORDERS, arithmetic_of, emulate
+from gpulab.numerics.emulation import ARITHMETICS, CHIPS, ORDERS, emulate, find_arithmetic
 from gpulab.numerics.formats import FORMATS, round_to
 
 
@@ -104,8 +104,8 @@ def test_emulated_chips_round_ties_as_their_libraries_do():
 def test_emulation_leaves_other_types_alone_whatever_the_order(dtype):
     a, b = A.to(dtype), B.to(dtype)
     plain = a @ b
-    for name, order in itertools.product(KNOWN, (None, "tensor-core", "pairwise")):
-        with emulate(replace(KNOWN[name], order=order)):
+    for name, order in itertools.product(ARITHMETICS, (None, "tensor-core", "pairwise")):
+        with emulate(replace(ARITHMETICS[name], order=order)):
             assert torch.equal(a @ b, plain)
 
 
@@ -197,12 +197,12 @@ def cut(value, last):
 def tensor_core(a, b, how):
     """Align to the largest exponent, cut, add, and cut to the bits kept."""
     total = Fraction(0)
-    for start in range(0, len(a), how.block):
-        pairs = list(zip(a[start : start + how.block], b[start : start + how.block], strict=True))
-        last = max([leading(x) + leading(y) for x, y in pairs] + [leading(float(total))]) - how.fraction
+    for start in range(0, len(a), how.block_size):
+        pairs = list(zip(a[start : start + how.block_size], b[start : start + how.block_size], strict=True))
+        last = max([leading(x) + leading(y) for x, y in pairs] + [leading(float(total))]) - how.fraction_bits
         total = sum((cut(Fraction(x) * Fraction(y), last) for x, y in pairs), cut(total, last))
         size = math.floor(math.log2(abs(total))) if total else 0
-        total = cut(total, max(size, -126) - how.kept + 1)
+        total = cut(total, max(size, -126) - how.significant_bits + 1)
     with np.errstate(over="ignore"):
         return np.float32(float(total))
 
@@ -216,14 +216,14 @@ SUMS += [(name, "tensor-core") for name in ("hopper", "ampere", "float16", "floa
 @pytest.mark.parametrize("count", [1, 3, 8, 37])
 @pytest.mark.parametrize(("name", "order"), SUMS)
 def test_orders_of_summation_are_their_definition_in_exact_fractions(name, order, count, spread):
-    how, most = arithmetic_of(name, order), 12 if name == "float16" else 25 if name == "float32" else 70
+    how, most = find_arithmetic(name, order), 12 if name == "float16" else 25 if name == "float32" else 70
     for seed in range(5):
         generator = np.random.default_rng(seed)
         powers = generator.integers(-min(spread, most), min(spread, most) + 1, (2, count))
         x = torch.from_numpy((generator.standard_normal((2, count)) * 2.0**powers).astype(np.float32))
         a, b = round_to(x, how.format).nan_to_num(0, 0, 0)
         a[generator.random(count) < 0.1] = 0
-        assert DEFINITIONS[order](a.tolist(), b.tolist(), how) == how.summed(a[None], b[:, None]).item()
+        assert DEFINITIONS[order](a.tolist(), b.tolist(), how) == how.multiply(a[None], b[:, None]).item()
 
 
 def test_emulated_tensor_core_passes_on_what_is_not_finite():

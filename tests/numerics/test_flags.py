@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from gpulab.numerics.emulation import CHIPS, emulate
-from gpulab.numerics.flags import arithmetic, precision_allowed, switch_tf32, tf32_restored
+from gpulab.numerics.flags import arithmetic, precision_allowed, restore_tf32_on_exit, switch_tf32
 
 cublas, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 
@@ -26,7 +26,7 @@ def torch_with(request, monkeypatch):
 def test_tf32_is_switched_read_and_put_back():
     before = cublas.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
     for allowed in (True, False):
-        with tf32_restored():
+        with restore_tf32_on_exit():
             switch_tf32(allowed)
             assert (cublas.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
             assert [precision_allowed(product) == "tf32" for product in ("matmul", "conv")] == [allowed, allowed]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.correctness import compare_products as products
-from gpulab.numerics.emulation import CHIPS, PRECISIONS, arithmetic_of, emulate
+from gpulab.numerics.emulation import CHIPS, PRECISIONS, emulate, find_arithmetic
 
 FORWARD, TO_INPUT, TO_WEIGHT, MATRIX = products.FORWARD, products.TO_INPUT, products.TO_WEIGHT, products.MATRIX
 INPUTS, Case = products.INPUTS, products.Case
@@ -38,18 +38,18 @@ SLICES = {"tf32": (2, 14, 16, 52), "bfloat16": (1, 1, 1, 6), "float16": (1, 1, 1
 @pytest.mark.parametrize("name", SLICES)
 def test_matrix_products_of_an_h200_are_reproduced_bit_for_bit(name, shape, inputs):
     case = Case(MATRIX, shape, inputs, name)
-    how = replace(arithmetic_of(name, f"tensor-core+split-{SLICES[name][shape]}"), result="float32")
+    how = replace(find_arithmetic(name, f"tensor-core+split-{SLICES[name][shape]}"), result="float32")
     assert_bit_for_bit(case, how)
 
 
 # cuDNN's kernels for Hopper run through 32 channels at a time; those for Ampere, some through all, round ties away.
 HOPPER = replace(CHIPS["hopper"], order="tensor-core")
-AMPERE = replace(HOPPER, tile=None, roundings=CHIPS["ampere"].roundings)
-BFLOAT16 = replace(PRECISIONS["bfloat16"], order="tensor-core", tile=32)
+AMPERE = replace(HOPPER, channel_tile=None, roundings=CHIPS["ampere"].roundings)
+BFLOAT16 = replace(PRECISIONS["bfloat16"], order="tensor-core", channel_tile=32)
 CONVOLUTIONS = {
     Case(FORWARD, 1, "normal", "tf32"): HOPPER,
     Case(FORWARD, 2, "normal", "tf32"): AMPERE,
-    Case(FORWARD, 4, "badly scaled", "tf32"): replace(AMPERE, tile=32),
+    Case(FORWARD, 4, "badly scaled", "tf32"): replace(AMPERE, channel_tile=32),
     Case(FORWARD, 2, "positive", "tf32", channels_last=True): HOPPER,
     Case(TO_INPUT, 1, "badly scaled", "tf32"): HOPPER,
     Case(TO_INPUT, 4, "positive", "tf32"): HOPPER,
