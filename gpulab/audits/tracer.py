@@ -45,9 +45,9 @@ from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, writes
 from gpulab.audits.values import Slabs, Value
-from gpulab.guards.call_sites import Callers
+from gpulab.guards.call_sites import OperationCallers
 from gpulab.guards.fingerprints import content
-from gpulab.guards.reentrancy import at_work, own_work
+from gpulab.guards.reentrancy import as_guard_work, is_guard_running
 from gpulab.numerics.emulation import COMPOSED
 from gpulab.steps import State
 
@@ -126,7 +126,7 @@ class Tracer(UncompiledDispatchMode):
         self.names: dict[tuple[Nested, ...], str] = {}
         self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}  # by where they lie, whatever their shape
         self.numbers_read: dict[float, str] = {}
-        self.callers = Callers()
+        self.callers = OperationCallers()
 
     def __torch_dispatch__(
         self,
@@ -138,7 +138,7 @@ class Tracer(UncompiledDispatchMode):
         """Run an operation and note what it did."""
         kwargs = kwargs or {}
         name = operation_name(operation)
-        if name in SILENT or at_work():
+        if name in SILENT or is_guard_running():
             return operation(*args, **kwargs)
         if self.is_preparing:
             return self._prepare(operation, name, args, kwargs)
@@ -166,10 +166,10 @@ class Tracer(UncompiledDispatchMode):
         out = operation(*args, **kwargs)
         if self.measured and name in COPIES and isinstance(out, Tensor):
             source = args[1] if name == "copy" else args[0]
-            self._attempt(partial(own_work(self.references.copied), out, source))
+            self._attempt(partial(as_guard_work(self.references.copied), out, source))
         return out
 
-    @own_work
+    @as_guard_work
     def _note(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
         """Run an operation, repeat it on the references, and note both."""
         call = Call(operation, name, args, kwargs)
@@ -199,7 +199,7 @@ class Tracer(UncompiledDispatchMode):
 
     def _begun(self, call: Call) -> Operation:
         """The record of an operation that is about to run: who calls it, and what it is given."""
-        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
+        caller = self.callers.caller_of_operation(self.results.path[-1] if self.results.path else "")
         is_view = call.operation.is_view
         op = Operation(call.name, *caller, [], [], [], "", call.arguments, random=call.random, is_view=is_view)
         op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read)]
@@ -504,7 +504,7 @@ class StepResults:
             if parameter.grad is not None:
                 self.stepped[parameter] = self._names_of(parameter.grad)
 
-    @own_work
+    @as_guard_work
     def _keep(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
         """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
         if isinstance(owner, nn.Module) and not all(component_tensors(p) for p in owner.parameters() if p.numel()):
@@ -542,12 +542,12 @@ class StepResults:
                 has_copy = references.has_copy(leaf)
                 self.starts[leaf] = recorded, references.of(leaf.detach()).clone() if has_copy else recorded
 
-    @own_work
+    @as_guard_work
     def _names_of(self, tensor: Tensor) -> list[str]:
         """The names of a tensor's values; what computes them is none of the step's operations."""
         return [self.tracer.value_of(t) for t in sk.tensors(tensor.detach())]
 
-    @own_work
+    @as_guard_work
     def _lost(self, leaf: Tensor) -> dict[str, int]:
         """How many numbers of a leaf change in the reference, and how many of these kept their recorded bits."""
         if leaf not in self.starts or self.tracer.references.is_disabled:
@@ -652,7 +652,7 @@ class StepResults:
         shape = self.tracer.values[values[-1]].shape if values else []
         return Operation(label, RESULT, name, "", start, values, list(shape), "float64", dict(about or {}))
 
-    @own_work
+    @as_guard_work
     def _name_of_number(self, number: float) -> str:
         """The value of a number that the step returned: of the tensor that it was read from, or its own."""
         if number not in self.tracer.numbers_read:
