@@ -13,7 +13,7 @@ from gpulab.plots.drawing import drawn
 from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.saddles.escapes import EscapeTable
 from gpulab.saddles.landscapes import Surface
-from gpulab.saddles.spectrum import ZERO, SpectralDensity
+from gpulab.saddles.spectrum import ZERO_SHARE, SpectralDensity
 from gpulab.settings import TF32_CARDS, Setting
 from gpulab.wording import EMULATED
 
@@ -46,7 +46,7 @@ def spectrum(density: SpectralDensity) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         A histogram of eigenvalues
     """
-    zero = ZERO * max(map(abs, density.extremes))
+    zero = ZERO_SHARE * max(map(abs, density.extremes))
     figure, (axes,) = theme.canvas(height=3.4)
     axes.set_xscale("symlog", linthresh=zero)
     counts = density.weights * density.size / len(density.nodes)  # a node stands for so many eigenvalues

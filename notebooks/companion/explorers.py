@@ -148,8 +148,8 @@ def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float,
         weights = Weights(saddle.model, parsed)
         descent = Descent(saddle, weights, choose_optimizer(saddle, weights, optimizer, rate))
         plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
-        weights.move_to(descent.saddle + push * plane[0])
-        for loss, displacement in itertools.islice(descent.walk(), STEPS + 1):
+        weights.set_weights(descent.saddle + push * plane[0])
+        for loss, displacement in itertools.islice(descent.iterate(), STEPS + 1):
             row = [*(plane @ displacement).tolist(), float(loss)]
             if not all(map(math.isfinite, row)):
                 break
