@@ -226,8 +226,8 @@ def hessian(
     model_tensors = dict([*model.named_parameters(), *model.named_buffers()])
     # The operator has copies, because the model may go on training.
     copies = {name: tensor.detach().clone() for name, tensor in model_tensors.items()}
-    variables = {name: copies[name].requires_grad_() for name in selected}
-    for name, tensor in variables.items():
+    points = {name: copies[name].requires_grad_() for name in selected}
+    for name, tensor in points.items():
         if not tensor.isfinite().all():
             raise DataError(f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite")
 
@@ -254,7 +254,7 @@ def hessian(
             raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
         return value
 
-    H = Hessian(objective, variables, functools.partial(_bind_copies, model, copies))
+    H = Hessian(objective, points, functools.partial(_bind_copies, model, copies))
     with H.bound_weights():
         second_loss = float(objective().detach())
     for name, tensor in model_tensors.items():
@@ -323,14 +323,12 @@ class _UnfusedWeightNorm(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _linearize_by_graph(
-    objective: Callable[[], Tensor], variables: list[Tensor]
-) -> tuple[Tensor, list[Tensor], Product]:
+def _linearize_by_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[Tensor, list[Tensor], Product]:
     """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph of the gradients."""
     try:
         with torch.enable_grad():
             loss = objective()
-            gradients = torch.autograd.grad(loss, variables, create_graph=True, materialize_grads=True)
+            gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
         if any(gradient.layout != torch.strided for gradient in gradients):
             raise UsageError("the loss has sparse gradients: give its embeddings sparse=False")
         varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
@@ -342,20 +340,20 @@ def _linearize_by_graph(
             rows = []
             for row in range(len(tangents[0])):
                 vectors = [tangents[index][row] for index in varying]
-                rows.append(torch.autograd.grad(outputs, variables, vectors, retain_graph=True, materialize_grads=True))
+                rows.append(torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True))
             return [torch.stack(column) for column in zip(*rows, strict=True)]
 
-        product(*[torch.zeros_like(variable)[None] for variable in variables])  # to fail here and not later
+        product(*[torch.zeros_like(point)[None] for point in points])  # to fail here and not later
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        line = _line_of_failure(objective, variables)
+        line = _line_of_failure(objective, points)
         raise UsageError(f"the loss has no second derivatives that torch can compute: {reason}{line}") from error
     return loss.detach(), [gradient.detach() for gradient in gradients], product
 
 
-def _line_of_failure(objective: Callable[[], Tensor], variables: list[Tensor]) -> str:
+def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
     """The user's line whose operation has no second derivative, for the end of an error: torch keeps it if asked to."""
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
@@ -363,9 +361,9 @@ def _line_of_failure(objective: Callable[[], Tensor], variables: list[Tensor]) -
         torch.enable_grad(),
         contextlib.suppress(RuntimeError),
     ):
-        gradients = torch.autograd.grad(objective(), variables, create_graph=True, materialize_grads=True)
+        gradients = torch.autograd.grad(objective(), points, create_graph=True, materialize_grads=True)
         varying = [gradient.sum() for gradient in gradients if gradient.requires_grad]
-        torch.autograd.grad(varying, variables, materialize_grads=True)
+        torch.autograd.grad(varying, points, materialize_grads=True)
     lines = [line_of_forward_call(str(warning.message)) for warning in caught]
     return next((f" (at {line})" for line in reversed(lines) if line), "")
 
