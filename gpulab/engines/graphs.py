@@ -66,7 +66,7 @@ class Captured:
 
     def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
         """What is captured: from bytes to losses, with the state left where the next window finds it."""
-        scaled = self.engine.loader.scaled
+        scaled = self.engine.loader.quotients
         assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
         losses, after = self.engine.update(self.engine.model.batches(scaled[window.int()]), state)
         _fill(state, after)

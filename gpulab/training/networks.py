@@ -17,7 +17,7 @@ import torch
 
 from gpulab.data.base import Data, Window
 from gpulab.data.datasets import load
-from gpulab.data.feed import Loader, ahead, has_its_device_alone
+from gpulab.data.feed import Loader, has_exclusive_device, prefetch
 from gpulab.errors import UsageError
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
@@ -224,7 +224,7 @@ class NetworkRun(PlannedRun):
     def remaining_windows(self, training: Training) -> Iterator[Window]:
         """Yield the windows that a training has not seen yet."""
         done = len(training.history)
-        endless = ahead(self.data.windows(self.window, self.seed, done), self.setting, self.data)
+        endless = prefetch(self.data.windows(self.window, self.seed, done), self.setting, self.data)
         return itertools.islice(endless, self.frames // self.window - done)
 
     def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:
@@ -268,7 +268,7 @@ class NetworkRun(PlannedRun):
         diverged, history = training.diverged_at is not None, training.history
         last = [note.loss for note in history[-max(1, len(history) // LAST_FIFTH) :]]
         seconds = history[-1].seconds
-        alone = has_its_device_alone(self.setting)  # else its speed is not that of one network
+        alone = has_exclusive_device(self.setting)  # else its speed is not that of one network
         results: dict[str, Any] = {
             "status": "diverged" if diverged else "finished",
             "gradients": " and ".join(sorted(training.gradient_methods - {"captured"})),
