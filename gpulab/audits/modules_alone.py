@@ -18,7 +18,7 @@ from gpulab.audits.recording import SEED
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.flags import arithmetic
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, Step, loss_of, refused, seeded
+from gpulab.steps import PreparedStep, Step, explain_step_error, loss_of, seed_generators
 
 Results = dict[str, Tensor]
 # How many times as far as one rounding leads a right result may be in float32. The numbers are moved so far, and not
@@ -86,10 +86,10 @@ class _Whole(PreparedStep):
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _kept(tensor) for name, tensor in results.items() if rounds(tensor)}
 
-    def _converted(self, tensor: Tensor) -> Tensor:
+    def _convert(self, tensor: Tensor) -> Tensor:
         if self.first_rounded_to is not None and tensor.is_floating_point():
             tensor = tensor.to(self.first_rounded_to)
-        return super()._converted(tensor)
+        return super()._convert(tensor)
 
     def _nudged(self, value: Nested) -> Nested:
         if not self.nudge or not isinstance(value, Tensor) or not rounds(value):
@@ -203,7 +203,7 @@ def execute(
         GpulabError: Where torch's compiler fails, and where the step fails.
     """
     kind = _Alone if isinstance(step, ModuleCall) else _Whole
-    with seeded(setting, SEED), setting.apply():
+    with seed_generators(setting, SEED), setting.apply():
         with (
             kind(step, setting, nudge, first_rounded_to) as prepared,
             _errors_explained(setting, prepared.model),
@@ -246,7 +246,7 @@ def _errors_explained(setting: Setting, model: nn.Module) -> Iterator[None]:
     except GpulabError:
         raise
     except Exception as error:  # of any kind, since the code is the user's
-        explained = refused(error, setting, model.modules())
+        explained = explain_step_error(error, setting, model.modules())
         if not isinstance(explained, UsageError):
             words = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             explained = UsageError(f"the step fails under {setting}: {words}")
@@ -269,7 +269,7 @@ def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient, place=place: gradients.update({place: _kept(gradient)}))
 
-    with seeded(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
+    with seed_generators(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():
             after = module.register_forward_hook(lambda module, _, output, name=name: end(name, module, output))
             for handle in (module.register_forward_pre_hook(begin, with_kwargs=True), after):

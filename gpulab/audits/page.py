@@ -108,7 +108,7 @@ class AnswerPage(Answer):
         if picture is None:
             return Markup()
         return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(
-            responsive(picture, self._drawn(width=PHONE)), CAPTION
+            responsive(picture, self._draw(width=PHONE)), CAPTION
         )
 
     def _findings(self) -> Markup:

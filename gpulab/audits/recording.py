@@ -20,7 +20,7 @@ from gpulab.numerics.flags import arithmetic
 from gpulab.passports import passport
 from gpulab.report import Progress
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, Step, check_step, ready, refused, seeded
+from gpulab.steps import PreparedStep, Step, check_step, explain_step_error, prepare_step, seed_generators
 
 MOST_LETTERS = 32  # of an argument in the name of a step
 SEED = 0  # the random numbers of torch, NumPy and Python begin here in every execution of a step
@@ -101,12 +101,12 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer, guar
     watcher.is_preparing = True
     default_dtype = torch.get_default_dtype()
     with (
-        seeded(setting, SEED),
+        seed_generators(setting, SEED),
         setting.apply(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         ctc_lengths_as_lists(),
         watcher,
-        ready(step, setting, default_dtype) as run,
+        prepare_step(step, setting, default_dtype) as run,
         watcher.results.followed(),
         guard(on="warn") if watcher.measured and guarded else contextlib.nullcontext() as report,
     ):
@@ -117,7 +117,7 @@ def perform(step: Callable[..., object], setting: Setting, watcher: Tracer, guar
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
-            raise refused(error, setting, watcher.results.used_modules()) from error
+            raise explain_step_error(error, setting, watcher.results.used_modules()) from error
         finally:
             watcher.is_preparing = True
         flags = arithmetic()

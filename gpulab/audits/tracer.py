@@ -49,7 +49,7 @@ from gpulab.guards.call_sites import OperationCallers
 from gpulab.guards.fingerprints import content
 from gpulab.guards.reentrancy import as_guard_work, is_guard_running
 from gpulab.numerics.emulation import COMPOSED
-from gpulab.steps import State
+from gpulab.steps import Snapshot
 
 SILENT = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
 # What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
@@ -511,7 +511,7 @@ class StepResults:
             return  # `torch.func.functional_call` has put other parameters into it, and takes them out again
         if self.restores and owner not in self.kept:
             self.kept.add(owner)
-            self.undo.callback(State(owner, with_contents=True).restore)
+            self.undo.callback(Snapshot(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Nested) -> None:
         """Note which of the arguments of an operation are leaves, whose gradients and updates are results."""

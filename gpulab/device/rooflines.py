@@ -38,7 +38,7 @@ from gpulab.numerics.flags import precision_allowed
 from gpulab.passports import machine, passport
 from gpulab.report import Progress, Report
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, ready
+from gpulab.steps import PreparedStep, prepare_step
 from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
@@ -308,7 +308,7 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
             f"ceilings of {other_machines[0]}: the step runs on {this_machine}; measure gpulab.roofline here"
         )
     default_dtype = torch.get_default_dtype()
-    with setting.apply(), ready(step, setting, default_dtype) as prepared_step:
+    with setting.apply(), prepare_step(step, setting, default_dtype) as prepared_step:
 
         def run_step() -> None:
             if isinstance(prepared_step, PreparedStep):

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 import torch
 
-from gpulab._torch_internals import Nested, is_compiler_loaded, tell_skipped_frames, uncompiled
+from gpulab._torch_internals import Nested, is_compiler_loaded, report_skipped_frames, uncompiled
 from gpulab.guards.call_sites import is_user_file
 
 POOL_MODULES = ("concurrent.futures.thread", "multiprocessing.pool")
@@ -142,7 +142,7 @@ class BlindSpots:
     def _listen_to_compiler(self) -> None:
         if not self._is_listening_to_compiler:
             self._is_listening_to_compiler = True
-            self._originals.callback(tell_skipped_frames(functools.partial(self.count, COMPILED_CODE)))
+            self._originals.callback(report_skipped_frames(functools.partial(self.count, COMPILED_CODE)))
 
 
 COUNTED_FUNCTIONS: list[tuple[type | types.ModuleType, str, str]] = [

@@ -100,7 +100,7 @@ class VerdictPage(Decisions, Report):
         picture = self.picture()
         if picture is None:
             return Markup()
-        element = responsive(picture, self._drawn(width=PHONE))
+        element = responsive(picture, self._draw(width=PHONE))
         return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(element, CAPTION)
 
     def _details(self) -> Markup:

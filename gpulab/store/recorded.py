@@ -39,7 +39,7 @@ def recorded_folder(name: str) -> Path:
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
-def read_json(file: str | Path, most: int = files.MOST) -> dict[str, Any]:
+def read_json(file: str | Path, most: int = files.MAX_FILE_BYTES) -> dict[str, Any]:
     """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
     content = files.read(file, most)
     return checked(file, files.read_json(file, content), content)

@@ -23,7 +23,7 @@ import torch
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
-from gpulab.steps import seeded
+from gpulab.steps import seed_generators
 from gpulab.store.runs import StoredRun
 from gpulab.store.tables import COLUMNS, OPEN
 from gpulab.training.loop import WindowNote
@@ -99,7 +99,7 @@ class TrainingFunction:
             GpulabError: Where the function raises another error, or returns something else than numbers.
         """
         given = {"seed": seed, "setting": setting}
-        with seeded(setting, seed):
+        with seed_generators(setting, seed):
             try:
                 return _numbers(self.function(**{name: given[name] for name in self.takes}, **options))
             except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):

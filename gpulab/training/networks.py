@@ -183,7 +183,7 @@ class NetworkRun(PlannedRun):
     @property
     def unusual_factors(self) -> Options:
         """The factors that have another than their usual value."""
-        return {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
+        return {name: value for name, value in self.factors.items() if value != FACTORS[name].default}
 
     @contextlib.contextmanager
     def activated(self) -> Iterator[None]:
@@ -350,11 +350,15 @@ def _make_model(net: Trainable | str, defaults: Protocol, options: Options) -> t
             model = MODELS[net](**described)
     except TypeError as error:
         raise UsageError(f"model {net!r} with {options}: {error}") from None
-    factors = {name: getattr(model, name, option.usual) for name, option in FACTORS.items() if option.of == "model"}
+    factors = {
+        name: getattr(model, name, option.default)
+        for name, option in FACTORS.items()
+        if option.argument_group == "model"
+    }
     return model, {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in (described | factors).items()
-        if name not in factors or value != FACTORS[name].usual
+        if name not in factors or value != FACTORS[name].default
     }
 
 
