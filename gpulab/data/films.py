@@ -170,7 +170,7 @@ def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
 def _split_counts(name: str, count: int, frames: int | None) -> tuple[int, int]:
     """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked.
 
-    >>> _split("film", 100, None), _split("film", 100, 30), _split("film", 100, 95), _split("film", 22, 19)
+    >>> _split_counts("film", 100, None), _split_counts("film", 100, 30), _split_counts("film", 100, 95), _split_counts("film", 22, 19)
     ((91, 9), (30, 3), (91, 9), (19, 2))
     """
     if count < 4:

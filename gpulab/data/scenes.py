@@ -264,7 +264,7 @@ def _path_pieces(seed: int, blocks: int) -> tuple[Floats, Integers, Integers, In
 def _position_at(seed: int, distance: Floats) -> tuple[Floats, Floats]:
     """Where the walker is after each distance (x and y, first axis), and where he faces (radians).
 
-    >>> place, heading = _walked(0, np.array([10.0, 5000.0]))
+    >>> place, heading = _position_at(0, np.array([10.0, 5000.0]))
     >>> place.round(2).tolist(), heading.round(2).tolist()
     ([[6.42, 83.77], [6.91, -173.0]], [-0.43, -78.54])
     """

@@ -69,7 +69,7 @@ class WriteLines:
     """The lines that wrote, as far as they are known; `writers_since` tells them.
 
     Attributes:
-        is_followed: Whether lines of the user's program are followed, so that writes of NumPy can be placed.
+        is_tracing: Whether lines of the user's program are followed, so that writes of NumPy can be placed.
     """
 
     def __init__(self) -> None:
