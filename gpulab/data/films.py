@@ -170,8 +170,8 @@ def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
 def _split_counts(name: str, count: int, frames: int | None) -> tuple[int, int]:
     """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked.
 
-    >>> _split_counts("film", 100, None), _split_counts("film", 100, 30), _split_counts("film", 100, 95), _split_counts("film", 22, 19)
-    ((91, 9), (30, 3), (91, 9), (19, 2))
+    >>> [_split_counts("film", 100, frames) for frames in (None, 30, 95)], _split_counts("film", 22, 19)
+    ([(91, 9), (30, 3), (91, 9)], (19, 2))
     """
     if count < 4:
         raise DataError(f"{name}: {count} frames; at least 4 are needed")
