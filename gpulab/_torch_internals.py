@@ -169,8 +169,8 @@ def returned_or_written(operation: OpOverload, args: Sequence[Nested], returned:
     """
     if returned is not None:
         return returned[:1] if operation._schema.name == "aten::_ctc_loss" else returned
-    named = zip(operation._schema.arguments, args, strict=False)
-    return [value for argument, value in named if _is_written(argument)]
+    arguments = zip(operation._schema.arguments, args, strict=False)
+    return [value for argument, value in arguments if _is_written(argument)]
 
 
 def _is_written(argument: torch.Argument) -> bool:
@@ -192,12 +192,12 @@ def written_tensors(
     >>> written_tensors(torch.ops.aten.add_.Tensor, (x, 1), {})[0] is x
     True
     """
-    named = named_arguments(operation, args, kwargs)
-    written = [named[a.name] for a in operation._schema.arguments if _is_written(a)]
+    arguments = named_arguments(operation, args, kwargs)
+    written = [arguments[a.name] for a in operation._schema.arguments if _is_written(a)]
     if "batch_norm" in operation._schema.name and not written:
-        is_training = named.get("training", named.get("train", False))
-        statistics = (named.get("running_mean"), named.get("running_var"))
-        written = [statistics] if is_training and "grad_out" not in named else []
+        is_training = arguments.get("training", arguments.get("train", False))
+        statistics = (arguments.get("running_mean"), arguments.get("running_var"))
+        written = [statistics] if is_training and "grad_out" not in arguments else []
     return find_tensors(written)
 
 
@@ -214,12 +214,12 @@ def ctc_lengths_as_lists() -> Iterator[None]:
 
     @functools.wraps(original)
     def with_lists(log_probs: Tensor, targets: Tensor, *args: Nested, **kwargs: Nested) -> Tensor:
-        def listed(value: Nested) -> Nested:
+        def as_list(value: Nested) -> Nested:
             is_on_cpu = isinstance(value, Tensor) and value.device.type == "cpu" != log_probs.device.type
             return value.tolist() if is_on_cpu else value
 
-        kwargs = {name: listed(value) for name, value in kwargs.items()}
-        return original(log_probs, targets, *map(listed, args), **kwargs)
+        kwargs = {name: as_list(value) for name, value in kwargs.items()}
+        return original(log_probs, targets, *map(as_list, args), **kwargs)
 
     torch.ctc_loss = with_lists
     try:
@@ -296,8 +296,8 @@ def is_composite(operation: OpOverload) -> bool:
     """
     keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "MPS")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    composite, *own = (has_kernel(operation.name(), key) for key in keys)
-    return composite and not any(own)
+    composite, *device_kernels = (has_kernel(operation.name(), key) for key in keys)
+    return composite and not any(device_kernels)
 
 
 def call_composite_kernel(
@@ -447,7 +447,7 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def tell_skipped_frames(tell: Callable[[], None]) -> Callable[[], None]:
+def report_skipped_frames(report: Callable[[], None]) -> Callable[[], None]:
     """Call a function whenever compiled code runs uncompiled because a dispatch mode is active.
 
     It imports the compiler. What is returned ends it.
@@ -461,17 +461,17 @@ def tell_skipped_frames(tell: Callable[[], None]) -> Callable[[], None]:
         n: getattr(convert_frame, n) for n in (*names, "is_in_torch_dispatch_mode") if hasattr(convert_frame, n)
     }
 
-    def telling(original: Callable[..., bool]) -> Callable[..., bool]:
-        def asked(*args: Nested, **kwargs: Nested) -> bool:
+    def wrap(original: Callable[..., bool]) -> Callable[..., bool]:
+        def wrapper(*args: Nested, **kwargs: Nested) -> bool:
             is_skipped = original(*args, **kwargs)
             if is_skipped:
-                tell()
+                report()
             return is_skipped
 
-        return uncompiled(asked)
+        return uncompiled(wrapper)
 
     for name, original in originals.items():
-        setattr(convert_frame, name, telling(original))
+        setattr(convert_frame, name, wrap(original))
 
     def undo() -> None:
         for name, original in originals.items():
@@ -597,13 +597,13 @@ def graph_nodes(result: Tensor) -> Iterator[Node]:
 
     Uses public API only.
     """
-    waiting: list[Node | None] = [result.grad_fn]
-    met: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in met:
-            met.add(node)
-            waiting += [following for following, _ in node.next_functions]
+    pending: list[Node | None] = [result.grad_fn]
+    visited: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            pending += [next_node for next_node, _ in node.next_functions]
             yield node
 
 
@@ -826,8 +826,8 @@ def span_of(tensor: Nested) -> Span:
     if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    last_offset = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last_offset + 1) * tensor.element_size()
 
 
 def component_tensors(tensor: Tensor) -> list[Tensor]:

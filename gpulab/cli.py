@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # What JSON can write, or a word: an option of a user's own function may be any of it.
 CommandValue = Any
-PYTHONS_WARNINGS = warnings.formatwarning
+PYTHON_FORMATWARNING = warnings.formatwarning
 
 app = typer.Typer(
     help="Does the device change what a neural network learns? Train, compare and see.",
@@ -37,110 +37,113 @@ app = typer.Typer(
 # --- what is printed ---------------------------------------------------------------------------------------
 
 
-def say(text: object, to: IO[str] | None = None) -> None:
+def echo(text: object, to: IO[str] | None = None) -> None:
     """Print a text, whatever is in it: it may come from a file of a stranger's."""
     print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
 
 
-def say_runs(frame: pd.DataFrame, where: str = "") -> None:
+def echo_runs(frame: pd.DataFrame, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
     from gpulab.store import tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     frame = tables.drop_empty_losses(frame)
-    of_functions = [name for name in frame.columns if name not in (*tables.RUN_COLUMNS, "options", "loss")]
-    columns = [
-        "experiment",
-        "profile",
-        "setting",
-        "seed",
-        *differing,
-        "status",
-        *["final_loss"] * ("final_loss" in frame),
-    ]
-    columns += [*(of_functions or ["heldout_loss"]), "seconds", "machine"]
-    say(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
+    function_metrics = [name for name in frame.columns if name not in (*tables.RUN_COLUMNS, "options", "loss")]
+    columns = ["experiment", "profile", "setting", "seed", *differing, "status"]
+    if "final_loss" in frame:
+        columns.append("final_loss")
+    columns += [*(function_metrics or ["heldout_loss"]), "seconds", "machine"]
+    echo(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
 
 
 def save_plot(result: Report, file: Path | None) -> None:
     """Draw a result into a file, where one was asked for, and say so where a table is not disturbed."""
     if file:
         result.plot().save(file)
-        say(f"picture in {file}", sys.stderr)
+        echo(f"picture in {file}", sys.stderr)
 
 
 # --- options that several commands have ------------------------------------------------------------------
 
 
-def option(words: str, usually: str | bool = True, flag: str = "", **more: Any) -> OptionInfo:
-    """What an option says, and what holds where nothing is said, if the parameter's default does not tell."""
-    return typer.Option(*filter(None, [flag]), help=words, show_default=usually, **more)
+def option(words: str, default: str | bool = True, flag: str = "", **parameters: Any) -> OptionInfo:
+    """An option with its help; `default` describes the default where the parameter's own value does not."""
+    return typer.Option(*filter(None, [flag]), help=words, show_default=default, **parameters)
 
 
-def argument(words: str, usually: str | bool = False, **more: Any) -> ArgumentInfo:
-    """What an argument says, and what holds where it is left out."""
-    return typer.Argument(help=words, show_default=usually, **more)
+def argument(words: str, default: str | bool = False, **parameters: Any) -> ArgumentInfo:
+    """An argument with its help; `default` describes what holds where it is left out."""
+    return typer.Argument(help=words, show_default=default, **parameters)
 
 
-def writable(file: Path | None) -> Path | None:
+def check_writable_path(file: Path | None) -> Path | None:
     """A file that a command is to write, tried before any work; `GpulabError` where it could not be written after."""
     if file:
         files.check_writable(file)
     return file
 
 
-def prepared(setting: str) -> str:
+def parse_and_prepare(setting: str) -> str:
     """A setting, whose instruction set this process shall have: torch reads that when it is loaded."""
     Setting.parse(setting).prepare()
     return setting
 
 
-STEP = "module:name or file.py:name of a gpulab.Step or a function of one step"
-SETTING = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
-MARGIN = "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
-TABLE = "a .csv, .tsv or .parquet, a store, packed runs, or a folder of logs or a pattern, such as 'logs/*/metrics.csv'"
-LAST = "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
-LOOKS = "how often you ask this at most as seeds come in, this time included: decisions hold for all of them"
-STORE = "folder in which runs are kept, or a file of packed runs"
-USUAL_STORE = "$GPULAB_STORE or ./runs"
-PROFILE = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
-REGISTERED = "file written before the runs, with the question and how it will be answered; its digest is kept"
-NAMES = ", ".join(name for name, each in RUN_OPTIONS.items() if each.help)
-MORE = f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NAMES}; a function what it has"
+STEP_HELP = "module:name or file.py:name of a gpulab.Step or a function of one step"
+SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
+MARGIN_HELP = (
+    "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
+)
+TABLE_HELP = (
+    "a .csv, .tsv or .parquet, a store, packed runs, or a folder of logs or a pattern, such as 'logs/*/metrics.csv'"
+)
+LAST_HELP = "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
+LOOKS_HELP = "how often you ask this at most as seeds come in, this time included: decisions hold for all of them"
+STORE_HELP = "folder in which runs are kept, or a file of packed runs"
+DEFAULT_STORE_HELP = "$GPULAB_STORE or ./runs"
+PROFILE_HELP = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
+REGISTERED_HELP = "file written before the runs, with the question and how it will be answered; its digest is kept"
+NETWORK_OPTION_NAMES = ", ".join(name for name, run_option in RUN_OPTIONS.items() if run_option.help)
+OPTION_HELP = (
+    f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NETWORK_OPTION_NAMES}; "
+    "a function what it has"
+)
 
-OneSetting = Annotated[str, option(SETTING, callback=prepared)]
-Store = Annotated[Path | None, option(STORE, USUAL_STORE, readable=False)]
-Picture = Annotated[Path | None, option("draw every run and difference into this PNG file", callback=writable)]
-Looks = Annotated[int, option(LOOKS, min=1)]
-Where = Annotated[list[str] | None, option("only runs with column=value; several times")]
+OneSetting = Annotated[str, option(SETTING_HELP, callback=parse_and_prepare)]
+Store = Annotated[Path | None, option(STORE_HELP, DEFAULT_STORE_HELP, readable=False)]
+Picture = Annotated[
+    Path | None, option("draw every run and difference into this PNG file", callback=check_writable_path)
+]
+Looks = Annotated[int, option(LOOKS_HELP, min=1)]
+WhereOption = Annotated[list[str] | None, option("only runs with column=value; several times")]
 # Those of a run.
 Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
-Profile = Annotated[str, option(PROFILE)]
-Registered = Annotated[Path | None, option(REGISTERED)]
-Options = Annotated[list[str] | None, option(MORE, flag="--option")]
+Profile = Annotated[str, option(PROFILE_HELP)]
+Registered = Annotated[Path | None, option(REGISTERED_HELP)]
+Options = Annotated[list[str] | None, option(OPTION_HELP, flag="--option")]
 DataOptions = Annotated[list[str] | None, option("an option of the data, such as seed=3; several times")]
 
 # --- what texts mean -------------------------------------------------------------------------------------
 
 
-def options_of_run(model: str, options: list[str] | None, data_options: list[str] | None) -> dict[str, Any]:
+def train_arguments(model: str, options: list[str] | None, data_options: list[str] | None) -> dict[str, Any]:
     """What is trained, in arguments of `gpulab.train`."""
     if ":" in model:
         if data_options:
             raise UsageError(f"--data-option {data_options[0]}: a function takes what it has as --option")
         return {"model_options": read_options(options)}
-    of: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
-    for name, chosen in read_options(options).items():
-        of[RUN_OPTIONS[name].of if name in RUN_OPTIONS else "model"][name] = chosen
-    return of["run"] | {"data_options": of["data"], "model_options": of["model"]}
+    grouped: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
+    for name, option_value in read_options(options).items():
+        grouped[RUN_OPTIONS[name].argument_group if name in RUN_OPTIONS else "model"][name] = option_value
+    return grouped["run"] | {"data_options": grouped["data"], "model_options": grouped["model"]}
 
 
 def read_options(texts: list[str] | None) -> dict[str, Any]:
     """The values of options written `name=text`."""
-    return {name: value(text) for name, text in pairs(texts)}
+    return {name: parse_value(text) for name, text in split_options(texts)}
 
 
-def pairs(options: list[str] | None) -> Iterator[tuple[str, str]]:
+def split_options(options: list[str] | None) -> Iterator[tuple[str, str]]:
     """The names and the texts of options written `name=text`."""
     for option in options or ():
         name, _, text = option.partition("=")
@@ -149,14 +152,14 @@ def pairs(options: list[str] | None) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def value(text: str) -> CommandValue:
+def parse_value(text: str) -> CommandValue:
     """A number, a list of them, true or false; or else a word."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
 
 
-def runs_or_table(names: list[Path]) -> pd.DataFrame:
+def load_runs_or_table(names: list[Path]) -> pd.DataFrame:
     """The runs of a store, or the table in a file or a folder of logs."""
     from gpulab.stats.tables import read_table
     from gpulab.store import recorded, tables
@@ -179,7 +182,7 @@ def runs_or_table(names: list[Path]) -> pd.DataFrame:
 def _main(version: Annotated[bool, option("print the version and exit", flag="--version")] = False) -> None:
     """What comes before any command."""
     if version:
-        say(f"gpulab {__version__}")
+        echo(f"gpulab {__version__}")
         raise typer.Exit
 
 
@@ -189,8 +192,8 @@ def devices() -> None:
     from gpulab.passports import passport
     from gpulab.settings import available_settings
 
-    say(passport())
-    say("Settings that run here: " + "  ".join(available_settings()))
+    echo(passport())
+    echo("Settings that run here: " + "  ".join(available_settings()))
 
 
 @app.command()
@@ -209,16 +212,16 @@ def train(
     from gpulab.store import runs as stores
     from gpulab.training.run import train as train_one
 
-    given = options_of_run(model, options, data_option)
-    given |= {"rerun": rerun, "store": stores.store_folder(store), "registered": registered}
-    run = train_one(model, setting=setting, seed=seed, profile=profile, **given)
-    say(f"{run}\nkept in {run.path}")
+    run_arguments = train_arguments(model, options, data_option)
+    run_arguments |= {"rerun": rerun, "store": stores.store_folder(store), "registered": registered}
+    run = train_one(model, setting=setting, seed=seed, profile=profile, **run_arguments)
+    echo(f"{run}\nkept in {run.path}")
 
 
 @app.command()
 def experiment(
     model: Training,
-    setting: Annotated[list[str], option(f"{SETTING}; give it several times")],
+    setting: Annotated[list[str], option(f"{SETTING_HELP}; give it several times")],
     seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
     workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
     metric: Annotated[str, option("what the verdict compares")] = "final_loss",
@@ -234,34 +237,46 @@ def experiment(
     from gpulab.stats.verdicts import verdict as compare
     from gpulab.training.experiment import Experiment
 
-    given = options_of_run(model, options, data_option)
-    given = given["model_options"] if ":" in model else given
+    run_arguments = train_arguments(model, options, data_option)
+    if ":" in model:
+        run_arguments = run_arguments["model_options"]
     numbers = whole_numbers(seeds) if seeds else None
-    chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    exp = Experiment(model, setting, chosen, profile, store, workers=workers, options=given, registered=registered)
+    seed_values = numbers[0] if numbers and "," not in str(seeds) else numbers
+    exp = Experiment(
+        model,
+        setting,
+        seed_values,
+        profile,
+        store,
+        workers=workers,
+        options=run_arguments,
+        registered=registered,
+    )
     frame = exp.run()
-    say_runs(frame, f", kept in {exp.folder}")
+    echo_runs(frame, f", kept in {exp.folder}")
     answer = compare(frame, metric, looks=looks)
     save_plot(answer, picture)
-    say(answer)
+    echo(answer)
 
 
 @app.command()
 def verdict(
-    file: Annotated[list[Path], argument(TABLE, metavar="FILE", readable=False)],
+    file: Annotated[list[Path], argument(TABLE_HELP, metavar="FILE", readable=False)],
     metric: Annotated[str, option("the column that is compared: numbers, or true and false")] = "final_loss",
     factor: Annotated[str, option("the column whose levels are compared")] = "setting",
     block: Annotated[str, option("the column that says which rows are pairs")] = "seed",
     reference: Annotated[str | None, option("what others are compared with", "cpu, or else the first")] = None,
-    margin: Annotated[str | None, option(MARGIN, "0.25sd, or 0.1")] = None,
+    margin: Annotated[str | None, option(MARGIN_HELP, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
     looks: Looks = 1,
-    last: Annotated[str | None, option(LAST, False)] = None,
+    last: Annotated[str | None, option(LAST_HELP, False)] = None,
     best: Annotated[str | None, option("in place of --last: the column whose best row counts", False)] = None,
     mode: Annotated[str | None, option("min or max: which value of --best is the best", "by its name")] = None,
-    where: Where = None,
+    where: WhereOption = None,
     picture: Picture = None,
-    html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
+    html: Annotated[
+        Path | None, option("write the whole report to this HTML file", callback=check_writable_path)
+    ] = None,
 ) -> None:
     """Say whether the levels of a factor differ, such as two settings: from any table of runs, or a folder of logs.
 
@@ -272,22 +287,23 @@ def verdict(
     from gpulab.stats.pairs import select_rows
     from gpulab.stats.verdicts import verdict as compare
 
-    frame = select_rows(runs_or_table(file), pairs(where))
-    given_margin = value(margin) if margin else None
-    chosen = {"last": last, "best": best, "mode": mode}
-    answer = compare(frame, metric, factor, block, given_margin, alpha, reference, looks, **chosen)
-    say(answer)
+    frame = select_rows(load_runs_or_table(file), split_options(where))
+    given_margin = parse_value(margin) if margin else None
+    answer = compare(
+        frame, metric, factor, block, given_margin, alpha, reference, looks, last=last, best=best, mode=mode
+    )
+    echo(answer)
     save_plot(answer, picture)
     if html:
         answer.save(html)
-        say(f"report in {html}")
+        echo(f"report in {html}")
 
 
 @app.command()
 def runs(
-    store: Annotated[Path | None, argument(STORE, USUAL_STORE, readable=False)] = None,
+    store: Annotated[Path | None, argument(STORE_HELP, DEFAULT_STORE_HELP, readable=False)] = None,
     recorded: Annotated[bool, option("the runs shipped with gpulab", flag="--recorded")] = False,
-    where: Where = None,
+    where: WhereOption = None,
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
     """List the runs in a store."""
@@ -300,19 +316,19 @@ def runs(
         is_there = recorded or folder.exists()
     if not is_there:
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
-    frame = select_rows(tables.recorded_runs() if recorded else tables.runs(folder), pairs(where))
+    frame = select_rows(tables.recorded_runs() if recorded else tables.runs(folder), split_options(where))
     if csv:
-        say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
+        echo(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
-        say(f"no runs in {folder}")
+        echo(f"no runs in {folder}")
     else:
-        say_runs(frame)
+        echo_runs(frame)
 
 
 @app.command()
 def record(
-    step: Annotated[str, argument(STEP)],
-    trace_file: Annotated[Path, argument("the file to write, such as here.trace", callback=writable)],
+    step: Annotated[str, argument(STEP_HELP)],
+    trace_file: Annotated[Path, argument("the file to write, such as here.trace", callback=check_writable_path)],
     setting: OneSetting = "cpu",
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
@@ -320,13 +336,17 @@ def record(
     from gpulab.user_code import find_function
 
     trace = recording.record(find_function(step, "step"), setting, trace_file)
-    say(f"{trace}\nkept in {trace_file}")
+    echo(f"{trace}\nkept in {trace_file}")
 
 
 @app.command()
 def audit(
-    compared: Annotated[list[str], argument(f"two traces from `gpulab record`; or a step, {STEP}, and two settings")],
-    html: Annotated[Path | None, option("write the whole report to this HTML file", callback=writable)] = None,
+    compared: Annotated[
+        list[str], argument(f"two traces from `gpulab record`; or a step, {STEP_HELP}, and two settings")
+    ],
+    html: Annotated[
+        Path | None, option("write the whole report to this HTML file", callback=check_writable_path)
+    ] = None,
     as_json: Annotated[bool, option("print the answer for a program", flag="--json")] = False,
     markdown: Annotated[bool, option("print what one pastes into an issue", flag="--markdown")] = False,
     fail_on: Annotated[list[str] | None, option("a kind of finding that counts as a fault, too", "none")] = None,
@@ -339,7 +359,7 @@ def audit(
         raise UsageError(f"expected two traces, or a step and two settings; got {' '.join(compared)}")
     first, second, *third = compared
     for setting in (second, *third) if third else ():
-        prepared(setting)
+        parse_and_prepare(setting)
     from gpulab.audits import audits
     from gpulab.audits.findings import KINDS
     from gpulab.user_code import find_function
@@ -352,14 +372,19 @@ def audit(
             report = audits.audit(find_function(first, "step"), second, *third)
             report.step_name = first
         else:
-            report = audits.audit(files.shipped(first), files.shipped(second))
+            report = audits.audit(files.find_shipped(first), files.find_shipped(second))
     except GpulabError as error:
-        say(f"gpulab: {error}", sys.stderr)
+        echo(f"gpulab: {error}", sys.stderr)
         raise typer.Exit(2) from None
-    say(json.dumps(report.as_json(), indent=1) if as_json else report.as_markdown() if markdown else report)
+    if as_json:
+        echo(json.dumps(report.as_json(), indent=1))
+    elif markdown:
+        echo(report.as_markdown())
+    else:
+        echo(report)
     if html:
         report.save(html)
-        say(f"report in {html}", sys.stderr if as_json or markdown else None)
+        echo(f"report in {html}", sys.stderr if as_json or markdown else None)
     if report.faulty or any(finding.kind in (fail_on or ()) for finding in report.findings):
         raise typer.Exit(1)
 
@@ -382,22 +407,22 @@ def guard_script(
     report = guards.guard("raise" if stop else "warn", reads)
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
-    warnings.formatwarning = PYTHONS_WARNINGS  # the script's warnings are not gpulab's
+    warnings.formatwarning = PYTHON_FORMATWARNING  # the script's warnings are not gpulab's
     interruption.answer_as_python()
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
             failed = scripts.run_script(script, arguments or (), report, is_module)
-        except SystemExit as ended:
-            if ended.code or not report.findings:  # the script's own status
+        except SystemExit as exit_request:
+            if exit_request.code or not report.findings:  # the script's own status
                 raise
             failed = False
         finally:
-            say(report, sys.stderr)
+            echo(report, sys.stderr)
     if failed or report.findings:
         raise typer.Exit(1)
 
 
-def _told(error: GpulabError | OSError) -> str:
+def _error_line(error: GpulabError | OSError) -> str:
     """An error in one line: what could not be done, or which file the system refuses, and why."""
     if isinstance(error, PermissionError) and error.filename:
         return f"{error.filename}: {error.strerror}"
@@ -411,10 +436,10 @@ def main(commands: typer.Typer = app) -> None:
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
         commands()
-    except SystemExit as ended:
-        if ended.code == interruption.INTERRUPTED:  # Ctrl-C; a training has saved a checkpoint by then
+    except SystemExit as exit_request:
+        if exit_request.code == interruption.INTERRUPTED:  # Ctrl-C; a training has saved a checkpoint by then
             interruption.say_interrupted()
         raise
     except (GpulabError, OSError) as error:
-        say(f"gpulab: {_told(error)}", sys.stderr)
+        echo(f"gpulab: {_error_line(error)}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

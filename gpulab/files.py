@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and are read as what they are: regular, bounded, undamaged.
+"""Atomic writes; validated, size-limited reads.
 
 What files, tensors and JSON documents hold has a hash, equal for equal content wherever it lies.
 
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 JSON = Any
 
 PACKAGE = Path(__file__).parent
-SEAL, DIGITS = b"sealed by xxh3 ", 32
-UNSEALED = SEAL.decode() + DIGITS * "0"
-MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
-LARGEST = 1 << 28  # numbers in a column of a table
+SEAL = b"sealed by xxh3 "
+SEAL_DIGITS = 32
+UNSEALED = SEAL.decode() + SEAL_DIGITS * "0"
+MAX_FILE_BYTES = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
+MAX_COLUMN_VALUES = 1 << 28  # numbers in a column of a table
 Stamp = tuple[int, int, int]  # what tells that a file is another one, without reading it
 Stamps = Mapping[Path, Stamp]
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
 
 
 # --- writing -----------------------------------------------------------------------------------------------
@@ -46,12 +47,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
 
 @contextlib.contextmanager
 def writing(what: str | Path) -> Iterator[None]:
-    """What the system refuses inside is a `GpulabError` that names the file, says why, and what to do."""
+    """Convert an `OSError` raised inside into a `GpulabError` that names the file, the reason and the remedy."""
     try:
         yield
     except OSError as error:
         space = "free some space and run the same command again"
-        remedy = space if error.errno in FULL else "name another file or folder"
+        remedy = space if error.errno in DISK_FULL_ERRORS else "name another file or folder"
         raise GpulabError(f"{what}: cannot be written: {error.strerror or error}; {remedy}") from None
 
 
@@ -96,7 +97,7 @@ def check_writable(file: str | Path) -> None:
 
 @contextlib.contextmanager
 def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
-    """Whatever a damaged or foreign file leads the system or a library to inside is a `DataError` that names it."""
+    """Convert any error raised while reading `file` into a `DataError` that names it."""
     try:
         yield
     except Exception as error:
@@ -115,11 +116,11 @@ def status_of(file: str | Path) -> os.stat_result:
     return status
 
 
-def read(file: str | Path, most: int = MOST) -> bytes:
-    """The content of a regular file; `DataError`, naming it, for a pipe, a device, or one of more than `most` bytes."""
+def read(file: str | Path, max_size: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a regular file; `DataError`, naming it, for a pipe, a device or more than `max_size` bytes."""
     size = status_of(file).st_size
-    if size > most:
-        raise DataError(f"{file}: cannot be read: it has {size:,} bytes, and may have {most:,}")
+    if size > max_size:
+        raise DataError(f"{file}: cannot be read: it has {size:,} bytes, and may have {max_size:,}")
     with reading(file), open(file, "rb") as stream:
         return stream.read()
 
@@ -132,20 +133,24 @@ def read_json(file: str | Path, content: bytes) -> JSON:
         raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
 
 
-def check_table_size(file: str | Path, metadata: pyarrow.parquet.FileMetaData, most: int = LARGEST) -> None:
+def check_table_size(
+    file: str | Path, metadata: pyarrow.parquet.FileMetaData, max_size: int = MAX_COLUMN_VALUES
+) -> None:
     """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab writes."""
     for number in range(metadata.num_columns):
         chunks = [metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)]
         numbers = sum(chunk.num_values for chunk in chunks)
-        if numbers > most or sum(chunk.total_uncompressed_size for chunk in chunks) > 8 * most:
-            raise DataError(f"{file}: too large: more than {most} numbers in a column")
+        if numbers > max_size or sum(chunk.total_uncompressed_size for chunk in chunks) > 8 * max_size:
+            raise DataError(f"{file}: too large: more than {max_size} numbers in a column")
 
 
-def shipped(file: str | Path) -> Path:
+def find_shipped(file: str | Path) -> Path:
     """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
     folder, *rest = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *rest)
-    return copy if folder == "data" and copy.is_file() and not Path(file).exists() else Path(file)
+    if folder == "data" and copy.is_file() and not Path(file).exists():
+        return copy
+    return Path(file)
 
 
 # --- seals -------------------------------------------------------------------------------------------------
@@ -154,8 +159,9 @@ def shipped(file: str | Path) -> Path:
 def seal(content: bytes) -> bytes:
     """The content with its checksum in the place of the last `UNSEALED` in it."""
     start = content.rfind(SEAL) + len(SEAL)
-    assert content[start - len(SEAL) : start + DIGITS] == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
-    return content[:start] + xxhash.xxh3_128_hexdigest(content).encode() + content[start + DIGITS :]
+    placeholder = content[start - len(SEAL) : start + SEAL_DIGITS]
+    assert placeholder == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
+    return content[:start] + xxhash.xxh3_128_hexdigest(content).encode() + content[start + SEAL_DIGITS :]
 
 
 def check_seal(file: str | Path, content: bytes) -> None:
@@ -163,7 +169,7 @@ def check_seal(file: str | Path, content: bytes) -> None:
     start = content.rfind(SEAL) + len(SEAL)
     if start < len(SEAL):
         raise DataError(f"{file}: damaged: its checksum is missing")
-    if seal(content[:start] + DIGITS * b"0" + content[start + DIGITS :]) != content:
+    if seal(content[:start] + SEAL_DIGITS * b"0" + content[start + SEAL_DIGITS :]) != content:
         raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")
 
 
@@ -183,8 +189,8 @@ def stamp(file: Path) -> Stamp:
 
 def check_unchanged(stamps: Stamps) -> None:
     """Raise `DataError`, naming the file, if one has another size, time or inode than its stamp."""
-    for file, before in stamps.items():
-        if stamp(file) != before:
+    for file, expected_stamp in stamps.items():
+        if stamp(file) != expected_stamp:
             raise DataError(f"{file}: was changed while it was read; run again")
 
 
@@ -207,5 +213,5 @@ def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
     check_unchanged(dict(stamps))
     if len(digests) == 1:
         return digests[0].hexdigest()
-    named = [json.dumps(file.name).encode() + d.digest() for (file, _), d in zip(stamps, digests, strict=True)]
-    return hashlib.sha256(b"".join(named)).hexdigest()
+    named_digests = [json.dumps(file.name).encode() + d.digest() for (file, _), d in zip(stamps, digests, strict=True)]
+    return hashlib.sha256(b"".join(named_digests)).hexdigest()

@@ -18,9 +18,23 @@ from gpulab.files import JSON
 
 PASSPORT_FORMAT = 1
 # The first four run the published network; the others train as well (`benchmarks/peers/frameworks.py`).
-OTHERS = ["chainer", "cupy-cuda13x", "cupy-cuda12x", "numpy", "jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu"]
-DETAILS = {"name": "{}", "compute_capability": "compute capability {}", "multiprocessors": "{} multiprocessors"}
-DETAILS |= {"memory": "{} GiB", "driver": "driver {}"}  # of a GPU, in this order
+OTHER_PACKAGES = [
+    "chainer",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "numpy",
+    "jax",
+    "jaxlib",
+    "keras",
+    "tensorflow",
+    "tensorflow-cpu",
+]
+GPU_DETAIL_FORMATS = {
+    "name": "{}",
+    "compute_capability": "compute capability {}",
+    "multiprocessors": "{} multiprocessors",
+}
+GPU_DETAIL_FORMATS |= {"memory": "{} GiB", "driver": "driver {}"}  # of a GPU, in this order
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
 
 
@@ -74,8 +88,12 @@ class Passport(dict[str, JSON]):
             ("memory", f"{self['memory_bytes'] / 2**30:.1f} GiB"),
         ]
         for index, gpu in enumerate(gpus):
-            known = {**gpu, "memory": f"{gpu.get('memory_bytes', 0) / 2**30:.0f}"}
-            details = [words.format(known[key]) for key, words in DETAILS.items() if known.get(key) not in (None, "0")]
+            details_known = {**gpu, "memory": f"{gpu.get('memory_bytes', 0) / 2**30:.0f}"}
+            details = [
+                words.format(details_known[key])
+                for key, words in GPU_DETAIL_FORMATS.items()
+                if details_known.get(key) not in (None, "0")
+            ]
             rows.append((f"GPU {index}", ", ".join(details)))
         if not gpus:
             rows.append(("GPU", "none"))
@@ -170,14 +188,14 @@ def _gpus() -> list[GPU]:
 
     gpus: list[GPU] = []
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         gpus.append(
             {
                 "kind": "cuda",
-                "name": found.name,
-                "compute_capability": f"{found.major}.{found.minor}",
-                "multiprocessors": found.multi_processor_count,
-                "memory_bytes": found.total_memory,
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "memory_bytes": properties.total_memory,
                 "driver": _nvidia_driver(),
             }
         )
@@ -189,7 +207,7 @@ def _gpus() -> list[GPU]:
     return gpus
 
 
-def _said(*command: str) -> str | None:
+def _run_command(*command: str) -> str | None:
     """What a program prints; None where there is no such program, or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
@@ -200,7 +218,7 @@ def _said(*command: str) -> str | None:
 @functools.cache
 def _nvidia_driver() -> str | None:
     """The version of NVIDIA's driver; None where there is none, as beside a GPU of AMD's."""
-    versions = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    versions = _run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.split("\n")[0].strip() if versions else None
 
 
@@ -220,7 +238,7 @@ def _software() -> Software:
         "blas": " ".join(filter(None, blas)) or None,
         "onednn": built_with(r"MKL-DNN v([\w.]+)"),
         "torch": torch.__version__,
-        **_others(),
+        **_other_versions(),
         "python": platform.python_version(),
         "os": platform.platform(),
         "gpulab": __version__,
@@ -229,9 +247,9 @@ def _software() -> Software:
 
 
 @functools.cache
-def _others() -> dict[str, str]:
+def _other_versions() -> dict[str, str]:
     versions = {}
-    for name in OTHERS:
+    for name in OTHER_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
@@ -243,4 +261,4 @@ def _commit() -> str | None:
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    return _said("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _run_command("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

@@ -29,9 +29,9 @@ class Report:
 
     def plot(self) -> Picture:
         """The result as a figure."""
-        return self._drawn()
+        return self._draw()
 
-    def _drawn(self, **options: Any) -> Picture:
+    def _draw(self, **options: Any) -> Picture:
         """The figure, with options of the function that draws it."""
         with extra("notebooks"):
             drawing = importlib.import_module("gpulab.plots.drawing")

@@ -37,20 +37,20 @@ class RunOption:
 
     Attributes:
         help: What the page on the command line says of it; nothing of one that cannot be chosen.
-        read: What makes its value of the command line's text: a type, or a function.
-        of: Where `gpulab.train` takes it: as an argument of its own (`run`), or in `data_options` or `model_options`
-            (`data`, `model`).
-        usual: Its value where nothing is said; None where the profile says. Runs record a factor only when it has
-            another one.
-        factor: Whether a device may do it otherwise and what is to be learned stays the same. A factor is a column
-            of `gpulab.runs`, and runs that differ in nothing else can be compared.
+        parse: What makes its value of the command line's text: a type, or a function.
+        argument_group: Where `gpulab.train` takes it: as an argument of its own (`run`), or in `data_options` or
+            `model_options` (`data`, `model`).
+        default: Its value where nothing is said; None where the profile says. Runs record a factor only when it has
+            another value.
+        factor: Whether the option may affect numerics but not the learning task. A factor is a column of
+            `gpulab.runs`, and runs that differ in nothing else can be compared.
         choices: The values that there are, if they can be listed.
     """
 
     help: str
-    read: Callable[[str], OptionValue] = str
-    of: str = "run"
-    usual: OptionValue = None
+    parse: Callable[[str], OptionValue] = str
+    argument_group: str = "run"
+    default: OptionValue = None
     factor: bool = False
     choices: tuple[OptionValue, ...] = ()
 
@@ -59,36 +59,39 @@ RUN_OPTIONS: dict[str, RunOption] = {
     "data": RunOption("digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"),
     "frames": RunOption("how many frames, or images, to train on", int),
     "window": RunOption("frames, or images, between two looks at the loss", int),
-    "size": RunOption("height and width of the frames, such as [48,64]", whole_numbers, of="model"),
-    "channels": RunOption("PredNet's channels, such as [3,16,32]", whole_numbers, of="model"),
-    "speed": RunOption("how fast walk and moving-digits move", float, of="data"),
-    "grey": RunOption("read a video or a folder in grey, as one channel", bool, of="data"),
+    "size": RunOption("height and width of the frames, such as [48,64]", whole_numbers, argument_group="model"),
+    "channels": RunOption("PredNet's channels, such as [3,16,32]", whole_numbers, argument_group="model"),
+    "speed": RunOption("how fast walk and moving-digits move", float, argument_group="data"),
+    "grey": RunOption("read a video or a folder in grey, as one channel", bool, argument_group="data"),
     "learning_rate": RunOption("Adam's", float),
     "loader": RunOption(
         "how frames reach the device: window (at once); or one by one through a buffer, copied, reused or imitated",
-        usual="window",
+        default="window",
         factor=True,
         choices=LOADERS,
     ),
     # Of recorded runs only, made while frames could be encoded as JPEG and decoded by a decoder of one's choice.
-    "decoder": RunOption("", of="data", factor=True),
+    "decoder": RunOption("", argument_group="data", factor=True),
     "flip": RunOption("which initial weight, by its number, has its last bit changed", int, factor=True),
     "fast": RunOption(
         "compute gradients in fewer operations where that can be done, equal up to rounding",
         bool,
-        usual=True,
+        default=True,
         factor=True,
         choices=(True, False),
     ),
     "draws": RunOption(
-        "whose generator draws the initial weights: cpu or device", usual="cpu", factor=True, choices=("cpu", "device")
+        "whose generator draws the initial weights: cpu or device",
+        default="cpu",
+        factor=True,
+        choices=("cpu", "device"),
     ),
-    "covariance": RunOption("how the whitener computes it", of="model", factor=True),
+    "covariance": RunOption("how the whitener computes it", argument_group="model", factor=True),
     # A record that does not say was made with the whole state cut off.
     "truncation": RunOption(
         "what PredNet's backpropagation through time is cut off from: loss or state",
-        of="model",
-        usual="state",
+        argument_group="model",
+        default="state",
         factor=True,
     ),
 }
@@ -108,14 +111,14 @@ def check_option(name: str, value: OptionValue) -> OptionValue:
     option = RUN_OPTIONS[name]
     if option.choices and value not in option.choices:
         raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, option.choices))}")
-    if type(value) is int and option.read is float:
+    if type(value) is int and option.parse is float:
         return float(value)
-    if value is not None and type(value) is not option.read:
-        raise UsageError(f"{name} {value!r}: expected {option.read.__name__}, not {type(value).__name__}")
+    if value is not None and type(value) is not option.parse:
+        raise UsageError(f"{name} {value!r}: expected {option.parse.__name__}, not {type(value).__name__}")
     return value
 
 
-def factors_of_run(**given: OptionValue) -> dict[str, OptionValue]:
+def factors_of_run(**values: OptionValue) -> dict[str, OptionValue]:
     """Return the value of each factor that is an argument of `gpulab.train`; those not given have their usual value.
 
     Raises:
@@ -125,9 +128,9 @@ def factors_of_run(**given: OptionValue) -> dict[str, OptionValue]:
         >>> factors_of_run(loader="copied")
         {'loader': 'copied', 'flip': None, 'fast': True, 'draws': 'cpu'}
     """
-    arguments = [name for name, option in RUN_OPTIONS.items() if option.of == "run" and name != "data"]
-    factors = {name: option.usual for name, option in FACTORS.items() if option.of == "run"}
-    unknown = sorted(given.keys() - factors.keys())
+    arguments = [name for name, option in RUN_OPTIONS.items() if option.argument_group == "run" and name != "data"]
+    factors = {name: option.default for name, option in FACTORS.items() if option.argument_group == "run"}
+    unknown = sorted(values.keys() - factors.keys())
     if unknown:
         raise UsageError(f"no option {unknown[0]!r}; there are {', '.join(arguments)}")
-    return factors | {name: check_option(name, value) for name, value in given.items()}
+    return factors | {name: check_option(name, value) for name, value in values.items()}

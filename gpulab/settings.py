@@ -3,7 +3,8 @@
 A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and every global
 flag is as it was afterwards. torch is imported only when a setting is applied, because the instruction set of a
 CPU is chosen through the environment before torch loads.
-An option is a field of `Setting` and, in `Setting._put_in_force`, what sets its flags; `_put_back` restores them.
+An option is a field of `Setting` and, in `Setting._apply_flags`, what sets its flags; `_restore_flags_on_exit`
+restores them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Value: TypeAlias = bool | int | str  # of an option
 ValueType = TypeVar("ValueType", bool, int, str)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
-MIXED = ("bfloat16", "float16")  # what autocast may compute products in
+AUTOCAST_DTYPES = ("bfloat16", "float16")  # what autocast may compute products in
 
 TF32_CARDS = ("ampere", "hopper")  # that can be emulated
 
@@ -41,17 +42,18 @@ ISA_VALUES = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512_CORE", "AVX512"),
 }
-ISA_CPU_FLAG = {"sse4": "sse4_2", "avx2": "avx2", "avx512": "avx512f"}
-WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS reads it once, at start
+ISA_CPU_FLAGS = {"sse4": "sse4_2", "avx2": "avx2", "avx512": "avx512f"}
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it once, at start
+CUBLAS_DETERMINISTIC = ":4096:8"
 
-WORTH_COMPARING = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
-WORTH_COMPARING += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
+COMPARED_SETTINGS = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
+COMPARED_SETTINGS += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
 
-# --- how an option is put in force -----------------------------------------------------------------------
+# --- restoring flags -------------------------------------------------------------------------------------
 
 
-def _put_back(stack: ExitStack) -> None:
-    """Have the stack put back every flag that a setting, or what is done under it, may change."""
+def _restore_flags_on_exit(stack: ExitStack) -> None:
+    """Have the stack restore every flag that a setting, or what is done under it, may change."""
     import torch
     from torch.backends import cudnn
 
@@ -60,18 +62,20 @@ def _put_back(stack: ExitStack) -> None:
     def algorithms() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
-    before, workspace = algorithms(), os.environ.get(WORKSPACE)
+    previous_algorithms = algorithms()
+    workspace = os.environ.get(CUBLAS_VARIABLE)
     stack.callback(torch.set_num_threads, torch.get_num_threads())
     stack.callback(torch.set_default_dtype, torch.get_default_dtype())
     for flag in ("enabled", "benchmark", "deterministic"):
         stack.callback(setattr, cudnn, flag, getattr(cudnn, flag))
 
     @stack.callback
-    def put_back_determinism() -> None:
-        if algorithms() != before:  # the call imports torch's compiler: 150 MB
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        os.environ.pop(WORKSPACE, None)
-        os.environ.update({} if workspace is None else {WORKSPACE: workspace})
+    def restore_determinism() -> None:
+        if algorithms() != previous_algorithms:  # the call imports torch's compiler: 150 MB
+            torch.use_deterministic_algorithms(previous_algorithms[0], warn_only=previous_algorithms[1])
+        os.environ.pop(CUBLAS_VARIABLE, None)
+        if workspace is not None:
+            os.environ[CUBLAS_VARIABLE] = workspace
 
     stack.enter_context(restore_tf32_on_exit())
 
@@ -79,7 +83,7 @@ def _put_back(stack: ExitStack) -> None:
 # --- settings --------------------------------------------------------------------------------------------
 
 
-class Option(NamedTuple):
+class SettingOption(NamedTuple):
     """An option of a setting: the devices it has a meaning on, how its text is written, and how that gives a value."""
 
     devices: tuple[str, ...]
@@ -95,7 +99,7 @@ class Option(NamedTuple):
 
 
 def _option(devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], ValueType]) -> ValueType | None:
-    return field(default=None, metadata={"option": Option(devices, pattern, words, value)})
+    return field(default=None, metadata={"option": SettingOption(devices, pattern, words, value)})
 
 
 def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> str | None:
@@ -162,7 +166,7 @@ class Setting:
     emulate: str | None = _arithmetic()
     order: str | None = _arithmetic()
     compile: str | None = _option(DEVICES, r"[\w-]+", "must be a backend of torch.compile, such as inductor", str)
-    autocast: str | None = _choice(DEVICES, MIXED)
+    autocast: str | None = _choice(DEVICES, AUTOCAST_DTYPES)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
@@ -188,12 +192,12 @@ class Setting:
         if isinstance(text, Setting):
             return text
         try:
-            return cls._read(str(text))
+            return cls._parse_text(str(text))
         except UsageError as error:
             raise UsageError(f"setting {text!r}: {error}") from None
 
     @classmethod
-    def _read(cls, text: str) -> Setting:
+    def _parse_text(cls, text: str) -> Setting:
         match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
         if not match:
             raise UsageError(
@@ -212,8 +216,8 @@ class Setting:
         for name in values:
             emulated = name == "tf32" and values.get("emulate") in TF32_CARDS
             if kind not in OPTIONS[name].devices and not emulated:
-                also = f", and with emulate={' or '.join(TF32_CARDS)}" if name == "tf32" else ""
-                raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only{also}")
+                emulation_hint = f", and with emulate={' or '.join(TF32_CARDS)}" if name == "tf32" else ""
+                raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only{emulation_hint}")
         if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
             raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision out")
         if "autocast" in values and {"precision", "emulate", "order"} & set(values):
@@ -262,7 +266,7 @@ class Setting:
         if self.isa:
             variables |= zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True)
         if self.kind == "cuda" and self.deterministic:
-            variables[WORKSPACE] = REPEATABLE
+            variables[CUBLAS_VARIABLE] = CUBLAS_DETERMINISTIC
         return variables
 
     def prepare(self) -> None:
@@ -277,23 +281,25 @@ class Setting:
         """
         import torch
 
-        on_cuda, on_mps = self.kind == "cuda", self.kind == "mps"
-        count = torch.cuda.device_count() if on_cuda else 0
-        compiles, on_gpu = self.compile == "inductor", self.kind in ("cuda", "xpu")
+        is_cuda = self.kind == "cuda"
+        is_mps = self.kind == "mps"
+        count = torch.cuda.device_count() if is_cuda else 0
+        uses_inductor = self.compile == "inductor"
+        is_gpu = self.kind in ("cuda", "xpu")
         compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
         lacking = {
-            "no CUDA or ROCm GPU that this build of torch can use": on_cuda and count == 0,
-            f"only {count} CUDA GPU(s), numbered from 0": on_cuda and int(self.device.partition(":")[2] or 0) >= count,
+            "no CUDA or ROCm GPU that this build of torch can use": is_cuda and count == 0,
+            f"only {count} CUDA GPU(s), numbered from 0": is_cuda and int(self.device.partition(":")[2] or 0) >= count,
             "no cuDNN": self.cudnn and not torch.backends.cudnn.is_available(),
-            "no Apple GPU (mps)": on_mps and not torch.backends.mps.is_available(),
-            "no float64 on its Apple GPU": on_mps and self.precision == "float64",
+            "no Apple GPU (mps)": is_mps and not torch.backends.mps.is_available(),
+            "no float64 on its Apple GPU": is_mps and self.precision == "float64",
             "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
-            "no C++ compiler for Inductor, g++ or what $CXX names": compiles and not on_gpu and not compiler,
-            "no Triton for Inductor": compiles and on_gpu and find_spec("triton") is None,
-            f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_description()["flags"],
+            "no C++ compiler for Inductor, g++ or what $CXX names": uses_inductor and not is_gpu and not compiler,
+            "no Triton for Inductor": uses_inductor and is_gpu and find_spec("triton") is None,
+            f"no {self.isa} instructions": self.isa and ISA_CPU_FLAGS[self.isa] not in cpu_description()["flags"],
         }
-        for what, lacks in lacking.items():
-            if lacks:
+        for what, is_lacking in lacking.items():
+            if is_lacking:
                 raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
             from gpulab.numerics.emulation import find_arithmetic
@@ -303,9 +309,9 @@ class Setting:
             backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:
                 raise UsageError(f"setting {str(self)!r}: torch has no such backend; it has {', '.join(backends)}")
-        needed = {name: value for name, value in self.environment().items() if name in ISA_VARIABLES}
-        if any(os.environ.get(name) != value for name, value in needed.items()):
-            command = " ".join(f"{name}={value}" for name, value in needed.items())
+        needed_variables = {name: value for name, value in self.environment().items() if name in ISA_VARIABLES}
+        if any(os.environ.get(name) != value for name, value in needed_variables.items()):
+            command = " ".join(f"{name}={value}" for name, value in needed_variables.items())
             raise GpulabError(
                 f"setting {str(self)!r}: a process chooses its instruction set when it starts. Use "
                 f"gpulab.Experiment or the gpulab command, or start Python with {command}"
@@ -345,20 +351,20 @@ class Setting:
         """Compute under this setting inside a `with` block, and restore every flag afterwards. `check()` runs first."""
         self.check()
         with ExitStack() as stack:
-            _put_back(stack)
-            self._put_in_force(stack)
+            _restore_flags_on_exit(stack)
+            self._apply_flags(stack)
             yield self
 
-    def _put_in_force(self, stack: ExitStack) -> None:
+    def _apply_flags(self, stack: ExitStack) -> None:
         import torch
         from joblib import cpu_count  # a container's quota counts, which torch does not see
         from torch.backends import cudnn
 
         from gpulab.numerics.flags import switch_denormals, switch_tf32
 
-        usual = torch.get_num_threads()
-        threads = self.threads or min(usual, cpu_count())
-        if threads != usual:
+        current_threads = torch.get_num_threads()
+        threads = self.threads or min(current_threads, cpu_count())
+        if threads != current_threads:
             torch.set_num_threads(threads)
         if self.tf32 is not None:
             switch_tf32(self.tf32)
@@ -371,7 +377,7 @@ class Setting:
             cudnn.deterministic = self.deterministic
         if self.deterministic:
             cudnn.benchmark = False  # the benchmark picks a kernel by a race
-            os.environ.setdefault(WORKSPACE, REPEATABLE)
+            os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC)
         if self.precision is not None:
             torch.set_default_dtype(self.dtype)
         if self.emulated:
@@ -390,7 +396,7 @@ class Setting:
             stack.enter_context(torch.cuda.device(self.device))
 
 
-OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Setting)[1:]}
+OPTIONS: dict[str, SettingOption] = {option.name: option.metadata["option"] for option in fields(Setting)[1:]}
 
 
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
@@ -447,8 +453,8 @@ def available_settings(device: str = "auto") -> list[str]:
     """
     if device not in ("auto", *DEVICES):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda, mps or xpu")
-    settings = [Setting.parse(text) for text in WORTH_COMPARING]
-    texts = [str(each) for each in settings if device in ("auto", each.kind) and _runs_here(each)]
+    settings = [Setting.parse(text) for text in COMPARED_SETTINGS]
+    texts = [str(candidate) for candidate in settings if device in ("auto", candidate.kind) and _runs_here(candidate)]
     if not texts:
         raise GpulabError(f"device {device!r}: this machine has none")
     return texts

@@ -98,8 +98,8 @@ class Step:
 
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""
-        with self.prepared(setting) as once:
-            return once()
+        with self.prepared(setting) as run_step:
+            return run_step()
 
     def prepared(self, setting: Setting) -> PreparedStep:
         """The step, to be done inside of a `with` block."""
@@ -115,31 +115,35 @@ class PreparedStep:
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
-        self.setting, self.model, self.loss = setting, step.model, step.loss
+        self.setting = setting
+        self.model = step.model
+        self.loss = step.loss
 
-        def moved(value: Nested) -> Nested:
+        def move(value: Nested) -> Nested:
             if isinstance(value, Mapping):  # such as a tokenizer's
-                return {name: tree_map(moved, item) for name, item in value.items()}
-            there = self._converted(value) if isinstance(value, Tensor) else value
-            return value.clone() if isinstance(value, Tensor) and there is value else there  # the user's stays as it is
+                return {name: tree_map(move, item) for name, item in value.items()}
+            if not isinstance(value, Tensor):
+                return value
+            converted = self._convert(value)
+            return value.clone() if converted is value else converted  # the user's tensor is never changed
 
-        self.batch = tree_map(moved, step.batch)
+        self.batch = tree_map(move, step.batch)
 
-    def _converted(self, tensor: Tensor) -> Tensor:
+    def _convert(self, tensor: Tensor) -> Tensor:
         dtype = self.setting.dtype if tensor.is_floating_point() else tensor.dtype
-        if tensor.is_complex():  # torch computes with no smaller ones than of two float32
+        if tensor.is_complex():  # the smallest complex type that torch computes with is complex64
             dtype = torch.complex128 if self.setting.dtype == torch.float64 else torch.complex64
         return tensor.to(self.setting.device).to(dtype)  # float64 is made where it is needed, and not sent there
 
     def __enter__(self) -> PreparedStep:
-        before = State(self.model)
+        snapshot = Snapshot(self.model)
         with contextlib.ExitStack() as stack:
-            stack.callback(before.restore)
-            for tensor, _, _, _ in before.tensors:
+            stack.callback(snapshot.restore)
+            for tensor, _, _, _ in snapshot.tensors:
                 tensor.grad = None
-            convert_tensors(self.model, self._converted)
+            convert_tensors(self.model, self._convert)
             self.model.to(self.setting.device)  # some models' own `to` notes where they are
-            for tensor, data, _, _ in before.tensors:
+            for tensor, data, _, _ in snapshot.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
                     tensor.data = data.clone()
             self.restored = stack.pop_all()
@@ -156,7 +160,7 @@ class PreparedStep:
         return loss.detach()
 
 
-class State:
+class Snapshot:
     """What a module holds: the attributes of all inside it, what is in them, and the memory of their tensors.
 
     Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the memory is copied, too.
@@ -164,7 +168,7 @@ class State:
 
     def __init__(self, owner: nn.Module | Tensor | torch.optim.Optimizer, with_contents: bool = False) -> None:
         attributes = [vars(module) for module in owner.modules()] if isinstance(owner, nn.Module) else []
-        values = [value for of_one in attributes for value in of_one.values()]
+        values = [value for module_attributes in attributes for value in module_attributes.values()]
         containers = [*attributes, *(value for value in values if type(value) in (dict, OrderedDict, list, set))]
         self.containers = [(container, copy.copy(container)) for container in containers]
         tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
@@ -173,18 +177,24 @@ class State:
         self.tensors = [
             (tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors if isinstance(tensor, Tensor)
         ]
-        held = [memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None]
-        self.contents = [(memory, memory.clone()) for memory in held if with_contents]
+        memories = [
+            memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None
+        ]
+        self.contents = [(memory, memory.clone()) for memory in memories if with_contents]
         self.optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
     def restore(self) -> None:
         """Put it back. Parameters and containers stay the same objects, for others may hold them."""
-        for container, before in self.containers:
+        for container, content in self.containers:
             container.clear()
-            container.extend(before) if isinstance(container, list) else container.update(before)
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
         for tensor, data, gradient, needs_gradient in self.tensors:
-            tensor.grad, tensor.data = None, data
+            tensor.grad = None
+            tensor.data = data
             tensor.requires_grad_(needs_gradient)
             tensor.grad = gradient
         for memory, content in self.contents:
@@ -196,38 +206,38 @@ class State:
 def loss_of(model: nn.Module, batch: Nested, loss: Callable[[Nested, Nested], Tensor] | None) -> tuple[Tensor, str]:
     """The tensor that a step differentiates, and what that is in words; no words where a loss is given."""
     if loss is None:
-        return _own_loss(model, batch)
+        return _infer_loss(model, batch)
     if isinstance(batch, Mapping):  # the model gets the keys that it takes, the loss the whole batch
-        return loss(_output(model, batch, drop_unknown=True), batch), ""
+        return loss(_call_model(model, batch, drop_unknown=True), batch), ""
     if isinstance(batch, list | tuple) and len(batch) == 2:
         inputs, targets = batch
-        return loss(_output(model, inputs), targets), ""
-    raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
+        return loss(_call_model(model, inputs), targets), ""
+    raise UsageError(f"batch is {_describe(batch)}; with a loss it is (inputs, targets), or a mapping")
 
 
-def _own_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
+def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
     """The loss that a model names or returns, by the rules of `Step`; else the mean square of its first tensor."""
-    output = _output(model, batch)
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    tensors = [leaf for leaf in tree_leaves(output if named is None else named) if isinstance(leaf, Tensor)]
+    output = _call_model(model, batch)
+    named_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    tensors = [leaf for leaf in tree_leaves(output if named_loss is None else named_loss) if isinstance(leaf, Tensor)]
     first_is_scalar = bool(tensors) and tensors[0].ndim == 0
-    if named is not None and first_is_scalar:
+    if named_loss is not None and first_is_scalar:
         return tensors[0], "the output's loss"
     only_scalars = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)  # none called "loss"
-    if named is not None or only_scalars or not tensors:
-        raise UsageError(f"which loss is meant? {type(model).__name__} gave {_described(output)}; give loss=")
+    if named_loss is not None or only_scalars or not tensors:
+        raise UsageError(f"which loss is meant? {type(model).__name__} gave {_describe(output)}; give loss=")
     if first_is_scalar:
         return tensors[0], "the output" if output is tensors[0] else "the first of the output"
     return tensors[0].square().mean(), "the mean square of the output"
 
 
-def _output(model: nn.Module, inputs: Nested, drop_unknown: bool = False) -> Nested:
+def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) -> Nested:
     """What a model makes of its inputs; with `drop_unknown`, of those that it takes."""
     name = type(model).__name__
     if isinstance(inputs, Mapping):
         parameters = inspect.signature(model.forward).parameters
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        accepted = {key: value for key, value in inputs.items() if anything or key in parameters}
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        accepted = {key: value for key, value in inputs.items() if takes_any or key in parameters}
         if accepted and len(accepted) < len(inputs) and not drop_unknown:
             unknown = ", ".join(inputs.keys() - accepted.keys())
             raise UsageError(f"the batch has {unknown}, which {name} does not take ({', '.join(parameters)})")
@@ -241,7 +251,7 @@ def _output(model: nn.Module, inputs: Nested, drop_unknown: bool = False) -> Nes
         raise UsageError(message) from error
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     """What somebody gave, for an error: its class, with the names of what is in it, or how many there are."""
     description = f"a {type(value).__name__}"
     if isinstance(value, list | tuple):
@@ -259,12 +269,12 @@ def check_step(step: object) -> None:
         raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
 
 
-def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) -> Exception:
-    """What to raise for an error in a step: of one that its setting led to, a sentence that names what stayed behind.
+def explain_step_error(error: Exception, setting: Setting, modules: Iterable[nn.Module]) -> Exception:
+    """The error to raise for an error in a step; if the setting caused it, one that names tensors `.to()` did not move.
 
-    That is a tensor of another format or device which is a plain attribute of a module: `Module.to` does not reach it.
+    These are tensors of another format or device that are plain attributes of a module.
     """
-    left = {
+    unmoved = {
         f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})": None
         for module in modules
         for name, value in vars(module).items()
@@ -273,17 +283,20 @@ def refused(error: Exception, setting: Setting, modules: Iterable[nn.Module]) ->
         and tensor.is_floating_point()
         and (tensor.dtype, tensor.device.type) != (setting.dtype, setting.kind)
     }
-    if not left and setting.dtype == torch.float32:
+    if not unmoved and setting.dtype == torch.float32:
         return error
-    words = next(iter(str(error).splitlines()), type(error).__name__)
-    if left:
-        words += f"; .to() does not reach {', '.join(left)}: keep it as a buffer, by register_buffer"
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    if unmoved:
+        reason += f"; .to() does not reach {', '.join(unmoved)}: keep it as a buffer, by register_buffer"
+    message = f"the step cannot be done under {setting}: {reason}"
     line = line_of_error(error)
-    return UsageError(f"the step cannot be done under {setting}: {words}" + f" (at {line})" * bool(line))
+    if line:
+        message += f" (at {line})"
+    return UsageError(message)
 
 
 @contextlib.contextmanager
-def ready(
+def prepare_step(
     step: Callable[..., Nested], setting: Setting, default_dtype: torch.dtype | None = None
 ) -> Iterator[Callable[[], Nested]]:
     """The step as a function without arguments, under a setting that is in force.
@@ -295,15 +308,15 @@ def ready(
             with it, so that such a function draws its weights in the same type under every setting.
 
     >>> for step in (lambda: "alone", lambda *rest: len(rest), lambda where: str(where)):
-    ...     with ready(step, Setting.parse("cpu")) as once:
+    ...     with prepare_step(step, Setting.parse("cpu")) as once:
     ...         once()
     'alone'
     0
     'cpu'
     """
     if hasattr(step, "prepared"):
-        with step.prepared(setting) as once:
-            yield once
+        with step.prepared(setting) as run_step:
+            yield run_step
         return
     parameters = inspect.signature(step).parameters
     required = [p for p in parameters.values() if p.default is p.empty and "VAR" not in p.kind.name]
@@ -315,17 +328,18 @@ def ready(
         finally:
             torch.set_default_dtype(applied_dtype)
     else:
-        elsewhere = torch.device(setting.device) != torch.get_default_device()
-        with torch.device(setting.device) if elsewhere else contextlib.nullcontext():  # which costs each operation time
+        is_other_device = torch.device(setting.device) != torch.get_default_device()
+        # A default device costs each operation time, so it is set only where it differs.
+        with torch.device(setting.device) if is_other_device else contextlib.nullcontext():
             yield step
 
 
 @contextlib.contextmanager
-def seeded(setting: Setting, seed: int) -> Iterator[None]:
+def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
     """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go on.
 
     >>> for seed in (5, 2**32 + 5):  # of which NumPy takes 32 bits
-    ...     with seeded(Setting.parse("cpu"), seed):
+    ...     with seed_generators(Setting.parse("cpu"), seed):
     ...         round(np.random.rand(), 4)
     0.222
     0.222

@@ -20,9 +20,9 @@ from gpulab.files import JSON, PACKAGE
 
 Definition = Callable[..., object] | type  # a function or a class
 
-LIBRARIES = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
+LIBRARY_FOLDERS = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
 MOVED_FILES = {"benchmarks/networks.py": "gpulab.models.example_steps"}  # older commands name the file
-GENERATED = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
+GENERATED_MEMBERS = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
 
 
 def find_function(name: str, role: str) -> Callable[..., Any]:
@@ -48,36 +48,36 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
         step 'math': expected module:name or file.py:name, such as my_training:step
         step 'math:2': expected module:name or file.py:name, such as my_training:step
     """
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute.isidentifier():
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute.isidentifier():
         raise UsageError(f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}")
-    moved = MOVED_FILES.get(Path(where).as_posix())
-    if moved is not None and not Path(where).exists():
-        where = moved
+    moved_module = MOVED_FILES.get(Path(source).as_posix())
+    if moved_module is not None and not Path(source).exists():
+        source = moved_module
     try:
-        if where.endswith(".py"):
-            module = _module_of(Path(where).resolve())
+        if source.endswith(".py"):
+            module = _load_module(Path(source).resolve())
         else:
-            _look_in(os.getcwd())
-            module = importlib.import_module(where)
+            _add_to_path(os.getcwd())
+            module = importlib.import_module(source)
     except (Exception, SystemExit) as error:
-        words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, where)
-        raise UsageError(f"{role} {name!r}: {where} cannot be imported: {words}") from error
+        words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, source)
+        raise UsageError(f"{role} {name!r}: {source} cannot be imported: {words}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         expected = "function or gpulab.Step" if role == "step" else "function"
-        raise UsageError(f"{role} {name!r}: {where} has no {expected} named {attribute!r}")
+        raise UsageError(f"{role} {name!r}: {source} has no {expected} named {attribute!r}")
     return function
 
 
-def _look_in(folder: str) -> None:
+def _add_to_path(folder: str) -> None:
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
 
-def _module_of(file: Path) -> types.ModuleType:
+def _load_module(file: Path) -> types.ModuleType:
     """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
-    _look_in(str(file.parent))
+    _add_to_path(str(file.parent))
     loaded = sys.modules.get(file.stem)
     is_another = loaded is not None and getattr(loaded, "__file__", None) != str(file)
     name = f"_{file.stem}" if is_another else file.stem
@@ -99,7 +99,7 @@ class UnknownSourceError(Exception):
     """Something that has no text, and that JSON cannot carry; the message says what."""
 
 
-def source_of(value: object, file: Path | None = None, inside: tuple[object, ...] = ()) -> JSON:
+def source_of(value: object, file: Path | None = None, enclosing: tuple[object, ...] = ()) -> JSON:
     """What a function is written in, as JSON: the text of its file, and of the files beside it that this imports.
 
     Of one that was typed into a notebook it is its own text, with what that names: functions and classes by their
@@ -115,42 +115,46 @@ def source_of(value: object, file: Path | None = None, inside: tuple[object, ...
         UnknownSourceError: For a function without a text, and for an object, whose content has none.
     """
     if isinstance(value, functools.partial):  # its keywords are options
-        return [source_of(value.func, file), [source_of(held) for held in value.args]]
+        return [source_of(value.func, file), [source_of(item) for item in value.args]]
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type):
         try:
             return json.loads(json.dumps(value))
         except (TypeError, ValueError):
             raise UnknownSourceError(f"a {type(value).__qualname__} in it has no text") from None
-    if value in inside or isinstance(value, types.ModuleType) or (inside and _of_library(value)):
+    if value in enclosing or isinstance(value, types.ModuleType) or (enclosing and _is_library_code(value)):
         return [getattr(value, "__module__", ""), value.__name__]
     if isinstance(value, types.BuiltinFunctionType):
         raise UnknownSourceError(f"no text of {value.__qualname__}")
     file = file or file_of(value)
-    named = _named(value, typed=file is None)
+    referenced = _referenced_objects(value, typed=file is None)
     text: JSON = ""  # `inspect` knows no text of a class that was typed: its members stand for it
     try:
         if file:
-            text = texts_of(file)
+            text = read_sources(file)
         elif not isinstance(value, type):
             text = inspect.getsource(value)
     except (OSError, TypeError):
         raise UnknownSourceError(f"no text of {value.__qualname__}") from None
-    return [text, {name: source_of(held, None, (*inside, value)) for name, held in named.items()}]
+    return [text, {name: source_of(item, None, (*enclosing, value)) for name, item in referenced.items()}]
 
 
-def _named(definition: types.FunctionType | type, typed: bool) -> dict[str, object]:
+def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> dict[str, object]:
     """What a function takes from those around it; and if it was typed, what it names of what was typed beside it.
 
     Of a class that was typed, of which `inspect` has no text, its bases and members.
     """
     if isinstance(definition, type):
-        members = {name: member for name, member in vars(definition).items() if name not in GENERATED}
-        plain = {name: getattr(member, "__func__", getattr(member, "fget", member)) for name, member in members.items()}
-        return plain | {base.__name__: base for base in definition.__bases__} if typed else {}
+        members = {name: member for name, member in vars(definition).items() if name not in GENERATED_MEMBERS}
+        plain_members = {
+            name: getattr(member, "__func__", getattr(member, "fget", member)) for name, member in members.items()
+        }
+        return plain_members | {base.__name__: base for base in definition.__bases__} if typed else {}
     cells = zip(definition.__code__.co_freevars, definition.__closure__ or (), strict=True)
-    named = {name: cell.cell_contents for name, cell in cells}
-    used = {name for code in _codes(definition.__code__) for name in code.co_names} if typed else set()
-    return named | {name: definition.__globals__[name] for name in sorted(used & definition.__globals__.keys())}
+    referenced = {name: cell.cell_contents for name, cell in cells}
+    global_names = {name for code in _nested_codes(definition.__code__) for name in code.co_names} if typed else set()
+    return referenced | {
+        name: definition.__globals__[name] for name in sorted(global_names & definition.__globals__.keys())
+    }
 
 
 def file_of(definition: Definition) -> Path | None:
@@ -164,13 +168,13 @@ def file_of(definition: Definition) -> Path | None:
     return file.resolve() if file.is_file() else None
 
 
-def _of_library(definition: Definition) -> bool:
+def _is_library_code(definition: Definition) -> bool:
     file = file_of(definition)
-    in_library = file is None or any(file.is_relative_to(folder.resolve()) for folder in LIBRARIES)
+    in_library = file is None or any(file.is_relative_to(folder.resolve()) for folder in LIBRARY_FOLDERS)
     return in_library and definition.__module__ != "__main__"
 
 
-def texts_of(file: Path) -> dict[str, str]:
+def read_sources(file: Path) -> dict[str, str]:
     """The text of a file and of each that it imports from beside it, and those import, by their names from there."""
     root = file.parent
     while (root / "__init__.py").is_file():
@@ -180,14 +184,14 @@ def texts_of(file: Path) -> dict[str, str]:
         finder.run_script(str(file))  # which it reads, and does not run
     else:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
-    found = {Path(each.__file__) for each in finder.modules.values() if getattr(each, "__file__", None)}  # type: ignore[attr-defined]
-    texts = {each: each.read_text(encoding="utf-8", errors="replace") for each in found}
-    return {each.relative_to(root).as_posix(): text for each, text in texts.items()}
+    files = {Path(module.__file__) for module in finder.modules.values() if getattr(module, "__file__", None)}  # type: ignore[attr-defined]
+    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in files}
+    return {file.relative_to(root).as_posix(): text for file, text in texts.items()}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """The code of a function, and of those inside it."""
     yield code
     for constant in code.co_consts:
         if inspect.iscode(constant):
-            yield from _codes(constant)
+            yield from _nested_codes(constant)

@@ -27,7 +27,7 @@ SWITCHES = {
     "deterministic": {True: "deterministic", False: "any order of sums"},
 }
 OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
-AGAIN = " again"  # at the end of a setting that was run a second time
+RERUN_SUFFIX = " again"  # at the end of a setting that was run a second time
 METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
 UNITS = {"prednet": "frame", "autoencoder": "image", "whitener": "image"}  # what a network's loss is the error of
 
@@ -45,8 +45,8 @@ def setting_words(setting: str | Setting) -> str:
     'CPU, emulating TF32, sums pairwise'
     """
     text = str(setting)
-    if text.endswith(AGAIN):
-        return f"{setting_words(text.removesuffix(AGAIN))},{AGAIN}"
+    if text.endswith(RERUN_SUFFIX):
+        return f"{setting_words(text.removesuffix(RERUN_SUFFIX))},{RERUN_SUFFIX}"
     try:
         parsed = Setting.parse(text)
     except UsageError:  # the frame is of somebody else, whose levels are not settings of ours
@@ -57,7 +57,10 @@ def setting_words(setting: str | Setting) -> str:
         words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
     if parsed.isa:
         words.append(ISA.get(parsed.isa, parsed.isa))
-    words += [said[value] for name, said in SWITCHES.items() if (value := getattr(parsed, name)) is not None]
+    for name, value_words in SWITCHES.items():
+        value = getattr(parsed, name)
+        if value is not None:
+            words.append(value_words[value])
     if parsed.precision:
         words.append(parsed.precision)
     if parsed.emulate:
@@ -98,9 +101,9 @@ def names(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
     >>> names(["cpu", 3], "width")
     {'cpu': 'cpu', 3: '3'}
     """
-    called = {level: _level_words(level, factor) for level in levels}
-    times = Counter(called.values())
-    return {level: words if times[words] == 1 else level_text(level, factor) for level, words in called.items()}
+    level_names = {level: _level_words(level, factor) for level in levels}
+    counts = Counter(level_names.values())
+    return {level: words if counts[words] == 1 else level_text(level, factor) for level, words in level_names.items()}
 
 
 def _level_words(level: Level, factor: str) -> str:
@@ -132,7 +135,8 @@ def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
     >>> metric_label("final_loss"), metric_label("final_loss", ["prednet", "mine"]), metric_label("index_fraction")
     ('final loss', 'final loss', 'share of directions that lead down')
     """
-    words, units = METRICS.get(metric, metric.replace("_", " ")), {UNITS.get(name) for name in experiments}
+    words = METRICS.get(metric, metric.replace("_", " "))
+    units = {UNITS.get(name) for name in experiments}
     if not metric.endswith("loss") or None in units or len(units) != 1:
         return words
     return f"{words} (mean squared error per {units.pop()})"

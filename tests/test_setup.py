@@ -300,11 +300,11 @@ def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypat
     monkeypatch.setattr(files, "PACKAGE", tmp_path / "gpulab")
     monkeypatch.chdir(tmp_path)
     for file in read:
-        assert str(files.shipped(file)) == file
+        assert str(files.find_shipped(file)) == file
         copy = tmp_path / included[file]
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.touch()
-        assert files.shipped(file) == copy
+        assert files.find_shipped(file) == copy
 
 
 def test_steps_of_gpulab_that_the_examples_record_are_found(monkeypatch, tmp_path):

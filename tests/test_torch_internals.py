@@ -712,7 +712,7 @@ def test_a_storage_is_found_by_its_weak_reference_as_long_as_it_lives():
 
 def test_frames_that_the_compiler_leaves_alone_because_of_a_mode_are_told():
     told = []
-    undo = internals.tell_skipped_frames(lambda: told.append(True))
+    undo = internals.report_skipped_frames(lambda: told.append(True))
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
     try:
         with Recording():

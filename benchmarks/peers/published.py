@@ -151,7 +151,7 @@ def windows(data: Sequence, length: int = 20, every: int = 1) -> Iterator[tuple[
         length: Of a window.
         every: Take one frame in this many. Passes begin at the first, the second, … in turn.
     """
-    stop = data.frames if isinstance(data, Rendered) else data.frames + data.held
+    stop = data.frames if isinstance(data, Rendered) else data.frames + data.heldout_count
     if stop // every < length:
         raise UsageError(f"{data.name}: {stop // every} frames, of every {every}; a window needs {length}")
     film = None if isinstance(data, Rendered) else list(data.stream(0, stop))  # decoded once

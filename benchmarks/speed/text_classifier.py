@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from companion.workloads import VOCABULARY, Row, TextNet, clocked
-from gpulab.device.rooflines import timed
+from gpulab.device.rooflines import time_calls
 from gpulab.errors import in_one_line
 from gpulab.settings import Setting
 
@@ -126,7 +126,7 @@ def precisions(setting: Setting) -> dict[str, str]:
     seconds = {}
     for name in ("float32", "bfloat16", "float16"):
         factor = torch.randn(256, 256).to(setting.device, getattr(torch, name))
-        seconds[name] = timed(setting, functools.partial(torch.mm, factor, factor), 2)[0]
+        seconds[name] = time_calls(setting, functools.partial(torch.mm, factor, factor), 2)[0]
         slower = seconds[name] / seconds["float32"]
         found[name] = f"products take {slower:.0f} times as long as in float32 here" if slower > SLOW else ""
     return found

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
 from benchmarks.measuring import Step, command_line, keep, race, run, seconds, show, table
-from gpulab.data.feed import Loader, ahead
+from gpulab.data.feed import Loader, prefetch
 from gpulab.engines import fastest
 from gpulab.engines.graphs import Graph
 from gpulab.settings import Setting
@@ -286,7 +286,7 @@ def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[s
     each = float(run.history.seconds.diff()[WARM_WINDOWS:].median())
     film, number = gl.load(data, frames=count, size=(height, width), **walks[1]), count // window
     began = time.perf_counter()  # before the first: several windows of a walk are rendered with it
-    for _ in itertools.islice(ahead(film.windows(window), setting, film), number):
+    for _ in itertools.islice(prefetch(film.windows(window), setting, film), number):
         pass
     of_data = (time.perf_counter() - began) / number
     found = {"window": window, "seconds": each, "step_seconds": alone, "data_seconds": of_data}

@@ -16,7 +16,7 @@ import companion
 import gpulab as gl
 from companion.findings import listed
 from gpulab.picture import Picture
-from gpulab.plots.theme import BESIDE, INK, ON_CPU, ON_GPU, canvas, points, themed
+from gpulab.plots.theme import INK, ON_CPU, ON_GPU, RIGHT_OF_AXES, canvas, draw_points, with_theme
 from gpulab.wording import COPIED, OVERWRITTEN
 
 DOCS = Path(__file__).parents[1]
@@ -92,13 +92,13 @@ def device_table():
     return companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
 
 
-@themed
+@with_theme
 def picture():
     """A row for each device, film, size and length; copied above overwritten frames, seeds joined."""
     runs = pairs()
     figure, (axes,) = canvas(height=7.6)
     figure.set_figwidth(6.6)
-    text = {"fontsize": 10, **BESIDE}
+    text = {"fontsize": 10, **RIGHT_OF_AXES}
     names = dict(zip(runs.row, runs.code, strict=True))
     places = [row + (0 if code == "authors" else 0.8) for row, code in enumerate(names.values())]
     for place, name in zip(places, names, strict=True):
@@ -110,7 +110,7 @@ def picture():
         up_down = np.tile([*heights.values(), np.nan], len(losses))
         axes.plot(joined.to_numpy().ravel(), up_down, color=tint, lw=0.5, alpha=0.35, zorder=1)
         for condition, part in some.groupby("frames_are"):
-            points(axes, part.times, [heights[condition]] * len(part), tint, hollow=True, s=16)
+            draw_points(axes, part.times, [heights[condition]] * len(part), tint, is_hollow=True, s=16)
             axes.annotate(condition.partition(" ")[0], (COLUMNS[0], heights[condition]), **text)
             axes.annotate(f"{(part.times < 1).sum()} of {len(part)}", (COLUMNS[1], heights[condition]), **text)
         worse = f"{(losses[OVERWRITTEN] > losses[COPIED]).sum()} of {len(losses)}"

@@ -45,7 +45,10 @@ def tables():
         lines.append(_row(f"`{name}{words}`", what, " ".join(own) + more))
     lines += ["", "| option of a run | what it says | by default |", "|---|---|---|"]
     lines += [_row(f"`{flag}`", *told) for flag, told in of_a_run.items()]
-    usual = {name: str(each.usual or "").lower() if each.of == "run" else "" for name, each in RUN_OPTIONS.items()}
+    usual = {
+        name: str(each.default or "").lower() if each.argument_group == "run" else ""
+        for name, each in RUN_OPTIONS.items()
+    }
     of_networks = {name: (each.help, usual[name]) for name, each in RUN_OPTIONS.items() if each.help}
     lines += [_row(f"`--option {name}=…`", *told) for name, told in of_networks.items()]
     return "\n".join(lines) + "\n"

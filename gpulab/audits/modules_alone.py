@@ -18,7 +18,7 @@ from gpulab.audits.recording import SEED
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.flags import arithmetic
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, Step, loss_of, refused, seeded
+from gpulab.steps import PreparedStep, Step, explain_step_error, loss_of, seed_generators
 
 NamedTensors = dict[str, Tensor]
 # The tolerance for a correct result in float32, as a multiple of one rounding. Inputs are perturbed by this much,
@@ -88,10 +88,10 @@ class _StepRun(PreparedStep):
         results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
         return {name: _detached_copy(tensor) for name, tensor in results.items() if is_float_or_complex(tensor)}
 
-    def _converted(self, tensor: Tensor) -> Tensor:
+    def _convert(self, tensor: Tensor) -> Tensor:
         if self.first_rounded_to is not None and tensor.is_floating_point():
             tensor = tensor.to(self.first_rounded_to)
-        return super()._converted(tensor)
+        return super()._convert(tensor)
 
     def _nudge(self, value: Nested) -> Nested:
         if not self.nudge or not isinstance(value, Tensor) or not is_float_or_complex(value):
@@ -210,7 +210,7 @@ def execute(
         GpulabError: Where torch's compiler fails, and where the step fails.
     """
     kind = _IsolatedModuleRun if isinstance(step, ModuleCall) else _StepRun
-    with seeded(setting, SEED), setting.apply():
+    with seed_generators(setting, SEED), setting.apply():
         with (
             kind(step, setting, nudge, first_rounded_to) as prepared,
             _explain_errors(setting, prepared.model),
@@ -253,7 +253,7 @@ def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
     except GpulabError:
         raise
     except Exception as error:  # of any kind, since the code is the user's
-        explained = refused(error, setting, model.modules())
+        explained = explain_step_error(error, setting, model.modules())
         if not isinstance(explained, UsageError):
             words = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             explained = UsageError(f"the step fails under {setting}: {words}")
@@ -280,7 +280,7 @@ def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
                         lambda gradient, place=place: gradients.update({place: _detached_copy(gradient)})
                     )
 
-    with seeded(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
+    with seed_generators(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():
             after = module.register_forward_hook(lambda module, _, output, name=name: end(name, module, output))
             for handle in (module.register_forward_pre_hook(begin, with_kwargs=True), after):

@@ -110,7 +110,7 @@ class AnswerPage(Answer):
         if picture is None:
             return Markup()
         return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(
-            responsive(picture, self._drawn(width=PHONE_WIDTH)), CAPTION
+            responsive(picture, self._draw(width=PHONE_WIDTH)), CAPTION
         )
 
     def _findings(self) -> Markup:

@@ -21,7 +21,7 @@ from gpulab.numerics.flags import arithmetic
 from gpulab.passports import passport
 from gpulab.report import Progress
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, Step, check_step, ready, refused, seeded
+from gpulab.steps import PreparedStep, Step, check_step, explain_step_error, prepare_step, seed_generators
 
 MAX_ARGUMENT_LETTERS = 32  # of an argument in the name of a step
 SEED = 0  # the seed of torch, NumPy and Python in every execution of a step
@@ -102,12 +102,12 @@ def perform(step: Callable[..., object], setting: Setting, tracer: Tracer, guard
     tracer.is_preparing = True
     default_dtype = torch.get_default_dtype()
     with (
-        seeded(setting, SEED),
+        seed_generators(setting, SEED),
         setting.apply(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         ctc_lengths_as_lists(),
         tracer,
-        ready(step, setting, default_dtype) as run,
+        prepare_step(step, setting, default_dtype) as run,
         tracer.results.follow(),
         guard(on="warn") if tracer.is_measuring and guarded else contextlib.nullcontext() as report,
     ):
@@ -118,7 +118,7 @@ def perform(step: Callable[..., object], setting: Setting, tracer: Tracer, guard
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
-            raise refused(error, setting, tracer.results.used_modules()) from error
+            raise explain_step_error(error, setting, tracer.results.used_modules()) from error
         finally:
             tracer.is_preparing = True
         flags = arithmetic()

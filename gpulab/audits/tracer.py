@@ -45,11 +45,11 @@ from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, writes_to_arguments
 from gpulab.audits.values import Slabs, Value
-from gpulab.guards.call_sites import Callers
+from gpulab.guards.call_sites import OperationCallers
 from gpulab.guards.fingerprints import content
-from gpulab.guards.reentrancy import at_work, own_work
+from gpulab.guards.reentrancy import as_guard_work, is_guard_running
 from gpulab.numerics.emulation import COMPOSED_OPERATIONS
-from gpulab.steps import State
+from gpulab.steps import Snapshot
 
 IGNORED_OPERATIONS = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
 # What kernels return in addition to their results, by the names of torch's schemas. These are no data, but notes for
@@ -142,7 +142,7 @@ class Tracer(UncompiledDispatchMode):
         self.names: dict[tuple[Nested, ...], str] = {}
         self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}  # by where they lie, whatever their shape
         self.numbers_read: dict[float, str] = {}
-        self.callers = Callers()
+        self.callers = OperationCallers()
 
     def __torch_dispatch__(
         self,
@@ -154,7 +154,7 @@ class Tracer(UncompiledDispatchMode):
         """Run an operation and record what it did."""
         kwargs = kwargs or {}
         name = operation_name(operation)
-        if name in IGNORED_OPERATIONS or at_work():
+        if name in IGNORED_OPERATIONS or is_guard_running():
             return operation(*args, **kwargs)
         if self.is_preparing:
             return self._prepare(operation, name, args, kwargs)
@@ -184,10 +184,10 @@ class Tracer(UncompiledDispatchMode):
         out = operation(*args, **kwargs)
         if self.is_measuring and name in COPY_OPERATIONS and isinstance(out, Tensor):
             source = args[1] if name == "copy" else args[0]
-            self._try_with_references(partial(own_work(self.references.record_copy), out, source))
+            self._try_with_references(partial(as_guard_work(self.references.record_copy), out, source))
         return out
 
-    @own_work
+    @as_guard_work
     def _record_call(
         self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
     ) -> Nested:
@@ -229,7 +229,7 @@ class Tracer(UncompiledDispatchMode):
 
     def _start_record(self, call: Call) -> Operation:
         """The record of an operation that is about to run: its caller and its inputs."""
-        caller = self.callers.of_this(self.results.path[-1] if self.results.path else "")
+        caller = self.callers.caller_of_operation(self.results.path[-1] if self.results.path else "")
         is_view = call.operation.is_view
         op = Operation(call.name, *caller, [], [], [], "", call.arguments, is_random=call.is_random, is_view=is_view)
         op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read_arguments)]
@@ -551,14 +551,14 @@ class StepResults:
             if parameter.grad is not None:
                 self.optimizer_gradients[parameter] = self._value_names(parameter.grad)
 
-    @own_work
+    @as_guard_work
     def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
         """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
         if isinstance(owner, nn.Module) and not all(component_tensors(p) for p in owner.parameters() if p.numel()):
             return  # `torch.func.functional_call` has put other parameters into it, and takes them out again
         if self.restores and owner not in self.saved_owners:
             self.saved_owners.add(owner)
-            self.undo.callback(State(owner, with_contents=True).restore)
+            self.undo.callback(Snapshot(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Nested) -> None:
         """Note which of the arguments of an operation are leaves, whose gradients and updates are results."""
@@ -593,12 +593,12 @@ class StepResults:
                 has_copy = references.has_copy(leaf)
                 self.initial_contents[leaf] = recorded, references.of(leaf.detach()).clone() if has_copy else recorded
 
-    @own_work
+    @as_guard_work
     def _value_names(self, tensor: Tensor) -> list[str]:
         """The names of a tensor's values; what computes them is none of the step's operations."""
         return [self.tracer.value_of(t) for t in sketches.nonempty_components(tensor.detach())]
 
-    @own_work
+    @as_guard_work
     def _count_lost_updates(self, leaf: Tensor) -> dict[str, int]:
         """How many numbers of a leaf change in the reference, and how many of these kept their recorded bits."""
         if leaf not in self.initial_contents or self.tracer.references.is_disabled:
@@ -705,7 +705,7 @@ class StepResults:
         shape = self.tracer.values[values[-1]].shape if values else []
         return Operation(label, RESULT, name, "", start, values, list(shape), "float64", dict(about or {}))
 
-    @own_work
+    @as_guard_work
     def _name_of_number(self, number: float) -> str:
         """The value of a number that the step returned: of the tensor that it was read from, or its own."""
         if number not in self.tracer.numbers_read:

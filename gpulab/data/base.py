@@ -72,13 +72,14 @@ class Data(ABC):
         return {"size": list(self.size)}
 
     def __repr__(self) -> str:
-        noun, held = "frames" if self.sequential else "images", self.options()["heldout"]
+        noun = "frames" if self.sequential else "images"
+        heldout_count = self.options()["heldout"]
         shape = f"{self.channels}×{self.size[0]}×{self.size[1]}"
-        return f"{self.name}: {len(self):,} {noun} of {shape} to train on, {held:,} held out"
+        return f"{self.name}: {len(self):,} {noun} of {shape} to train on, {heldout_count:,} held out"
 
 
 class Sequence(Data):
-    """Frames in order, (C, H, W) each: `frames` to train on, then `held` that are held out.
+    """Frames in order, (C, H, W) each: `frames` to train on, then `heldout_count` that are held out.
 
     As in the published loop, the first window of a pass has `length` frames, and each later one begins with
     the last frame of the one before. A sequence shorter than the training is passed over again.
@@ -86,9 +87,12 @@ class Sequence(Data):
 
     sequential = True
 
-    def __init__(self, name: str, channels: int, size: tuple[int, int], frames: int, held: int) -> None:
-        self.name, self.channels, self.size = name, channels, size
-        self.frames, self.held = frames, held
+    def __init__(self, name: str, channels: int, size: tuple[int, int], frames: int, heldout_count: int) -> None:
+        self.name = name
+        self.channels = channels
+        self.size = size
+        self.frames = frames
+        self.heldout_count = heldout_count
 
     def __len__(self) -> int:
         return self.frames
@@ -99,23 +103,24 @@ class Sequence(Data):
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002
         """Windows in order, endlessly, whatever the seed."""
-        in_a_pass = self.frames // length
-        if in_a_pass == 0:
+        windows_per_pass = self.frames // length
+        if windows_per_pass == 0:
             raise DataError(f"{self.name}: {self.frames} frames to train on; a window needs {length}")
-        for number in itertools.chain([start % in_a_pass], itertools.repeat(0)):
-            yield from self._pass(length, number, in_a_pass, 0)
+        for number in itertools.chain([start % windows_per_pass], itertools.repeat(0)):
+            yield from self._iterate_windows(length, number, windows_per_pass, offset=0)
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out frames in windows, the state beginning anew at the first."""
-        if self.held < 2:
-            raise DataError(f"{self.name}: {self.held} held-out frames; a prediction needs 2")
-        length = min(length, self.held)
-        yield from self._pass(length, 0, self.held // length, self.frames)
+        if self.heldout_count < 2:
+            raise DataError(f"{self.name}: {self.heldout_count} held-out frames; a prediction needs 2")
+        length = min(length, self.heldout_count)
+        yield from self._iterate_windows(length, 0, self.heldout_count // length, offset=self.frames)
 
     def repeat_loss(self) -> float:
         """The mean squared error, of frames in [0, 1], of repeating the last held-out frame: to be beaten."""
         frames = (window.frames / 255 for window in self.heldout(HELDOUT_WINDOW))
-        return float(np.concatenate([np.square(np.diff(part, axis=0)).mean((1, 2, 3)) for part in frames]).mean())
+        losses = [np.square(np.diff(window, axis=0)).mean((1, 2, 3)) for window in frames]
+        return float(np.concatenate(losses).mean())
 
     def missing_colour_loss(self) -> float:
         """The least mean squared error, over the held-out frames, that a network with one dead output channel has.
@@ -130,12 +135,12 @@ class Sequence(Data):
 
     def options(self) -> dict[str, JSON]:
         """The size and the numbers of frames."""
-        return super().options() | {"frames": self.frames, "heldout": self.held}
+        return super().options() | {"frames": self.frames, "heldout": self.heldout_count}
 
-    def _pass(self, length: int, first: int, stop: int, offset: int) -> Iterator[Window]:
-        """Windows number `first` to `stop` of the frames from `offset` on, with `length` new frames each."""
-        frames = self.stream(offset + max(0, first * length - 1), offset + stop * length)
-        window = [next(frames)] if first else []
-        for number in range(first, stop):
+    def _iterate_windows(self, length: int, first_window: int, stop: int, offset: int) -> Iterator[Window]:
+        """Windows number `first_window` to `stop` of the frames from `offset` on, with `length` new frames each."""
+        frames = self.stream(offset + max(0, first_window * length - 1), offset + stop * length)
+        window = [next(frames)] if first_window else []
+        for number in range(first_window, stop):
             window = [*window[-1:], *itertools.islice(frames, length)]
             yield Window(np.stack(window), restart=number == 0)

@@ -34,8 +34,8 @@ class Rendered(Sequence):
 
     content = ""  # the frames come from no file
 
-    def __init__(self, name: str, scene: Walk | MovingDigits, frames: int, held: int) -> None:
-        super().__init__(name, 3, scene.size, frames, held)
+    def __init__(self, name: str, scene: Walk | MovingDigits, frames: int, heldout_count: int) -> None:
+        super().__init__(name, 3, scene.size, frames, heldout_count)
         self.scene = scene
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
@@ -48,9 +48,9 @@ class Rendered(Sequence):
 
 
 class Request(NamedTuple):
-    """What `load` was asked for, besides the kind of data; `place` is what follows the colon of the name."""
+    """What `load` was asked for, besides the kind of data; `location` is what follows the colon of the name."""
 
-    place: str
+    location: str
     frames: int | None
     size: tuple[int, int]
     seed: int
@@ -63,7 +63,7 @@ def _load_digits(_: Request) -> Images:
 
 
 def _load_mnist(request: Request) -> Images:
-    return mnist(request.place)
+    return mnist(request.location)
 
 
 def _load_walk(request: Request) -> Rendered:
@@ -81,11 +81,11 @@ def _load_scene(name: str, scene: Walk | MovingDigits, frames: int | None) -> Re
 
 
 def _load_video(request: Request) -> Video:
-    return Video(Path(request.place), request.size, request.frames, request.grey)
+    return Video(Path(request.location), request.size, request.frames, request.grey)
 
 
 def _load_folder(request: Request) -> Folder:
-    return Folder(Path(request.place), request.size, request.frames, request.grey)
+    return Folder(Path(request.location), request.size, request.frames, request.grey)
 
 
 class Kind(NamedTuple):
@@ -104,7 +104,7 @@ KINDS = {
     "video": Kind(("video:FILE",), _load_video, READING),
     "frames": Kind(("frames:DIR",), _load_folder, READING),
 }
-NAMES = tuple(name for kind in KINDS.values() for name in kind.names)
+NAMES = tuple(name for data_kind in KINDS.values() for name in data_kind.names)
 # What a name begins with: a kind, and a colon where a place follows.
 PREFIXES = {name.removesuffix("DIR").removesuffix("FILE") for name in NAMES}
 
@@ -169,8 +169,8 @@ def load(
         Alpaydin, Kaynak 1998, *Optical recognition of handwritten digits* (UCI Machine Learning Repository), of which
         scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database of handwritten digits*.
     """
-    kind_name, _, place = str(name).partition(":")
-    if (f"{kind_name}:" if place else kind_name) not in PREFIXES:
+    kind_name, _, location = str(name).partition(":")
+    if (f"{kind_name}:" if location else kind_name) not in PREFIXES:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
     height, width = check_counts(f"data {name!r}: size", size, ("height", "width"))
     if frames is not None:
@@ -180,17 +180,17 @@ def load(
         raise UsageError(f"data {name!r}: speed={speed!r}: expected a number above 0")
     if not isinstance(grey, bool | np.bool_):
         raise UsageError(f"data {name!r}: grey={grey!r}: expected True or False")
-    kind = KINDS[kind_name]
-    _check_options(name, kind, {"seed": seed, "speed": speed, "grey": grey})
+    data_kind = KINDS[kind_name]
+    _check_options(name, data_kind, {"seed": seed, "speed": speed, "grey": grey})
     # The speeds 2 and 2.0 are the same, and must give the same record.
-    return kind.load(Request(place, frames, (height, width), seed, float(speed), bool(grey)))
+    return data_kind.load(Request(location, frames, (height, width), seed, float(speed), bool(grey)))
 
 
-def _check_options(name: str, kind: Kind, options: Mapping[str, float]) -> None:
+def _check_options(name: str, data_kind: Kind, options: Mapping[str, float]) -> None:
     """Raise `UsageError` for options that this kind of data does not take, unless they have their default values."""
     for group in (RENDERING, READING):
-        given = {option: options[option] for option in group.defaults}
-        if group != kind.options and given != group.defaults:
-            values = ", ".join(f"{option}={value}" for option, value in given.items())
-            takers = [taker for other in KINDS.values() if other.options == group for taker in other.names]
-            raise UsageError(f"data {name!r}: {values} {group.purpose}: {', '.join(takers)}")
+        option_values = {option: options[option] for option in group.defaults}
+        if group != data_kind.options and option_values != group.defaults:
+            values = ", ".join(f"{option}={value}" for option, value in option_values.items())
+            names = [name for other_kind in KINDS.values() if other_kind.options == group for name in other_kind.names]
+            raise UsageError(f"data {name!r}: {values} {group.purpose}: {', '.join(names)}")

@@ -30,7 +30,9 @@ class Feed:
     """Frames, (1, C, H, W) each, read through a buffer on the host when asked for; `to_device` makes tensors of it."""
 
     def __init__(self, frames: np.ndarray, buffer: np.ndarray, to_device: Callable[[np.ndarray], Tensor]) -> None:
-        self.frames, self.buffer, self.to_device = frames, buffer, to_device
+        self.frames = frames
+        self.buffer = buffer
+        self.to_device = to_device
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -68,17 +70,20 @@ class Loader:
     def __init__(self, name: str, setting: Setting) -> None:
         if name not in LOADERS:
             raise UsageError(f"loader {name!r}: expected one of {', '.join(LOADERS)}")
-        self.name, self.device, self.dtype = name, setting.device, setting.dtype
-        self.shared: Tensor | None = None
+        self.name = name
+        self.device = setting.device
+        self.dtype = setting.dtype
+        self.device_buffer: Tensor | None = None  # of the loader `imitated`
         quotients = torch.arange(256, dtype=torch.float32).div_(255)
-        self.scaled = quotients.to(self.device, self.dtype) if setting.kind == "cuda" else None
+        self.quotients = quotients.to(self.device, self.dtype) if setting.kind == "cuda" else None
 
     def window(self, frames: np.ndarray) -> Tensor:
         """The frames as one new tensor."""
-        if self.scaled is None:
+        if self.quotients is None:
             return torch.from_numpy(frames.astype(np.float32)).div_(255).to(self.device, self.dtype)
-        # As bytes there is less to move. A division there need not round as here, so the quotients are looked up.
-        return self.scaled[torch.from_numpy(frames).to(self.device).int()]
+        # Bytes are less to move. A division on a GPU may round differently from one on the CPU, so the quotients are
+        # looked up.
+        return self.quotients[torch.from_numpy(frames).to(self.device).int()]
 
     def feed(self, frames: np.ndarray) -> Feed:
         """The frames one by one, through one buffer."""
@@ -93,40 +98,41 @@ class Loader:
         return [feed] if model.sequential else feed
 
     def _to_device(self, buffer: np.ndarray) -> Tensor:
-        if self.shared is not None:
-            self.shared.data.copy_(torch.from_numpy(buffer))  # `.data` has a version counter of its own
-            return self.shared
+        if self.device_buffer is not None:
+            self.device_buffer.data.copy_(torch.from_numpy(buffer))  # `.data` has a version counter of its own
+            return self.device_buffer
         host = buffer if self.name == "reused" else buffer.copy()
         tensor = torch.as_tensor(host, device=self.device, dtype=self.dtype)
-        self.shared = tensor if self.name == "imitated" else None
+        self.device_buffer = tensor if self.name == "imitated" else None
         return tensor
 
 
-def has_its_device_alone(setting: Setting) -> bool:
-    """Whether no other training keeps the GPU busy: those that share one have each a stream of its own."""
+def has_exclusive_device(setting: Setting) -> bool:
+    """Whether no other training uses the GPU: trainings that share one have a stream each."""
     device = setting.device
     return setting.kind != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
-def ahead(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
-    """The windows of data; where a device computes, the next is made meanwhile, by several threads.
+def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
+    """The windows of data; if another device computes, several threads make the next one in the meantime.
 
     Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
 
     >>> windows = iter(())
-    >>> ahead(windows, Setting.parse("cpu"), None) is windows
+    >>> prefetch(windows, Setting.parse("cpu"), None) is windows
     True
     """
-    if setting.kind == "cpu" or not has_its_device_alone(setting):
+    if setting.kind == "cpu" or not has_exclusive_device(setting):
         return windows
     data.threads = min(4, os.cpu_count() or 1)
-    return made_meanwhile(windows)
+    return _prefetch_in_thread(windows)
 
 
-def made_meanwhile(made: Iterator[Window]) -> Iterator[Window]:
-    """The same, each made while this thread waits for a device to be done with the one before."""
+def _prefetch_in_thread(windows: Iterator[Window]) -> Iterator[Window]:
+    """The same windows, each made while this thread waits for the device to finish the previous one."""
     with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(next, made, None)
-        while (window := upcoming.result()) is not None:
-            upcoming = pool.submit(next, made, None)
+        window = pool.submit(next, windows, None).result()
+        while window is not None:
+            next_window = pool.submit(next, windows, None)
             yield window
+            window = next_window.result()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from gpulab.data.base import Bytes
 
-Whole = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating]
 
 CHUNK_PIXELS = 1_000_000  # frames are rendered together until they hold about this many pixels
@@ -59,13 +59,14 @@ def cosine(angle: Floats) -> Floats:
 # A town on a grid: streets two cells wide every six cells, houses between them. The walker keeps to the middle of
 # the street and at each crossing goes on or turns along a quarter circle. Lengths are in cells.
 
-BLOCK, STREET = 6, 2  # from one street to the next, and its width
+BLOCK_PERIOD = 6  # from one street to the next
+STREET_WIDTH = 2
 EYE_HEIGHT = 0.5
 VIEW_DISTANCE = 20.0
-HALF_VIEW = 0.66  # tangent of half the horizontal field of view: 67 degrees
-TEXTURE = 64  # texels along an edge
-HOUSES = 8  # wall textures
-SKIN = np.array([214, 170, 140], np.uint8)
+TAN_HALF_VIEW = 0.66  # tangent of half the horizontal field of view: 67 degrees
+TEXTURE_SIZE = 64  # texels along an edge
+HOUSE_TEXTURES = 8  # wall textures
+SKIN_COLOUR = np.array([214, 170, 140], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -94,105 +95,124 @@ class Walk:
             yield from itertools.chain.from_iterable(chunk.frames() for chunk in chunks)
             return
         with ThreadPoolExecutor(threads) as pool:
-            ahead = collections.deque(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 2 * threads))
-            while ahead:
-                yield from ahead.popleft().result()
-                ahead.extend(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 1))
+            first_chunks = itertools.islice(chunks, 2 * threads)
+            pending_chunks = collections.deque(pool.submit(chunk.frames) for chunk in first_chunks)
+            while pending_chunks:
+                yield from pending_chunks.popleft().result()
+                pending_chunks.extend(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 1))
 
     def render(self, frames: npt.NDArray[np.integer]) -> Bytes:
         """The frames of these numbers, (len(frames), 3, height, width)."""
         height, width = self.size
         distance = frames.astype(np.float64) * (0.055 * self.speed)
-        place, heading = _walked(self.seed, distance)
-        step = distance * 7.0  # the phase of a footstep
-        heading = heading + 0.16 * sine(distance * 0.9) + 0.01 * sine(step)
-        facing, aside = np.stack([cosine(heading), sine(heading)]), np.stack([-sine(heading), cosine(heading)])
-        place = place + 0.03 * sine(step) * aside
-        horizon = height * (0.5 + 0.012 * sine(step * 2.0) + 0.02 * sine(distance * 0.37))
+        position, heading = _position_at(self.seed, distance)
+        step_phase = distance * 7.0  # the phase of a footstep
+        heading = heading + 0.16 * sine(distance * 0.9) + 0.01 * sine(step_phase)
+        facing = np.stack([cosine(heading), sine(heading)])
+        lateral = np.stack([-sine(heading), cosine(heading)])
+        position = position + 0.03 * sine(step_phase) * lateral
+        horizon = height * (0.5 + 0.012 * sine(step_phase * 2.0) + 0.02 * sine(distance * 0.37))
 
-        column = ((np.arange(width) + 0.5) * (2.0 / width) - 1.0) * HALF_VIEW
-        ray = facing[:, :, None] + column * aside[:, :, None]
-        depth, across, house, side = _cast(place[:, :, None], ray, self.seed)
+        column = ((np.arange(width) + 0.5) * (2.0 / width) - 1.0) * TAN_HALF_VIEW
+        ray = facing[:, :, None] + column * lateral[:, :, None]
+        depth, wall_position, house, side = _cast_rays(position[:, :, None], ray, self.seed)
 
         f32 = np.float32
-        row = (np.arange(height) + 0.5 - horizon[:, None]).astype(f32)[:, :, None] / f32(width / (2 * HALF_VIEW))
+        row = (np.arange(height) + 0.5 - horizon[:, None]).astype(f32)[:, :, None] / f32(width / (2 * TAN_HALF_VIEW))
         depth32 = depth.astype(f32)[:, None, :]
         roof = (0.7 + 0.25 * (house % 5)).astype(f32)[:, None, :]
         ground = row * depth32 > EYE_HEIGHT
         sky = row * depth32 < -roof
 
         # Where each pixel looks in the atlas of textures, and how far away that is.
-        reach = np.minimum(EYE_HEIGHT / np.maximum(row, f32(1e-3)), f32(VIEW_DISTANCE))
-        seen = zip(place.astype(f32)[:, :, None, None], ray.astype(f32)[:, :, None, :], strict=True)
-        tile_x, tile_y = (_texel((start + reach * along) * f32(0.5)) for start, along in seen)
-        ground_index = tile_y * TEXTURE + tile_x
-        brick_x = _texel(across.astype(f32))[:, None, :]
+        ground_distance = np.minimum(EYE_HEIGHT / np.maximum(row, f32(1e-3)), f32(VIEW_DISTANCE))
+        position32 = position.astype(f32)[:, :, None, None]
+        ray32 = ray.astype(f32)[:, :, None, :]
+        tile_x = _texel((position32[0] + ground_distance * ray32[0]) * f32(0.5))
+        tile_y = _texel((position32[1] + ground_distance * ray32[1]) * f32(0.5))
+        ground_index = tile_y * TEXTURE_SIZE + tile_x
+        brick_x = _texel(wall_position.astype(f32))[:, None, :]
         brick_y = _texel(row * depth32 * f32(0.8))
-        wall_index = (1 + house.astype(np.int32) % HOUSES)[:, None, :] * TEXTURE**2 + brick_y * TEXTURE + brick_x
+        wall_texture = (1 + house.astype(np.int32) % HOUSE_TEXTURES)[:, None, :]
+        wall_index = wall_texture * TEXTURE_SIZE**2 + brick_y * TEXTURE_SIZE + brick_x
         cloud_x = _texel((heading[:, None] + column).astype(f32) * f32(0.7))[:, None, :]
-        cloud_y = np.clip((row * f32(-40.0)).astype(np.int32), 0, TEXTURE - 1)
-        sky_index = (1 + HOUSES) * TEXTURE**2 + cloud_y * TEXTURE + cloud_x
+        cloud_y = np.clip((row * f32(-40.0)).astype(np.int32), 0, TEXTURE_SIZE - 1)
+        sky_index = (1 + HOUSE_TEXTURES) * TEXTURE_SIZE**2 + cloud_y * TEXTURE_SIZE + cloud_x
         colour = _atlas(self.seed).take(np.where(ground, ground_index, np.where(sky, sky_index, wall_index)))
 
         # Distance fades into haze; the two sides of a house are lit differently.
-        far = np.where(ground, reach, depth32)
-        clear = 256 - np.minimum((far * f32(7.5)).astype(np.int32), 150)
-        clear = np.where(~ground & (side[:, None, :] == 1), clear * 3 // 4, clear)
-        clear = np.where(sky, 256, clear).astype(np.uint16)
-        haze = (256 - clear) * np.uint16(120)
+        distance_seen = np.where(ground, ground_distance, depth32)
+        visibility = 256 - np.minimum((distance_seen * f32(7.5)).astype(np.int32), 150)
+        visibility = np.where(~ground & (side[:, None, :] == 1), visibility * 3 // 4, visibility)
+        visibility = np.where(sky, 256, visibility).astype(np.uint16)
+        haze = (256 - visibility) * np.uint16(120)
         image = np.empty((len(frames), 3, height, width), np.uint8)
         for channel in range(3):
             shade = (colour >> np.uint32(8 * channel)).astype(np.uint8).astype(np.uint16)
-            image[:, channel] = (shade * clear + haze) >> np.uint16(8)
-        self._passers_by(image, distance, (place, facing, aside), (row[:, :, 0], column, depth))
+            image[:, channel] = (shade * visibility + haze) >> np.uint16(8)
+        self._draw_pedestrians(image, distance, (position, facing, lateral), (row[:, :, 0], column, depth))
         return image
 
-    def _passers_by(self, image: Bytes, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]) -> None:
+    def _draw_pedestrians(
+        self, image: Bytes, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]
+    ) -> None:
         """Draw the people who walk along the same street: the next three who come, and the next three who go."""
-        (place, facing, to_the_side), (row, column, depth) = eye, view
-        going, pace, gap = np.repeat([0, 1], 3), np.repeat([-0.6, 0.45], 3), np.repeat([3.7, 6.1], 3)
+        position, facing, right = eye
+        row, column, depth = view
+        is_going = np.repeat([0, 1], 3)
+        pace = np.repeat([-0.6, 0.45], 3)
+        spacing = np.repeat([3.7, 6.1], 3)
         distances = distance[:, None]  # (frames, 1), beside six people
-        number = np.floor((distances * (1.0 - pace) + 0.3) / gap).astype(np.int64) + 1 + np.tile(np.arange(3), 2)
-        person = np.abs(number * 2 + going)
-        jitter = ((number * 2654435761 + self.seed * 97 + going * 31) % 1009) / 1009.0
-        aside = np.where(number % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
-        along = number * gap + jitter + distances * pace
-        there, heading = _walked(self.seed, along)
-        there = there + aside * np.stack([-sine(heading), cosine(heading)]) - place[:, :, None]
-        ahead_x, ahead_y = there * facing[:, :, None]
-        side_x, side_y = there * to_the_side[:, :, None]
-        ahead, sideways = ahead_x + ahead_y, side_x + side_y
-        frame, palette = np.arange(len(distance)), 40 + random_bytes(self.seed, 5, count=3 * 64).reshape(64, 3) // 2
-        for which in np.argsort(-ahead, axis=1, kind="stable").T:  # the nearest last
-            who, z = person[frame, which], ahead[frame, which]
+        encounter = np.floor((distances * (1.0 - pace) + 0.3) / spacing).astype(np.int64) + 1 + np.tile(np.arange(3), 2)
+        person = np.abs(encounter * 2 + is_going)
+        jitter = ((encounter * 2654435761 + self.seed * 97 + is_going * 31) % 1009) / 1009.0
+        offset = np.where(encounter % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
+        path_distance = encounter * spacing + jitter + distances * pace
+        relative, heading = _position_at(self.seed, path_distance)
+        relative = relative + offset * np.stack([-sine(heading), cosine(heading)]) - position[:, :, None]
+        forward_x, forward_y = relative * facing[:, :, None]
+        right_x, right_y = relative * right[:, :, None]
+        forward = forward_x + forward_y
+        lateral = right_x + right_y
+        frame = np.arange(len(distance))
+        palette = 40 + random_bytes(self.seed, 5, count=3 * 64).reshape(64, 3) // 2
+        for order in np.argsort(-forward, axis=1, kind="stable").T:  # the nearest last
+            person_number = person[frame, order]
+            z = forward[frame, order]
             safe = np.maximum(z, 0.2)
-            phase = distance * 9.0 + who * 1.7
+            phase = distance * 9.0 + person_number * 1.7
             # Height above the ground in units, 0 at the feet and 0.56 at the crown.
-            up = EYE_HEIGHT - row * safe[:, None]
-            legs = 0.05 + 0.03 * sine(phase)[:, None] * (0.26 - up) * 4.0
-            head = 0.8 * np.sqrt(np.maximum(0.0049 - (up - 0.49) * (up - 0.49), 0.0))
-            half = np.where(up > 0.42, head, np.where(up > 0.26, 0.085, legs))
-            half = np.where((up < 0) | (z < 0.25)[:, None], 0.0, half)
-            off = np.abs(column - (sideways[frame, which] / safe)[:, None]) * safe[:, None]
-            off = np.where(depth < safe[:, None], 9.0, off)  # a house stands before them
-            seen_rows, seen_columns = np.flatnonzero(half.any(0)), np.flatnonzero((off < half.max()).any(0))
-            if not (len(seen_rows) and len(seen_columns)):
+            height_above_ground = EYE_HEIGHT - row * safe[:, None]
+            legs = 0.05 + 0.03 * sine(phase)[:, None] * (0.26 - height_above_ground) * 4.0
+            from_face = height_above_ground - 0.49
+            head = 0.8 * np.sqrt(np.maximum(0.0049 - from_face * from_face, 0.0))
+            half_width = np.where(height_above_ground > 0.42, head, np.where(height_above_ground > 0.26, 0.085, legs))
+            half_width = np.where((height_above_ground < 0) | (z < 0.25)[:, None], 0.0, half_width)
+            lateral_distance = np.abs(column - (lateral[frame, order] / safe)[:, None]) * safe[:, None]
+            lateral_distance = np.where(depth < safe[:, None], 9.0, lateral_distance)  # a house stands before them
+            visible_rows = np.flatnonzero(half_width.any(0))
+            visible_columns = np.flatnonzero((lateral_distance < half_width.max()).any(0))
+            if not (len(visible_rows) and len(visible_columns)):
                 continue
-            rows = slice(seen_rows[0], seen_rows[-1] + 1)
-            columns = slice(seen_columns[0], seen_columns[-1] + 1)
-            mask = off.astype(np.float32)[:, None, columns] < half.astype(np.float32)[:, rows, None]
-            coat, trousers = palette[who % 64, :, None], palette[(who * 7 + 3) % 64, :, None] // 2
-            up = up[:, None, rows]
-            paint = np.where(up > 0.42, SKIN[:, None], np.where(up > 0.26, coat, trousers))
+            rows = slice(visible_rows[0], visible_rows[-1] + 1)
+            columns = slice(visible_columns[0], visible_columns[-1] + 1)
+            mask = lateral_distance.astype(np.float32)[:, None, columns] < half_width.astype(np.float32)[:, rows, None]
+            coat = palette[person_number % 64, :, None]
+            trousers = palette[(person_number * 7 + 3) % 64, :, None] // 2
+            visible_height = height_above_ground[:, None, rows]
+            clothes = np.where(visible_height > 0.26, coat, trousers)
+            paint = np.where(visible_height > 0.42, SKIN_COLOUR[:, None], clothes)
             np.copyto(image[:, :, rows, columns], paint[..., None], where=mask[:, None])
 
 
 class _Chunk:
-    """Frames that are rendered once: by who asks first, while others who ask wait."""
+    """Frames that are rendered once, by the thread that asks first; the other threads wait for it."""
 
     def __init__(self, walk: Walk, start: int, stop: int) -> None:
-        self.walk, self.numbers = walk, np.arange(start, stop)
-        self.lock, self.rendered = threading.Lock(), np.empty(0, np.uint8)
+        self.walk = walk
+        self.numbers = np.arange(start, stop)
+        self.lock = threading.Lock()
+        self.rendered = np.empty(0, np.uint8)
 
     def frames(self) -> Bytes:
         """All of them, to be read and not to be written to."""
@@ -210,96 +230,106 @@ _chunk = functools.lru_cache(maxsize=4)(_Chunk)  # some 12 MB, for several who w
 def remembered_chunks(count: int) -> Iterator[None]:
     """Keep the last so many chunks, of 3 MB each, for trainings that share a film and are not equally far."""
     global _chunk
-    before, _chunk = _chunk, functools.lru_cache(maxsize=count)(_Chunk)
+    previous_cache = _chunk
+    _chunk = functools.lru_cache(maxsize=count)(_Chunk)
     try:
         yield
     finally:
-        _chunk = before
+        _chunk = previous_cache
 
 
-AHEAD = np.array([[1, 0, -1, 0], [0, 1, 0, -1]])  # x and y for each heading in quarter turns
-AT_A_TIME = 256  # crossings
+HEADING_STEPS = np.array([[1, 0, -1, 0], [0, 1, 0, -1]])  # x and y for each heading in quarter turns
+CROSSINGS_PER_BLOCK = 256  # random turns that are drawn together
 
 
 @functools.lru_cache(maxsize=8)
-def _pieces(seed: int, blocks: int) -> tuple[Floats, Whole, Whole, Whole]:
+def _path_pieces(seed: int, blocks: int) -> tuple[Floats, Integers, Integers, Integers]:
     """The pieces of the way, streets and crossings by turns.
 
     Of each the distance at which it begins, the place (x and y, first axis) and the heading there, in quarter turns,
     and the side to which it leads: -1, 0 or 1.
     """
-    sides = np.concatenate([random_bytes(seed, 1, block, count=AT_A_TIME) for block in range(blocks)]) % 3
+    sides = np.concatenate([random_bytes(seed, 1, block, count=CROSSINGS_PER_BLOCK) for block in range(blocks)]) % 3
     turns = np.stack([np.zeros(len(sides), np.int64), np.array([0, -1, 1])[sides]], axis=1).ravel()
     headings = 1 + np.cumsum(turns) - turns
-    reach = np.where(turns == 0, STREET, 1)
-    reach[::2] = BLOCK - STREET
-    moves = reach * AHEAD[:, headings % 4] + turns * AHEAD[:, (headings + 1) % 4]
-    places = np.array([[1], [STREET]]) + np.cumsum(moves, axis=1) - moves
+    lengths = np.where(turns == 0, STREET_WIDTH, 1)
+    lengths[::2] = BLOCK_PERIOD - STREET_WIDTH
+    moves = lengths * HEADING_STEPS[:, headings % 4] + turns * HEADING_STEPS[:, (headings + 1) % 4]
+    places = np.array([[1], [STREET_WIDTH]]) + np.cumsum(moves, axis=1) - moves
     # NumPy adds up these numbers one after the other, unlike those of a sum.
-    ends = np.cumsum(np.where(turns == 0, reach, np.pi / 2))
+    ends = np.cumsum(np.where(turns == 0, lengths, np.pi / 2))
     return np.append(0.0, ends[:-1]), places, headings, turns
 
 
-def _walked(seed: int, distance: Floats) -> tuple[Floats, Floats]:
+def _position_at(seed: int, distance: Floats) -> tuple[Floats, Floats]:
     """Where the walker is after each distance (x and y, first axis), and where he faces (radians).
 
-    >>> place, heading = _walked(0, np.array([10.0, 5000.0]))
+    >>> place, heading = _position_at(0, np.array([10.0, 5000.0]))
     >>> place.round(2).tolist(), heading.round(2).tolist()
     ([[6.42, 83.77], [6.91, -173.0]], [-0.43, -78.54])
     """
     distance = np.maximum(distance, 0.0)
-    crossings = int(distance.max(initial=0.0) / (BLOCK - STREET + np.pi / 2))  # at most: to go straight on is longer
-    starts, places, headings, turns = _pieces(seed, 1 + crossings // AT_A_TIME)
+    # An upper bound: to go straight on is longer than to turn.
+    crossings = int(distance.max(initial=0.0) / (BLOCK_PERIOD - STREET_WIDTH + np.pi / 2))
+    starts, places, headings, turns = _path_pieces(seed, 1 + crossings // CROSSINGS_PER_BLOCK)
     piece = np.searchsorted(starts, distance, side="right") - 1
-    along, quarter, turn = distance - starts[piece], headings[piece], turns[piece]
+    distance_along = distance - starts[piece]
+    quarter = headings[piece]
+    turn = turns[piece]
     # A turn follows a quarter circle of radius one: forward by sin, to the side by 1 − cos.
-    forward = np.where(turn == 0, along, sine(along))
-    aside = turn * (1.0 - cosine(along))
-    place = places[:, piece] + forward * AHEAD[:, quarter % 4] + aside * AHEAD[:, (quarter + 1) % 4]
-    return place, quarter * (np.pi / 2) + turn * along
+    forward = np.where(turn == 0, distance_along, sine(distance_along))
+    lateral = turn * (1.0 - cosine(distance_along))
+    position = (
+        places[:, piece] + forward * HEADING_STEPS[:, quarter % 4] + lateral * HEADING_STEPS[:, (quarter + 1) % 4]
+    )
+    return position, quarter * (np.pi / 2) + turn * distance_along
 
 
-def _cast(place: Floats, ray: Floats, seed: int) -> tuple[Floats, Floats, Whole, Whole]:
+def _cast_rays(position: Floats, ray: Floats, seed: int) -> tuple[Floats, Floats, Integers, Integers]:
     """Follow each ray from cell to cell of the grid until it meets a house (Amanatides and Woo 1987).
 
     Of the places, (2, frames, 1), and the rays, (2, frames, width), the first axis is x and y. Returns the depth along
     the view, the place across the wall, the house's number and the side that was hit (0 east or west, 1 north or
     south), (frames, width) each.
     """
-    cell = np.broadcast_to(np.floor(place).astype(np.int64), ray.shape)
+    cell = np.broadcast_to(np.floor(position).astype(np.int64), ray.shape)
     ray = np.where(np.abs(ray) < 1e-9, 1e-9, ray)
-    forward = ray > 0
-    step, per = np.where(forward, 1, -1), np.abs(1.0 / ray)
-    following = np.where(forward, cell + 1.0 - place, place - cell) * per  # the depth of the next wall of cells
-    depth, side = np.zeros_like(ray[0]), np.zeros(ray.shape[1:], dtype=np.int64)
-    walking = np.ones(side.shape, dtype=bool)
-    while walking.any():
-        along_y = following[0] >= following[1]
-        depth = np.where(walking, np.minimum(*following), depth)
-        side = np.where(walking, along_y, side)
-        go = np.stack([walking & ~along_y, walking & along_y])
-        cell, following = cell + step * go, following + per * go
-        in_house = (cell % BLOCK >= STREET).all(0)
-        walking &= ~in_house & (depth < VIEW_DISTANCE)
+    is_forward = ray > 0
+    step = np.where(is_forward, 1, -1)
+    cell_depth = np.abs(1.0 / ray)
+    # The depth at which a ray leaves its cell, along x and along y.
+    next_walls = np.where(is_forward, cell + 1.0 - position, position - cell) * cell_depth
+    depth = np.zeros_like(ray[0])
+    side = np.zeros(ray.shape[1:], dtype=np.int64)
+    is_travelling = np.ones(side.shape, dtype=bool)
+    while is_travelling.any():
+        crosses_y = next_walls[0] >= next_walls[1]
+        depth = np.where(is_travelling, np.minimum(*next_walls), depth)
+        side = np.where(is_travelling, crosses_y, side)
+        advance = np.stack([is_travelling & ~crosses_y, is_travelling & crosses_y])
+        cell = cell + step * advance
+        next_walls = next_walls + cell_depth * advance
+        in_house = (cell % BLOCK_PERIOD >= STREET_WIDTH).all(0)
+        is_travelling &= ~in_house & (depth < VIEW_DISTANCE)
     depth = np.clip(depth, 0.05, VIEW_DISTANCE)
-    hit = np.where(side == 0, place[1] + depth * ray[1], place[0] + depth * ray[0])
-    house = ((cell[0] // BLOCK) * 73856093 + (cell[1] // BLOCK) * 19349663 + seed * 83492791) % 1013
+    hit = np.where(side == 0, position[1] + depth * ray[1], position[0] + depth * ray[0])
+    house = ((cell[0] // BLOCK_PERIOD) * 73856093 + (cell[1] // BLOCK_PERIOD) * 19349663 + seed * 83492791) % 1013
     return depth, hit - np.floor(hit), house, side
 
 
-def _texel(place: Floats) -> npt.NDArray[np.int32]:
-    return np.floor(place * np.float32(TEXTURE)).astype(np.int32) & (TEXTURE - 1)
+def _texel(position: Floats) -> npt.NDArray[np.int32]:
+    return np.floor(position * np.float32(TEXTURE_SIZE)).astype(np.int32) & (TEXTURE_SIZE - 1)
 
 
 @functools.lru_cache(maxsize=8)
 def _atlas(seed: int) -> npt.NDArray[np.uint32]:
     """Ground, eight house fronts and the sky, 10·64·64 pixels, the three bytes of each in one number."""
-    noise = [_noise(seed, 2, k) for k in range(2 + HOUSES)]
-    tints = random_bytes(seed, 3, count=3 * HOUSES).reshape(HOUSES, 3).astype(np.int64)
-    u, v = np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE))
+    noise = [_noise(seed, 2, k) for k in range(2 + HOUSE_TEXTURES)]
+    tints = random_bytes(seed, 3, count=3 * HOUSE_TEXTURES).reshape(HOUSE_TEXTURES, 3).astype(np.int64)
+    u, v = np.meshgrid(np.arange(TEXTURE_SIZE), np.arange(TEXTURE_SIZE))
     slabs = np.where((u % 32 < 2) | (v % 32 < 2), 40, 70 + noise[0] // 3)
     textures = [np.stack([slabs, slabs, slabs - 8], axis=-1)]
-    for k in range(HOUSES):
+    for k in range(HOUSE_TEXTURES):
         pitch = (16, 32, 21)[k % 3]
         front = (70 + tints[k] * 120 // 255) * (128 + noise[1 + k][..., None] // 2) // 255
         window = (u % pitch > pitch // 3) & (v % 32 > 10) & (v % 32 < 24)
@@ -307,19 +337,20 @@ def _atlas(seed: int) -> npt.NDArray[np.uint32]:
         front = np.where(mortar[..., None], front * 3 // 4, front)
         pane = np.array([52, 62, 80]) + noise[1 + k][..., None] // 8
         textures.append(np.where(window[..., None], pane, front))
-    clouds, height = noise[1 + HOUSES], np.minimum(v * 2, 80)
+    clouds = noise[1 + HOUSE_TEXTURES]
+    height = np.minimum(v * 2, 80)
     textures.append(np.stack([150 - height + clouds // 3, 175 - height // 2 + clouds // 4, 215 + clouds // 8], axis=-1))
     red, green, blue = np.clip(np.concatenate(textures), 0, 255).astype(np.uint32).reshape(-1, 3).T
     return red | green << np.uint32(8) | blue << np.uint32(16)
 
 
-def _noise(*key: int) -> Whole:
+def _noise(*key: int) -> Integers:
     """Smooth random texture that tiles, (64, 64), 0 to 255: value noise of five octaves."""
-    total = np.zeros((TEXTURE, TEXTURE), dtype=np.int64)
+    total = np.zeros((TEXTURE_SIZE, TEXTURE_SIZE), dtype=np.int64)
     for octave, cells in enumerate((4, 8, 16, 32, 64)):
         grid = random_bytes(*key, octave, count=cells * cells).reshape(cells, cells).astype(np.int64)
-        scale = TEXTURE // cells
-        low, part = np.divmod(np.arange(TEXTURE)[:, None], scale)
+        scale = TEXTURE_SIZE // cells
+        low, part = np.divmod(np.arange(TEXTURE_SIZE)[:, None], scale)
         column = np.arange(cells)
         weights = (scale - part) * (column == low) + part * (column == (low + 1) % cells)  # whole numbers, as all here
         total += weights @ grid @ weights.T // scale**2 * (16 >> octave)
@@ -338,7 +369,10 @@ class MovingDigits:
     LIFE = 100
 
     def __init__(self, digits: Bytes, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
-        self.digits, self.seed, self.size, self.speed = digits, seed, size, speed
+        self.digits = digits
+        self.seed = seed
+        self.size = size
+        self.speed = speed
 
     def stream(self, start: int, stop: int, threads: int = 0) -> Iterator[Bytes]:  # noqa: ARG002
         """Frames `start` to `stop`, one by one."""
@@ -349,17 +383,18 @@ class MovingDigits:
         height, width = self.size
         scene, age = divmod(number, self.LIFE)
         picture = np.zeros((height, width), dtype=np.uint8)
-        for which, row, down, column, right in uniform(self.seed, 7, scene, count=10).reshape(2, 5):
-            digit = self.digits[int(which * len(self.digits))][:height, :width]
-            top = _bounce(row, down, age * self.speed, height - digit.shape[0])
-            left = _bounce(column, right, age * self.speed, width - digit.shape[1])
+        draws = uniform(self.seed, 7, scene, count=10).reshape(2, 5)
+        for digit_share, row, row_velocity, column, column_velocity in draws:
+            digit = self.digits[int(digit_share * len(self.digits))][:height, :width]
+            top = _bounce(row, row_velocity, age * self.speed, height - digit.shape[0])
+            left = _bounce(column, column_velocity, age * self.speed, width - digit.shape[1])
             patch = picture[top : top + digit.shape[0], left : left + digit.shape[1]]
             np.maximum(patch, digit, out=patch)
         return np.repeat(picture[None], 3, axis=0)
 
 
-def _bounce(start: float, velocity: float, age: float, room: int) -> int:
-    """A place in 0…room of something that moves at ±1 to 3 pixels a frame and bounces."""
-    there_and_back = 2 * room or 1  # without room the place is a part of a pixel, which is 0
-    place = (start * 2 * room + (1.0 + 2.0 * velocity) * age) % there_and_back
-    return int(room - abs(place - room))
+def _bounce(start: float, velocity: float, age: float, extent: int) -> int:
+    """The position in 0…extent of something that moves at ±1 to 3 pixels a frame and bounces."""
+    period = 2 * extent or 1  # with no extent the position is a fraction of a pixel, which is rounded to 0
+    position = (start * 2 * extent + (1.0 + 2.0 * velocity) * age) % period
+    return int(extent - abs(position - extent))

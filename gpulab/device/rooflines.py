@@ -38,14 +38,14 @@ from gpulab.numerics.flags import precision_allowed
 from gpulab.passports import machine, passport
 from gpulab.report import Progress, Report
 from gpulab.settings import Setting
-from gpulab.steps import PreparedStep, ready
+from gpulab.steps import PreparedStep, prepare_step
 from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
-LARGEST_MATRIX = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
-MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
-LONG = 0.02  # seconds of a product that is large enough
-UNDER_THE_ROOF = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
+MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
+PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
+MIN_PRODUCT_SECONDS = 0.02  # of a product that is large enough
+ROOFLINE_KINDS = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
 
 
 def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = True) -> pd.DataFrame:
@@ -96,12 +96,15 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
     """
     parsed = Setting.parse(setting)
     works_by_setting = [(parsed, _operations(parsed))]
-    works_by_setting += [(under, _large_product(under, precision)) for precision, under in _precisions(parsed).items()]
+    for precision, precision_setting in _precisions(parsed).items():
+        works_by_setting.append((precision_setting, _large_product(precision_setting, precision)))
     rows = []
-    for under, works in works_by_setting:
-        with under.apply():
+    for work_setting, works in works_by_setting:
+        with work_setting.apply():
             for work in Progress(works, unit="operation", leave=False, disable=not progress):
-                rows.append((work.operation, work.kind, *_counted(work), *timed(under, work.call, repeats)))
+                rows.append(
+                    (work.operation, work.kind, *_count_work(work), *time_calls(work_setting, work.call, repeats))
+                )
     frame = pd.DataFrame(rows, columns=["operation", "kind", "flop", "bytes", "precision", "seconds", "spread"])
     frame["intensity"] = frame.flop / frame.bytes
     frame["gflops"] = frame.flop / frame.seconds / 1e9
@@ -129,7 +132,7 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
     References:
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
-    frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
+    frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
     layers = frame[frame.kind == "network"]
     bandwidth = layers.setting.map(frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max())
     peak = layers.setting.map(frame.groupby("setting").gflops.max())
@@ -299,20 +302,24 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
         raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
     setting = Setting.parse(settings[0])
     this_machine = machine(passport(), setting.kind)
-    if elsewhere := sorted(set(frame.get("machine", ())) - {this_machine}):
-        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {this_machine}; measure gpulab.roofline here")
+    other_machines = sorted(set(frame.get("machine", ())) - {this_machine})
+    if other_machines:
+        raise UsageError(
+            f"ceilings of {other_machines[0]}: the step runs on {this_machine}; measure gpulab.roofline here"
+        )
     default_dtype = torch.get_default_dtype()
-    with setting.apply(), ready(step, setting, default_dtype) as once:
+    with setting.apply(), prepare_step(step, setting, default_dtype) as prepared_step:
 
-        def again() -> None:
-            if isinstance(once, PreparedStep):
-                once.model.zero_grad()
-            once()
+        def run_step() -> None:
+            if isinstance(prepared_step, PreparedStep):
+                prepared_step.model.zero_grad()
+            prepared_step()
 
-        seconds, spread = timed(setting, again, repeats)
+        seconds, spread = time_calls(setting, run_step, repeats)
         with OperationCounter() as counter:  # after a first step, which alone makes such things as Adam's moments
-            again()
-    flop, peaks = dict(counter.flop.most_common()), frame[frame.precision != ""].groupby("precision").gflops.max()
+            run_step()
+    flop = dict(counter.flop.most_common())
+    peaks = frame[frame.precision != ""].groupby("precision").gflops.max()
     if flop.keys() - set(peaks.index):
         raise UsageError(f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone")
     at_least = {
@@ -320,8 +327,17 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
         "arithmetic": sum(number / (1e9 * peaks[precision]) for precision, number in flop.items()),
         "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
     }
-    counts = str(setting), counter.operations, flop, counter.moved
-    return Placement(*counts, seconds, spread, at_least, tuple(sorted(counter.unknown)), frame)
+    return Placement(
+        setting=str(setting),
+        operations=counter.operations,
+        flop=flop,
+        moved=counter.moved,
+        seconds=seconds,
+        spread=spread,
+        at_least=at_least,
+        unknown=tuple(sorted(counter.unknown)),
+        roofline=frame,
+    )
 
 
 # --- what is measured ------------------------------------------------------------------------------------
@@ -346,7 +362,7 @@ def _operations(setting: Setting) -> Iterator[Work]:
     source, second_source, target = random(count), random(count), random(count)
     yield Work("copy", "memory", lambda: target.copy_(source))
     yield Work("add", "memory", lambda: torch.add(source, second_source, out=target), count)
-    for edge in (2**power for power in range(4, LARGEST_MATRIX[setting.kind].bit_length())):
+    for edge in (2**power for power in range(4, MAX_MATRIX_SIZE[setting.kind].bit_length())):
         product = functools.partial(torch.mm, random(edge, edge), random(edge, edge))
         yield Work(f"matrix product {edge}", "matrix", product)
     # What a linear layer without a bias calls.
@@ -354,7 +370,8 @@ def _operations(setting: Setting) -> Iterator[Work]:
     yield Work("autoencoder, first layer", "network", layer)
     for profile, height, width, channels in (("quick", 24, 32, 16), ("paper", 60, 80, 48)):
         # The convolution of PredNet's layer 1: errors, from above, hidden.
-        maps, kernel = random(1, 5 * channels, height, width), random(4 * channels, 5 * channels, 3, 3)
+        maps = random(1, 5 * channels, height, width)
+        kernel = random(4 * channels, 5 * channels, 3, 3)
         gates = functools.partial(F.conv2d, maps, kernel, padding=1)
         yield Work(f"PredNet ({profile}), gates", "network", gates)
     number = torch.zeros(1, device=setting.device)
@@ -372,8 +389,9 @@ def _precisions(setting: Setting) -> dict[str, Setting]:
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
     """A product as large as it takes to be at work for a while: some CPUs compute in float16 a number at a time."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
-    edge, seconds = 32, 0.0
-    while edge < LARGEST_MATRIX[setting.kind] and seconds <= LONG:
+    edge = 32
+    seconds = 0.0
+    while edge < MAX_MATRIX_SIZE[setting.kind] and seconds <= MIN_PRODUCT_SECONDS:
         edge *= 2
         a, b = (torch.randn(edge, edge).to(setting.device, dtype) for _ in range(2))
         work = functools.partial(torch.mm, a, b)
@@ -381,14 +399,14 @@ def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
     yield Work(f"matrix product {edge}, {precision}", "precision", work)
 
 
-def timed(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:
+def time_calls(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:
     """The median time of one call after a warm-up, and the interquartile range over it."""
     check_count("repeats", repeats, least=2)  # a median with its spread
     timer = _timer(setting, work)
     calls = max(1, int(0.03 / max(timer.timeit(3) / 3, 1e-7)))
     timer.timeit(calls)  # warms up
-    first, median, third = statistics.quantiles(timer.repeat(repeats, calls), n=4)
-    return median / calls, (third - first) / median
+    lower_quartile, median, upper_quartile = statistics.quantiles(timer.repeat(repeats, calls), n=4)
+    return median / calls, (upper_quartile - lower_quartile) / median
 
 
 def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
@@ -404,7 +422,7 @@ def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
 # --- what operations compute and move --------------------------------------------------------------------
 
 
-def _counted(work: Work) -> tuple[float, float, str]:
+def _count_work(work: Work) -> tuple[float, float, str]:
     """The FLOP of an operation, the bytes that it moves, and the precision of a product."""
     with OperationCounter() as counter:
         work.call()
@@ -418,8 +436,10 @@ class OperationCounter(UncompiledDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.formulas = flop_formulas()
-        self.operations = self.moved = 0
-        self.flop, self.unknown = Counter[str](), set[str]()
+        self.operations = 0
+        self.moved = 0  # bytes
+        self.flop: Counter[str] = Counter()
+        self.unknown: set[str] = set()
 
     def __torch_dispatch__(
         self,
@@ -432,30 +452,31 @@ class OperationCounter(UncompiledDispatchMode):
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         name = operation_name(operation)
-        written = _distinct(returned_or_written(operation, args, out))
+        written_bytes = _distinct_bytes(returned_or_written(operation, args, out))
         inputs = {key: value for key, value in kwargs.items() if key != "out"}
-        read = _distinct((args[1:] if overwrites_first_argument(name) else args, inputs))
-        view = written.keys() <= read.keys() and not is_mutable(operation)
-        if view or only_allocates(name):
+        read_bytes = _distinct_bytes((args[1:] if overwrites_first_argument(name) else args, inputs))
+        is_view = written_bytes.keys() <= read_bytes.keys() and not is_mutable(operation)
+        if is_view or only_allocates(name):
             return out
         self.operations += 1
-        self.moved += sum(read.values()) + sum(written.values())
+        self.moved += sum(read_bytes.values()) + sum(written_bytes.values())
         formula = self.formulas.get(operation.overloadpacket)
         if formula is not None:
             self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)
-        elif MULTIPLIES.search(name):
+        elif PRODUCT_NAMES.search(name):
             self.unknown.add(name)
         return out
 
 
 def _precision(name: str, args: Sequence[Nested]) -> str:
     """The format that a product is computed in, as the ceilings name it."""
-    first, allowed = find_tensors(args)[0], precision_allowed("conv" if "conv" in name else "matmul")
-    short = first.is_cuda and first.dtype == torch.float32 and allowed == "tf32"
-    return "tf32" if short else str(first.dtype).removeprefix("torch.")
+    first_tensor = find_tensors(args)[0]
+    allowed = precision_allowed("conv" if "conv" in name else "matmul")
+    is_tf32 = first_tensor.is_cuda and first_tensor.dtype == torch.float32 and allowed == "tf32"
+    return "tf32" if is_tf32 else str(first_tensor.dtype).removeprefix("torch.")
 
 
-def _distinct(values: Nested) -> dict[int, int]:
+def _distinct_bytes(values: Nested) -> dict[int, int]:
     """The bytes of each piece of memory among the tensors of nested values, each once; an expanded one as it lies."""
     sizes: dict[int, int] = {}
     for tensor in find_tensors(values):

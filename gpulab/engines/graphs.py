@@ -66,7 +66,7 @@ class CudaGraphEngine:
 
     def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
         """What is captured: from bytes to losses, with the state left where the next window finds it."""
-        scaled = self.engine.loader.scaled
+        scaled = self.engine.loader.quotients
         assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
         losses, new_state = self.engine.update(self.engine.model.batches(scaled[window.int()]), state)
         _copy_into(state, new_state)

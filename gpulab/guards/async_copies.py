@@ -45,32 +45,34 @@ class _Copy:
     span: Span
     content: int  # a number that stands for what was in the memory
     event: torch.cuda.Event  # behind the copy
-    waited: bool = False
+    was_waited_for: bool = False
 
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing can go wrong any more: it was waited for and is done, or its memory is gone."""
-        return self.storage.expired() or (self.waited and is_event_finished(self.event))
+        return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
 
-    def overwritten(self) -> bool:
+    def is_overwritten(self) -> bool:
         """Whether the source holds something else than when the copy was asked for."""
         return self.finding.cause == "leaving" and memory_digest(*self.span) != self.content
 
 
-class CopiesUnderWay:
-    """What is being copied, as far as operations that are given to `note` have asked for it.
+class AsyncCopyTracker:
+    """What is being copied, as far as operations that are given to `record_copy` have asked for it.
 
-    `tell` hears of every finding. What a wait finds is told by the next `check` or `settle`: torch lets nothing be
-    raised while it waits.
+    `report` is called with every finding. A finding of a wait is reported by the next `check_host_reads` or `flush`,
+    because torch lets nothing be raised while it waits.
     """
 
-    def __init__(self, tell: Callable[[Overwritten], None]) -> None:
-        self.tell = tell
+    def __init__(self, report: Callable[[Overwritten], None]) -> None:
+        self.report = report
         self.copies: list[_Copy] = []
-        self.untold: list[Overwritten] = []
+        self.unreported: list[Overwritten] = []
         self.lock = threading.RLock()
-        _known.add(self)
+        _trackers.add(self)
 
-    def note(self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested], result: Nested) -> None:
+    def record_copy(
+        self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested], result: Nested
+    ) -> None:
         """Look at an operation that was just run: is it a copy that goes on after it?"""
         if operation is TO_COPY and kwargs.get("non_blocking"):
             target, source = result, args[0]
@@ -78,80 +80,87 @@ class CopiesUnderWay:
             target, source = args[:2]
         else:
             return
-        cause, host, device = ("leaving", source, target) if target.is_cuda else ("arriving", target, source)
-        goes_on = device.is_cuda and host.is_cpu and is_plain(host) and host.is_pinned()
-        if not goes_on or torch.cuda.is_current_stream_capturing():
+        if target.is_cuda:
+            cause = "leaving"
+            host, device = source, target
+        else:
+            cause = "arriving"
+            host, device = target, source
+        is_asynchronous = device.is_cuda and host.is_cpu and is_plain(host) and host.is_pinned()
+        if not is_asynchronous or torch.cuda.is_current_stream_capturing():
             return
-        _hear_of_waits()
-        span, event = span_of(host), torch.cuda.Event()
+        _observe_gpu_waits()
+        span = span_of(host)
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device.device))
         content = memory_digest(*span) if cause == "leaving" else 0
         name = operation.overloadpacket.__name__
         finding = Overwritten.of(cause, name, host, {"copied by": user_line()})
         with self.lock:
-            self.compare(name, [copy for copy in self.under_way() if overlap(copy.span, span)])
+            self.check_overwritten(name, [copy for copy in self.pending_copies() if overlap(copy.span, span)])
             self.copies.append(_Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event))
 
-    def under_way(self) -> list[_Copy]:
+    def pending_copies(self) -> list[_Copy]:
         """The copies with which something can still go wrong; the others are forgotten."""
-        self.copies = [copy for copy in self.copies if not copy.over()]
+        self.copies = [copy for copy in self.copies if not copy.is_complete()]
         return self.copies
 
-    def check(self, tensors: list[Tensor], name: str) -> None:
+    def check_host_reads(self, tensors: list[Tensor], name: str) -> None:
         """Tell of tensors of the host that are about to be read and have not arrived, and of what waits have found."""
-        if not self.copies and not self.untold:
+        if not self.copies and not self.unreported:
             return
         with self.lock:
             spans = [span_of(tensor) for tensor in tensors]
-            for copy in self.under_way():
+            for copy in self.pending_copies():
                 if copy.finding.cause == "arriving" and any(overlap(copy.span, span) for span in spans):
-                    self.find(copy, name)
-        self.settle()
+                    self.add_finding(copy, name)
+        self.flush()
 
-    def waiting(self) -> None:
+    def on_gpu_wait(self) -> None:
         """Somebody is about to wait, or has: what is overwritten now was overwritten too early."""
         with self.lock:
-            self.compare("a wait", self.under_way())
+            self.check_overwritten("a wait", self.pending_copies())
             for copy in self.copies:
-                copy.waited = True
+                copy.was_waited_for = True
 
-    def compare(self, name: str, copies: list[_Copy]) -> None:
+    def check_overwritten(self, name: str, copies: list[_Copy]) -> None:
         """Find what has been overwritten among copies that are under way."""
         for copy in copies:
-            if copy.overwritten():
-                self.find(copy, name)
+            if copy.is_overwritten():
+                self.add_finding(copy, name)
 
-    def find(self, copy: _Copy, name: str) -> None:
+    def add_finding(self, copy: _Copy, name: str) -> None:
         """Keep a finding until it can be told, once for each copy."""
         self.copies = [other_copy for other_copy in self.copies if other_copy is not copy]
         lines = {**copy.finding.lines, f"met by {name} in": user_line()}
-        self.untold.append(replace(copy.finding, operation=name, function=name, lines=lines))
+        self.unreported.append(replace(copy.finding, operation=name, function=name, lines=lines))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Tell what was found."""
         with self.lock:
-            findings, self.untold = self.untold, []
+            findings = self.unreported
+            self.unreported = []
         for finding in findings:
-            self.tell(finding)
+            self.report(finding)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Find what is overwritten and was never waited for; waits that come later are nobody's."""
         with self.lock:
-            self.compare("the end of the guard", self.under_way())
+            self.check_overwritten("the end of the guard", self.pending_copies())
             self.copies = []
 
 
-_known: weakref.WeakSet[CopiesUnderWay] = weakref.WeakSet()
+_trackers: weakref.WeakSet[AsyncCopyTracker] = weakref.WeakSet()
 
 
 @uncompiled
-def waiting(*_: object) -> None:
-    """Somebody waits for a GPU."""
-    for copies in list(_known):
-        copies.waiting()
+def on_gpu_wait(*_: object) -> None:
+    """The program waits for a GPU."""
+    for tracker in list(_trackers):
+        tracker.on_gpu_wait()
 
 
 @functools.cache
-def _hear_of_waits() -> None:
+def _observe_gpu_waits() -> None:
     """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence once."""
-    register_gpu_wait_callback(waiting)
+    register_gpu_wait_callback(on_gpu_wait)

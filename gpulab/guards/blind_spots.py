@@ -15,13 +15,13 @@ from contextlib import ExitStack
 
 import torch
 
-from gpulab._torch_internals import Nested, is_compiler_loaded, tell_skipped_frames, uncompiled
+from gpulab._torch_internals import Nested, is_compiler_loaded, report_skipped_frames, uncompiled
 from gpulab.guards.call_sites import is_user_file
 
-POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-COMPILED = "compiled code"
-WORDS = {  # by what it is, with its number
-    COMPILED: (
+POOL_MODULES = ("concurrent.futures.thread", "multiprocessing.pool")
+COMPILED_CODE = "compiled code"
+SENTENCES = {  # by what it is, with its number
+    COMPILED_CODE: (
         'torch.compile was switched off: compiled code ran as if it were not compiled, because reads="any" '
         'watches each operation; reads="backward" (gpulab guard --reads backward) guards it compiled'
     ),
@@ -39,8 +39,8 @@ WORDS = {  # by what it is, with its number
         "not watched: what {count} of torch.jit save for themselves; call the function as it is written instead"
     ),
 }
-UNITS = {  # singular and plural
-    COMPILED: ("", ""),
+COUNT_PHRASES = {  # singular and plural
+    COMPILED_CODE: ("", ""),
     "processes": ("1 process", "{count} processes"),
     "threads": ("1 thread", "{count} threads"),
     "hooks": ("1 block", "{count} blocks"),
@@ -53,42 +53,42 @@ class BlindSpots:
     """Counts what a guard does not watch, between `start` and `stop`, which may be called by several threads.
 
     Attributes:
-        counts: How often, by what it is: a key of `WORDS`.
+        counts: How often, by what it is: a key of `SENTENCES`.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.guarded_threads: set[int] = set()
         self._started_threads: list[threading.Thread] = []
-        self._entered = 0
+        self._entry_count = 0
         self._originals = ExitStack()
         self._lock = threading.RLock()
-        self._listens_to_compiler = False
+        self._is_listening_to_compiler = False
 
     def start(self, keeps_compiled: bool) -> None:
         """Count from now on; `keeps_compiled` says that compiled code runs compiled."""
         with self._lock:
             self.guarded_threads.add(threading.get_ident())
-            self._entered += 1
-            if self._entered > 1:
+            self._entry_count += 1
+            if self._entry_count > 1:
                 return
-            for owner, name, kind in COUNTED:
-                self._replace(owner, name, self._counting(kind))
-            self._replace(threading.Thread, "start", self._noting_thread)
-            self._replace(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._noting_hooks)
+            for owner, name, kind in COUNTED_FUNCTIONS:
+                self._call_before(owner, name, self._counter_of(kind))
+            self._call_before(threading.Thread, "start", self._record_thread)
+            self._call_before(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._record_hooks)
             if not keeps_compiled:
                 for owner in (torch, torch.nn.Module):
-                    self._replace(owner, "compile", self._before_compiling)
+                    self._call_before(owner, "compile", self._on_compile)
                 if is_compiler_loaded():
                     self._listen_to_compiler()
 
     def stop(self) -> None:
         """End what one call of `start` began."""
         with self._lock:
-            self._entered -= 1
-            if not self._entered:
+            self._entry_count -= 1
+            if not self._entry_count:
                 self._originals.close()
-                self._listens_to_compiler = False
+                self._is_listening_to_compiler = False
 
     def sentences(self) -> list[str]:
         """What was not watched, or ran otherwise, a sentence each."""
@@ -97,8 +97,8 @@ class BlindSpots:
         if unguarded:
             counts["threads"] = len(unguarded)
         return [
-            words.format(count=UNITS[kind][counts[kind] > 1].format(count=counts[kind]))
-            for kind, words in WORDS.items()
+            words.format(count=COUNT_PHRASES[kind][counts[kind] > 1].format(count=counts[kind]))
+            for kind, words in SENTENCES.items()
             if counts.get(kind)
         ]
 
@@ -107,44 +107,45 @@ class BlindSpots:
         with self._lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
-    def _replace(self, owner: type | types.ModuleType, name: str, before: Callable[..., None]) -> None:
+    def _call_before(self, owner: type | types.ModuleType, name: str, before: Callable[..., None]) -> None:
         """Have a function called before another one, with its arguments."""
         original = vars(owner).get(name)
         if original is None:  # another version of torch
             return
 
         @functools.wraps(original)
-        def replaced(*args: Nested, **kwargs: Nested) -> Nested:
+        def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
             before(*args)
             return original(*args, **kwargs)
 
-        setattr(owner, name, uncompiled(replaced))
+        setattr(owner, name, uncompiled(wrapper))
         self._originals.callback(setattr, owner, name, original)
 
-    def _counting(self, kind: str) -> Callable[..., None]:
+    def _counter_of(self, kind: str) -> Callable[..., None]:
         return lambda *_: self.count(kind)
 
-    def _noting_thread(self, thread: threading.Thread, *_: object) -> None:
+    def _record_thread(self, thread: threading.Thread, *_: object) -> None:
         """Note a thread that the user's program starts, by itself or by a pool; those of libraries do no work of it."""
         caller = sys._getframe(2)  # beyond the function that was put in the place of `Thread.start`
-        if is_user_file(caller.f_code.co_filename) or caller.f_globals.get("__name__") in POOLS:
+        if is_user_file(caller.f_code.co_filename) or caller.f_globals.get("__name__") in POOL_MODULES:
             self._started_threads.append(thread)
 
-    def _noting_hooks(self, hooks: object, *_: object) -> None:
-        if not type(hooks).__module__.startswith("torch.utils.checkpoint"):  # which computes anew what it has not saved
+    def _record_hooks(self, hooks: object, *_: object) -> None:
+        # Checkpointing recomputes what it has not saved, so its hooks hide nothing from the guard.
+        if not type(hooks).__module__.startswith("torch.utils.checkpoint"):
             self.count("hooks")
 
-    def _before_compiling(self, *_: object) -> None:
+    def _on_compile(self, *_: object) -> None:
         with self._lock:
             self._listen_to_compiler()
 
     def _listen_to_compiler(self) -> None:
-        if not self._listens_to_compiler:
-            self._listens_to_compiler = True
-            self._originals.callback(tell_skipped_frames(functools.partial(self.count, COMPILED)))
+        if not self._is_listening_to_compiler:
+            self._is_listening_to_compiler = True
+            self._originals.callback(report_skipped_frames(functools.partial(self.count, COMPILED_CODE)))
 
 
-COUNTED: list[tuple[type | types.ModuleType, str, str]] = [
+COUNTED_FUNCTIONS: list[tuple[type | types.ModuleType, str, str]] = [
     (multiprocessing.process.BaseProcess, "start", "processes"),
     (torch.cuda.CUDAGraph, "replay", "CUDA graphs"),
     *((torch.jit, name, "TorchScript") for name in ("script", "trace", "load")),

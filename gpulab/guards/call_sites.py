@@ -23,8 +23,8 @@ PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 # Frames of the guard, and of the module through which it calls torch, are never reported as the user's.
-OWN = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
-OUTSIDE = os.path.join(PACKAGE, "audits", "recording.py")  # calls the audited step, so it is outside of it
+GUARD_FILES = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
+STEP_CALLER_FILE = os.path.join(PACKAGE, "audits", "recording.py")  # calls the audited step, so it is outside of it
 
 
 def is_notebook_cell(file: str) -> bool:
@@ -51,17 +51,19 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         if is_notebook_cell(self.file):
             return f"{self.function}, a notebook cell:{self.number}"
-        shown = Path(self.file)  # gpulab's files and those below the current folder without what is above
+        path = Path(self.file)  # gpulab's files and those below the current folder are shown by their relative path
         for folder in (Path(PACKAGE).parent, Path.cwd()):
-            if shown.is_relative_to(folder):
-                shown = shown.relative_to(folder)
-        return f"{self.function}, {shown.as_posix()}:{self.number}"
+            if path.is_relative_to(folder):
+                path = path.relative_to(folder)
+        return f"{self.function}, {path.as_posix()}:{self.number}"
 
 
 @functools.cache
 def is_user_file(file: str) -> bool:
     """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
-    return not file.startswith((*OWN, "<frozen")) and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
+    return not file.startswith((*GUARD_FILES, "<frozen")) and (
+        file.startswith(PACKAGE) or not file.startswith(INSTALLED)
+    )
 
 
 def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
@@ -75,9 +77,10 @@ def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
 
 def user_line(thread: int = 0) -> Line:
     """The user's line that is at work in this thread, or else in another; if there is none, the line outside torch."""
-    users = (frame for frame in stack_frames(thread) if is_user_file(frame.f_code.co_filename))
-    others = (frame for frame in stack_frames(thread) if not frame.f_code.co_filename.startswith((*OWN, TORCH)))
-    return next(map(line_of, itertools.chain(users, others)), Line("<unknown>", 0, "<unknown>"))
+    ignored = (*GUARD_FILES, TORCH)
+    user_frames = (frame for frame in stack_frames(thread) if is_user_file(frame.f_code.co_filename))
+    outer_frames = (frame for frame in stack_frames(thread) if not frame.f_code.co_filename.startswith(ignored))
+    return next(map(line_of, itertools.chain(user_frames, outer_frames)), Line("<unknown>", 0, "<unknown>"))
 
 
 def line_of(frame: types.FrameType) -> Line:
@@ -87,7 +90,7 @@ def line_of(frame: types.FrameType) -> Line:
 
 def innermost_line() -> str:
     """The innermost line of this thread that is neither torch's nor gpulab's, its models apart: `file:line: text`."""
-    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename != OUTSIDE, stack_frames()):
+    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename != STEP_CALLER_FILE, stack_frames()):
         file = frame.f_code.co_filename
         if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
             name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
@@ -130,7 +133,7 @@ def line_of_forward_call(traceback_text: str) -> str:
     return ""
 
 
-class Callers:
+class OperationCallers:
     """Follows who calls operations below autograd: the phase, a module that it is told, and the user's line.
 
     An operation of a backward pass has the module and the line of what it differentiates.
@@ -139,7 +142,7 @@ class Callers:
     def __init__(self) -> None:
         self.made_by: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
 
-    def of_this(self, module: str = "") -> tuple[str, str, str]:
+    def caller_of_operation(self, module: str = "") -> tuple[str, str, str]:
         """The phase, the module and the line (`file:line: text`) of the operation that is being called."""
         node = current_node()
         if node is not None:

@@ -13,51 +13,57 @@ from gpulab._torch_internals import Span
 from gpulab.guards.call_sites import Line
 from gpulab.guards.holders import Holder
 
-SAVED = "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
-READ = "{function} read a tensor, {tensor}: "
-COPIED = "a pinned tensor, {tensor}: "
-WROTE = "something other than torch wrote there, and another tensor was made of it"
-COPY_IT = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
-GOES_ON = "with non_blocking=True a copy may go on after the call has returned"
-UNKNOWN_WRITER = "; which line wrote is not known, only that it ran after that one"
-LOOK_FOR_WRITER = ' (gpulab.guard(reads="any") looks for it)'
+SAVED_HEADLINE = (
+    "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since it was saved"
+)
+READ_HEADLINE = "{function} read a tensor, {tensor}: "
+COPIED_HEADLINE = "a pinned tensor, {tensor}: "
+FOREIGN_WRITE = "something other than torch wrote there, and another tensor was made of it"
+COPY_REMEDY = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
+COPY_IS_QUEUED = "with non_blocking=True a copy may go on after the call has returned"
+WRITER_UNKNOWN = "; which line wrote is not known, only that it ran after that one"
+WRITER_HINT = ' (gpulab.guard(reads="any") looks for it)'
 CAUSES = {  # what happened, why, and what to do
     "inplace": (
-        SAVED,
+        SAVED_HEADLINE,
         "an in-place operation changed it",
         "use the operation that is not in place, or give autograd a copy: .clone()",
     ),
-    "replaced": (SAVED, "other values were assigned to its `.data`", "assign to it after backward"),
-    "numpy": (SAVED, "NumPy wrote into its memory", "copy it: torch.tensor(array) or torch.as_tensor(array.copy())"),
+    "replaced": (SAVED_HEADLINE, "other values were assigned to its `.data`", "assign to it after backward"),
+    "numpy": (
+        SAVED_HEADLINE,
+        "NumPy wrote into its memory",
+        "copy it: torch.tensor(array) or torch.as_tensor(array.copy())",
+    ),
     "step": (
-        SAVED,
+        SAVED_HEADLINE,
         "it is a parameter that was changed in place after the forward pass, as the step of an optimizer does",
         "step after backward: call `backward` of every loss that was computed with the parameter before the step, or "
         "compute that loss anew after it",
     ),
     "data": (
-        SAVED,
+        SAVED_HEADLINE,
         "something wrote into its memory that autograd does not see: through .data or .numpy(), or a loader "
         "that fills one buffer again and again",
         "copy it before it is overwritten: .clone()",
     ),
-    "stale": (READ + "its memory was overwritten before it was read again", WROTE, COPY_IT),
-    "together": (READ + "several tensors that should differ share one memory", WROTE, COPY_IT),
+    "stale": (READ_HEADLINE + "its memory was overwritten before it was read again", FOREIGN_WRITE, COPY_REMEDY),
+    "together": (READ_HEADLINE + "several tensors that should differ share one memory", FOREIGN_WRITE, COPY_REMEDY),
     "leaving": (
-        COPIED + "its memory was overwritten before its copy to the GPU was waited for",
-        GOES_ON,
+        COPIED_HEADLINE + "its memory was overwritten before its copy to the GPU was waited for",
+        COPY_IS_QUEUED,
         "wait before it is written again (an event recorded behind the copy, `event.synchronize()`), or fill another "
         "buffer each time",
     ),
     "arriving": (
-        COPIED + "it was read before its copy from the GPU was waited for",
-        GOES_ON,
+        COPIED_HEADLINE + "it was read before its copy from the GPU was waited for",
+        COPY_IS_QUEUED,
         "leave out non_blocking=True, or wait before it is read: torch.cuda.current_stream().synchronize()",
     ),
 }
 
 
-class Step(NamedTuple):
+class OptimizerStep(NamedTuple):
     """A step of an optimizer."""
 
     number: int  # of all steps, in order
@@ -67,9 +73,10 @@ class Step(NamedTuple):
 
 
 @functools.cache
-def _function(operation: str) -> str:
+def _function_name(operation: str) -> str:
     """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`; else the operation."""
-    if match := re.fullmatch(r"(.*)Backward\d+", operation):
+    match = re.fullmatch(r"(.*)Backward\d+", operation)
+    if match:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
     return operation.removesuffix("Backward")
 
@@ -128,37 +135,50 @@ class Overwritten:
     def of(cls, cause: str, operation: str, tensor: Tensor, lines: dict[str, Line], operand: str | None = None) -> Self:
         """A finding in the words of its cause."""
         _, explanation, remedy = CAUSES[cause]
-        described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        return cls(cause, operation, _function(operation), operand, *described, lines, explanation, remedy)
+        return cls(
+            cause=cause,
+            operation=operation,
+            function=_function_name(operation),
+            operand=operand,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            lines=lines,
+            explanation=explanation,
+            remedy=remedy,
+        )
 
     @property
     def line(self) -> Line:
         """The line that saved the tensor for backward, made it, or asked for its copy."""
         return next(iter(self.lines.values()))
 
-    def because(self, cause: str) -> Overwritten:
+    def with_cause(self, cause: str) -> Overwritten:
         """The same finding, in the words of another cause."""
         _, explanation, remedy = CAUSES[cause]
         return replace(self, cause=cause, explanation=explanation, remedy=remedy)
 
-    def changed_by(self, step: Step) -> Overwritten:
+    def with_optimizer_step(self, step: OptimizerStep) -> Overwritten:
         """The same finding, with the step of an optimizer that changed the tensor."""
         changer = f"the step of the optimizer {step.optimizer}"
         explanation = f"it is a parameter, which {changer} changed after the forward pass"
-        return replace(self.because("step"), lines={**self.lines, "changed by": step.line}, explanation=explanation)
+        return replace(self.with_cause("step"), lines={**self.lines, "changed by": step.line}, explanation=explanation)
 
-    def written_by(self, writers: list[Line], was_followed: bool) -> Overwritten:
+    def with_writers(self, writers: list[Line], was_followed: bool) -> Overwritten:
         """The same finding, with the lines of which one has written; without any, it says what is known."""
         if writers:
             return replace(self, writers=tuple(writers))
-        unknown = UNKNOWN_WRITER if was_followed else UNKNOWN_WRITER + LOOK_FOR_WRITER
+        unknown = WRITER_UNKNOWN if was_followed else WRITER_UNKNOWN + WRITER_HINT
         return replace(self, explanation=self.explanation + unknown)
 
-    def held_by(self, holder: Holder) -> Overwritten:
+    def with_holder(self, holder: Holder) -> Overwritten:
         """The same finding, with the variable that shares the memory; a NumPy array that does has written there."""
-        known = self.because("numpy") if holder.array and self.cause == "data" else self
-        remedy = known.remedy.replace("array", holder.array or "array")
-        return replace(known, explanation=f"{known.explanation}; it shares memory with {holder.words}", remedy=remedy)
+        finding = self.with_cause("numpy") if holder.array and self.cause == "data" else self
+        return replace(
+            finding,
+            explanation=f"{finding.explanation}; it shares memory with {holder.words}",
+            remedy=finding.remedy.replace("array", holder.array or "array"),
+        )
 
     def __str__(self) -> str:
         """The finding in lines.
@@ -178,10 +198,17 @@ class Overwritten:
         tensor = f"{self.dtype} of shape {self.shape} on {self.device}"
         headline = CAUSES[self.cause][0].format_map({**vars(self), "operand": operand, "tensor": tensor})
         times = f" ({self.count} times)" if self.count > 1 else ""
-        lines = [f"  {did} {line}" for did, line in self.lines.items()]
+        lines = [f"  {role} {line}" for role, line in self.lines.items()]
         if self.line.text:
             lines.insert(1, f"      {self.line.text}")
         for number, line in enumerate(self.writers):
-            words = "  written by" if len(self.writers) == 1 else "  or by" if number else "  written by this line"
-            lines += [f"{words} {line}", *([f"      {line.text}"] if line.text else [])]
+            if len(self.writers) == 1:
+                role = "written by"
+            elif number == 0:
+                role = "written by this line"
+            else:
+                role = "or by"
+            lines.append(f"  {role} {line}")
+            if line.text:
+                lines.append(f"      {line.text}")
         return "\n".join([headline + times, *lines, f"  why: {self.explanation}", f"  do: {self.remedy}"])

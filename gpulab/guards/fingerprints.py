@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gpulab._torch_internals import component_tensors, dispatch_disabled
 
-TABLE = 1 << 16  # random numbers, one for each place in a row of words
-NARROWEST = 1 << 6  # words in a row; a tensor that would have shorter ones is filled up with zeros
-CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes: the widest that a tensor consists of
-FEW = 1 << 12  # numbers that are brought from a GPU to be hashed
+MAX_ROW_WORDS = 1 << 16  # random numbers, one for each place in a row of words
+MIN_ROW_WORDS = 1 << 6  # words in a row; a tensor that would have shorter ones is filled up with zeros
+MAX_CHUNK_WORDS = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
+WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes: the widest that a tensor consists of
+MAX_HASHED_ON_HOST = 1 << 12  # numbers that are brought from a GPU to be hashed
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
@@ -90,26 +90,27 @@ def content(tensor: Tensor) -> int:
     (7541795801147682588, 12559343085713087326)
     """
     ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return int(fingerprint(ordered if ordered.numel() > FEW else ordered.cpu()))  # type: ignore[arg-type]
+    return int(fingerprint(ordered if ordered.numel() > MAX_HASHED_ON_HOST else ordered.cpu()))  # type: ignore[arg-type]
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     """Few kernels: on a GPU it is their launching that costs."""
     flat = _flat(tensor)
     size = flat.element_size()
-    words = flat.view(WORDS[math.gcd(4, size * len(flat), size * flat.storage_offset())])
+    words = flat.view(WORD_DTYPES[math.gcd(4, size * len(flat), size * flat.storage_offset())])
     table = _table(str(words.device), level)
-    if len(words) <= TABLE:
+    if len(words) <= MAX_ROW_WORDS:
         return (words * table[: len(words)]).sum()
-    if len(words) > CHUNK:
-        return _digest(torch.stack([_digest(chunk, level) for chunk in words.split(CHUNK)]), level + 2)
-    width = min(len(words) & -len(words), TABLE)  # the largest power of two that leaves no rest
-    if width < NARROWEST:
-        words, width = torch.nn.functional.pad(words, (0, -len(words) % TABLE)), TABLE
+    if len(words) > MAX_CHUNK_WORDS:
+        return _digest(torch.stack([_digest(chunk, level) for chunk in words.split(MAX_CHUNK_WORDS)]), level + 2)
+    width = min(len(words) & -len(words), MAX_ROW_WORDS)  # the largest power of two that leaves no rest
+    if width < MIN_ROW_WORDS:
+        words = torch.nn.functional.pad(words, (0, -len(words) % MAX_ROW_WORDS))
+        width = MAX_ROW_WORDS
     return _digest((words.view(-1, width) * table[:width]).sum(1), level + 1)
 
 
 @functools.cache
 def _table(device: str, level: int) -> Tensor:
     generator = torch.Generator().manual_seed(level)  # the user's random numbers are left alone
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (TABLE,), generator=generator).to(device)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (MAX_ROW_WORDS,), generator=generator).to(device)

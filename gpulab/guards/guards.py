@@ -43,18 +43,18 @@ from gpulab._torch_internals import (
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
 from gpulab.guards.blind_spots import BlindSpots
 from gpulab.guards.call_sites import Line, user_line
-from gpulab.guards.findings import Overwritten, Step
+from gpulab.guards.findings import OptimizerStep, Overwritten
 from gpulab.guards.fingerprints import fingerprint
 from gpulab.guards.holders import Holder, nearest_holder, overlap
-from gpulab.guards.reentrancy import at_work, own_work
+from gpulab.guards.reentrancy import as_guard_work, is_guard_running
 from gpulab.guards.shared_reads import SharedReads
-from gpulab.guards.write_lines import now
+from gpulab.guards.write_lines import next_time
 
 FORBIDDEN = "torch forbids the guard's hooks here ({}); put it around what calls backward, not around torch.func"
 
 
-@own_work
-def drain() -> None:
+@as_guard_work
+def drain_ready_queue() -> None:
     """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in the thread does.
 
     What stays there keeps its memory. What is there when the thread or Python ends is destroyed by torch without
@@ -64,16 +64,17 @@ def drain() -> None:
         torch.ones((), device="cpu", requires_grad=True).backward()
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """What each thread has of its own, made when it first enters a guard or uses what one saved."""
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
-        self.life: set[None] = set()  # ends with the thread, before torch destroys the thread's queue
-        weakref.finalize(self.life, drain)  # or where Python ends, which is what happens in the main thread
+        self.lifetime: set[None] = set()  # ends with the thread, before torch destroys the thread's queue
+        # The finalizer of the main thread's set runs when Python ends.
+        weakref.finalize(self.lifetime, drain_ready_queue)
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 @uncompiled
@@ -179,11 +180,15 @@ class Guard:
     """
 
     def __init__(self, on: str = "raise", reads: str = "backward") -> None:
-        self.on, self.reads = on, reads
-        self.checked = self._unchecked = self._warned = 0
-        self._shared = SharedReads(self._tell)
+        self.on = on
+        self.reads = reads
+        self.checked = 0
+        self._unchecked = 0
+        self._warned_count = 0
+        self._shared_reads = SharedReads(self._add_finding)
         self._blind_spots = BlindSpots()
-        self._steps, self._latest_steps = 0, dict[int, Step]()  # of optimizers: how many, and by whose identity
+        self._step_count = 0  # steps of all optimizers
+        self._latest_steps: dict[int, OptimizerStep] = {}  # by the identity of the optimizer
         self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
         self._threads: list[int] = []  # who is inside the block
@@ -199,7 +204,7 @@ class Guard:
     @property
     def unchecked(self) -> int:
         """How many uses and reads were not compared."""
-        return self._unchecked + self._shared.unchecked
+        return self._unchecked + self._shared_reads.unchecked
 
     @property
     def unwatched(self) -> list[str]:
@@ -212,7 +217,7 @@ class Guard:
     def __str__(self) -> str:
         uses = f"{self.checked} uses of saved tensors"
         if self.reads == "any":
-            uses += f" and {self._shared.checked} reads of memory that tensors share with others"
+            uses += f" and {self._shared_reads.checked} reads of memory that tensors share with others"
         lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
         if self.unchecked:
             why = "because torch does not give the tensor's content away"
@@ -226,12 +231,12 @@ class Guard:
         except RuntimeError as error:
             raise GpulabError(FORBIDDEN.format(error)) from error
         if not self._threads:
-            self._steps_seen = register_optimizer_step_post_hook(self._note_step)
+            self._step_hook = register_optimizer_step_post_hook(self._record_step)
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
         self._blind_spots.start(keeps_compiled=self.reads != "any")
         if self.reads == "any":
-            self._shared.__enter__()
+            self._shared_reads.__enter__()
         return self
 
     @uncompiled
@@ -242,19 +247,19 @@ class Guard:
         self._threads.remove(_thread.ident)
         self._blind_spots.stop()
         if not self._threads:
-            self._steps_seen.remove()
+            self._step_hook.remove()
         if self.reads == "any":
-            self._shared.__exit__(kind, error, trace)  # which may raise
+            self._shared_reads.__exit__(kind, error, trace)  # which may raise
         if error is not None or self._findings:
-            drain()
+            drain_ready_queue()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise GpulabError(FORBIDDEN.format(error)) from error
         if not self._threads:
             self._warn()
 
-    @own_work
+    @as_guard_work
     def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, user_line(self._last_thread), self._steps)
+        saved = _Saved(tensor, user_line(self._last_thread), self._step_count)
         foreign = saved.span[1] and not saved.tensor.untyped_storage().resizable()
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
         if foreign and saved.line not in self._holders:
@@ -263,11 +268,11 @@ class Guard:
 
     @uncompiled
     def _unpack(self, saved: _Saved) -> Tensor:
-        if not at_work():
+        if not is_guard_running():
             self._check(saved, _current_node(sys._getframe().f_back))
         return saved.tensor
 
-    @own_work
+    @as_guard_work
     def _check(self, saved: _Saved, node: Node | None) -> None:
         if version_of(saved.tensor) != saved.version:
             finding = saved.finding(node, "step" if saved.is_parameter else "inplace")
@@ -278,76 +283,87 @@ class Guard:
             self.checked += digest is not None
             self._unchecked += digest is None
         task = current_backward_pass()
-        # On an accelerator: looked at once, when `backward` ends.
-        later = isinstance(digest, Tensor) and isinstance(saved.digest, Tensor) and task >= 0
-        if (not later and (digest is None or bool(digest == saved.digest))) or _is_scratch(node, saved.tensor):
+        # Digests on an accelerator are compared once, when `backward` ends.
+        is_deferred = isinstance(digest, Tensor) and isinstance(saved.digest, Tensor) and task >= 0
+        if not is_deferred and (digest is None or bool(digest == saved.digest)):
+            return
+        if _is_scratch(node, saved.tensor):
             return
         cause = "data" if span_of(saved.tensor) == saved.span else "replaced"
-        finding = saved.finding(node, cause, name_operand=not later)
-        # Which keeps no content of a tensor alive.
+        finding = saved.finding(node, cause, name_operand=not is_deferred)
+        # The report refers to no tensor, so it keeps no content of one alive.
         report = functools.partial(self._report, finding, saved.span, saved.steps, saved.time)
-        if not later:
+        if not is_deferred:
             report()
-            if birth := self._shared.birth_of(saved.tensor):
-                birth.remember(saved.span)  # told once: the operation is about to read it
+            buffer = self._shared_reads.track(saved.tensor)
+            if buffer:
+                buffer.remember(saved.span)  # reported once: the operation is about to read it
             return
         assert isinstance(digest, Tensor)
         assert isinstance(saved.digest, Tensor)
         with self._lock:
             if task not in self._pending:
-                call_after_backward(functools.partial(self._settle, task))
+                call_after_backward(functools.partial(self._report_pending, task))
             self._pending.setdefault(task, []).append((digest, saved.digest, report))
 
-    @own_work
-    def _settle(self, task: int) -> None:
+    @as_guard_work
+    def _report_pending(self, task: int) -> None:
         """Report what has changed of what a backward pass used on an accelerator."""
-        now, then, reports = zip(*self._pending.pop(task), strict=True)
-        differ = torch.stack([a.to(now[0].device) for a in now]) != torch.stack([b.to(now[0].device) for b in then])
-        for report in itertools.compress(reports, differ.tolist()):
+        digests_used, digests_saved, reports = zip(*self._pending.pop(task), strict=True)
+        device = digests_used[0].device
+        used = torch.stack([digest.to(device) for digest in digests_used])
+        saved = torch.stack([digest.to(device) for digest in digests_saved])
+        for report in itertools.compress(reports, (used != saved).tolist()):
             report()
 
-    @own_work
-    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+    @as_guard_work
+    def _record_step(self, optimizer: Optimizer, *_: object) -> None:
         """An optimizer has made a step: it changed the parameters that have a gradient."""
-        self._steps += 1
+        self._step_count += 1
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None]
-        self._latest_steps[id(optimizer)] = Step(self._steps, type(optimizer).__name__, user_line(), changed)
+        self._latest_steps[id(optimizer)] = OptimizerStep(
+            self._step_count, type(optimizer).__name__, user_line(), changed
+        )
 
     def _report(self, finding: Overwritten, span: Span, steps: int, time: int) -> None:
         """Tell of a finding of the backward pass, which may be due to a step of an optimizer after so many others."""
-        later_steps = (step for step in self._latest_steps.values() if step.number > steps)
-        step = next((step for step in later_steps if any(overlap(span, changed) for changed in step.changed)), None)
-        self._tell(finding.changed_by(step) if step else finding, span, time)
+        newer_steps = (step for step in self._latest_steps.values() if step.number > steps)
+        step = next((step for step in newer_steps if any(overlap(span, changed) for changed in step.changed)), None)
+        if step:
+            finding = finding.with_optimizer_step(step)
+        self._add_finding(finding, span, time)
         if not self._threads:
             self._warn()
 
-    def _tell(self, finding: Overwritten, span: Span = (0, 0), since: int | None = None) -> None:
+    def _add_finding(self, finding: Overwritten, span: Span = (0, 0), since: int | None = None) -> None:
         """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted.
 
         It is of memory that was right at a time, so the line that wrote there after it is looked for.
         """
         with self._lock:
             key = finding.operation, *finding.lines.items()  # what findings have in common that are told as one
-            earlier_finding = self._findings.get(key)
-            if earlier_finding:
-                count = earlier_finding.count + 1
-                finding = replace(earlier_finding, count=count)
+            previous_finding = self._findings.get(key)
+            if previous_finding:
+                finding = replace(previous_finding, count=previous_finding.count + 1)
             else:
                 holder = self._holders.get(finding.line)
                 if not holder or not overlap(holder.span, span):
                     holder = nearest_holder(span, self._last_thread)
-                finding = finding.held_by(holder) if holder else finding
-            if since is not None and not (finding.writers or "changed by" in finding.lines or earlier_finding):
-                finding = finding.written_by(self._shared.write_lines.lines_since(span, since), self.reads == "any")
+                if holder:
+                    finding = finding.with_holder(holder)
+            is_writer_known = finding.writers or "changed by" in finding.lines
+            if since is not None and not is_writer_known and not previous_finding:
+                writers = self._shared_reads.write_lines.writers_since(span, since)
+                finding = finding.with_writers(writers, self.reads == "any")
             self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)
 
     def _warn(self) -> None:
         """Warn once of what has been found since the last warning."""
-        findings = self.findings[self._warned :]
-        self._warned += len(findings)
+        findings = self.findings[self._warned_count :]
+        self._warned_count += len(findings)
         if findings and self.on == "warn":
             warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=3)
 
@@ -365,15 +381,18 @@ class _Saved:
         base = base_of(tensor)
         owner = tensor if base is None else base
         self.is_parameter = owner.is_leaf and owner.requires_grad
-        self.line, self.steps = line, steps
-        self.time = now()
+        self.line = line
+        self.steps = steps
+        self.time = next_time()
         self.digest = fingerprint(self.tensor)
         self.span = span_of(self.tensor)
 
     def finding(self, node: Node | None, cause: str, name_operand: bool = True) -> Overwritten:
         """What is known without asking who shares the memory."""
-        backward = current_backward_pass() >= 0
-        operation = node.name() if node is not None else "recomputation" if backward else "no operation"
+        is_backward = current_backward_pass() >= 0
+        operation = "recomputation" if is_backward else "no operation"
+        if node is not None:
+            operation = node.name()
         operand = next(_saved_names(node, self.tensor), None) if name_operand else None
         return Overwritten.of(cause, operation, self.tensor, {"saved by": self.line}, operand)
 
@@ -381,11 +400,9 @@ class _Saved:
 def _current_node(caller: types.FrameType | None) -> Node | None:
     """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
     node = current_node()
-    return (
-        None
-        if is_checkpoint_frame(caller) and not isinstance(node, torch.autograd.function.BackwardCFunction)
-        else node
-    )
+    if is_checkpoint_frame(caller) and not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return None
+    return node
 
 
 def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:

@@ -10,20 +10,21 @@ from gpulab._torch_internals import Function, Nested, uncompiled
 _thread = threading.local()
 
 
-def at_work() -> bool:
-    """Whether the guard itself is at work in this thread: what torch computes now is no operation of the user's."""
-    return getattr(_thread, "at_work", False)
+def is_guard_running() -> bool:
+    """Whether the guard itself is running in this thread, so that torch's operations are not the user's."""
+    return getattr(_thread, "is_guard_running", False)
 
 
-def own_work(function: Function) -> Function:
-    """While the function runs, `at_work` is true in its thread, which may be one of autograd's."""
+def as_guard_work(function: Function) -> Function:
+    """While the function runs, `is_guard_running` is true in its thread, which may be one of autograd's."""
 
     @functools.wraps(function)
-    def work(*args: Nested, **kwargs: Nested) -> Nested:
-        before, _thread.at_work = at_work(), True
+    def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
+        was_running = is_guard_running()
+        _thread.is_guard_running = True
         try:
             return function(*args, **kwargs)
         finally:
-            _thread.at_work = before
+            _thread.is_guard_running = was_running
 
-    return uncompiled(work)  # type: ignore[return-value]
+    return uncompiled(wrapper)  # type: ignore[return-value]

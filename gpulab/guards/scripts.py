@@ -12,7 +12,7 @@ from gpulab._torch_internals import OPERATOR_MODULE
 from gpulab.errors import OverwrittenError
 from gpulab.guards.guards import Guard
 
-OWN_MODULES = ("runpy", "gpulab._torch_internals")  # besides those of gpulab.guards
+RUNNER_MODULES = ("runpy", "gpulab._torch_internals")  # besides those of gpulab.guards
 
 
 def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
@@ -29,7 +29,8 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
     Returns:
         Whether an error ended the script. Its traceback is printed as Python would print it. `SystemExit` comes out.
     """
-    sys.argv, sys.path[0] = [script, *arguments], str(Path.cwd() if is_module else Path(script).resolve().parent)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
     try:
         with report:
             if is_module:
@@ -37,28 +38,30 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
             else:
                 runpy.run_path(script, run_name="__main__")
     except Exception as error:
-        if not (isinstance(error, OverwrittenError) and report.findings):  # which the report tells
-            keep_own_frames(error)
+        is_in_report = isinstance(error, OverwrittenError) and report.findings
+        if not is_in_report:
+            remove_guard_frames(error)
             sys.excepthook(type(error), error, error.__traceback__)
         return True
     return False
 
 
-def keep_own_frames(error: BaseException) -> None:
+def remove_guard_frames(error: BaseException) -> None:
     """Leave in the traceback of a script's error what it would have without runpy and the guard.
 
     The guard calls the operations that it watches, and torch calls them through a module of its own.
     """
-    kept: list[types.TracebackType] = []
-    trace, ours = error.__traceback__, False
+    script_traces: list[types.TracebackType] = []
+    trace = error.__traceback__
+    is_guard_frame = False
     while trace:
         module = trace.tb_frame.f_globals.get("__name__", "")
-        is_own = module in OWN_MODULES or module.startswith("gpulab.guards.")
-        ours = is_own or (ours and module == OPERATOR_MODULE)
-        if not ours:
-            kept.append(trace)
+        is_guard_module = module in RUNNER_MODULES or module.startswith("gpulab.guards.")
+        is_guard_frame = is_guard_module or (is_guard_frame and module == OPERATOR_MODULE)
+        if not is_guard_frame:
+            script_traces.append(trace)
         trace = trace.tb_next
     error.__traceback__ = None
-    for trace in reversed(kept):
+    for trace in reversed(script_traces):
         trace.tb_next = error.__traceback__
         error.__traceback__ = trace

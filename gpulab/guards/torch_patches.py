@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpulab._torch_internals import Nested, uncompiled
-from gpulab.guards.async_copies import waiting
+from gpulab.guards.async_copies import on_gpu_wait
 
 StreamOrEvent: TypeAlias = torch.cuda.Stream | torch.cuda.Event
 
@@ -56,9 +56,9 @@ def add_listener(listener: Listener) -> None:
     """Tell a listener of the calls from now on. Threads may remove listeners in another order than they add them."""
     with _lock:
         if not _listeners:
-            for owner, name, replacement in REPLACED:
+            for owner, name, replacement in REPLACEMENTS:
                 original = getattr(owner, name)
-                setattr(owner, name, _replacing(original, replacement))
+                setattr(owner, name, _wrap(original, replacement))
                 _originals.callback(setattr, owner, name, original)
         _listeners.append(listener)
 
@@ -71,24 +71,24 @@ def remove_listener(listener: Listener) -> None:
             _originals.close()
 
 
-def _replacing(original: Callable[..., Nested], replacement: Callable[..., Nested]) -> Callable[..., Nested]:
+def _wrap(original: Callable[..., Nested], replacement: Callable[..., Nested]) -> Callable[..., Nested]:
     """Return a function that calls `replacement` with the original function and the arguments."""
 
     @functools.wraps(original)
-    def replaced(*args: Nested, **kwargs: Nested) -> Nested:
+    def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
         return replacement(original, *args, **kwargs)
 
-    return uncompiled(replaced)
+    return uncompiled(wrapper)
 
 
-def _create(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
+def _on_alias_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
     tensor = original(*args, **kwargs)
     for listener in list(_listeners):
         listener.on_tensor_created(tensor)
     return tensor
 
 
-def _create_copy(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
+def _on_copy_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
     _thread.is_copying = True
     try:
         return original(*args, **kwargs)
@@ -96,7 +96,7 @@ def _create_copy(original: Callable[..., Tensor], *args: Nested, **kwargs: Neste
         _thread.is_copying = False
 
 
-def _read(original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested) -> Nested:
+def _on_host_read(original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested) -> Nested:
     for listener in list(_listeners):
         listener.on_tensor_read(tensor, original.__name__)
     returned = original(tensor, *args, **kwargs)
@@ -106,17 +106,17 @@ def _read(original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwar
     return returned
 
 
-def _query(original: Callable[[StreamOrEvent], bool], stream_or_event: StreamOrEvent) -> bool:
+def _on_query(original: Callable[[StreamOrEvent], bool], stream_or_event: StreamOrEvent) -> bool:
     finished = original(stream_or_event)
     if finished:
-        waiting()
+        on_gpu_wait()
     return finished
 
 
-REPLACED: list[tuple[types.ModuleType | type, str, Callable[..., Nested]]] = [
-    *((torch, name, _create) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
-    (torch, "tensor", _create_copy),
-    (torch.utils.dlpack, "from_dlpack", _create),
-    *((Tensor, name, _read) for name in ("numpy", "tolist")),
-    *((kind, "query", _query) for kind in (torch.cuda.Event, torch.cuda.Stream)),
+REPLACEMENTS: list[tuple[types.ModuleType | type, str, Callable[..., Nested]]] = [
+    *((torch, name, _on_alias_created) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    (torch, "tensor", _on_copy_created),
+    (torch.utils.dlpack, "from_dlpack", _on_alias_created),
+    *((Tensor, name, _on_host_read) for name in ("numpy", "tolist")),
+    *((kind, "query", _on_query) for kind in (torch.cuda.Event, torch.cuda.Stream)),
 ]

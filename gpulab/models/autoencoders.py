@@ -89,7 +89,8 @@ class Autoencoder(_Images):
         hidden = check_counts("hidden", hidden)
         check_count("batch_size", batch_size)
         height, width = check_counts("size", size, ("height", "width"))
-        self.size, self.batch_size = (height, width), int(batch_size)
+        self.size = (height, width)
+        self.batch_size = int(batch_size)
         widths = [height * width, *hidden]
         widths += widths[-2::-1]
         layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
@@ -265,7 +266,9 @@ class Whitener(_Images):
         if batch_size <= code:
             raise UsageError(f"batch_size={batch_size!r}: to whiten {code} numbers takes more than {code} images")
         height, width = check_counts("size", size, ("height", "width"))
-        self.size, self.batch_size, self.covariance = (height, width), int(batch_size), covariance
+        self.size = (height, width)
+        self.batch_size = int(batch_size)
+        self.covariance = covariance
         pixels = height * width
         self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, code), nn.Sigmoid())
         self.decoder = nn.Sequential(nn.Linear(code, hidden), nn.ReLU(), nn.Linear(hidden, pixels), nn.Sigmoid())
@@ -333,27 +336,27 @@ class Whitener(_Images):
         return per_image.mean(), per_image.detach(), None
 
 
-def covariance(codes: Float[Tensor, "b k"], how: str) -> Float[Tensor, "k k"]:
-    """The covariance of codes; see `Whitener` for the three ways.
+def covariance(codes: Float[Tensor, "b k"], method: str) -> Float[Tensor, "k k"]:
+    """The covariance of codes; see `Whitener` for the three methods.
 
     Examples:
         >>> covariance(torch.tensor([[1.0], [3.0]]), "centred")
         tensor([[1.]])
     """
     mean = codes.mean(0)
-    if how == "centred":
+    if method == "centred":
         centred = codes - mean
         return centred.T @ centred / len(codes)
-    with float32_products() if how == "float32" else contextlib.nullcontext():
+    with float32_products() if method == "float32" else contextlib.nullcontext():
         second_moment = codes.T @ codes / len(codes)
     return second_moment - torch.outer(mean, mean)
 
 
 def whiten(codes: Float[Tensor, "b k"], covariance: Float[Tensor, "k k"]) -> Float[Tensor, "b k"]:
     """Codes, uncorrelated and of variance one; all NaN where the covariance has no Cholesky factor."""
-    regular = covariance + EPSILON * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    factor, failed = torch.linalg.cholesky_ex(regular)
-    # What is left of a factor that failed differs from library to library, and to raise an error would mean to
-    # wait for the device at every step.
+    regularized = covariance + EPSILON * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    factor, failed = torch.linalg.cholesky_ex(regularized)
+    # The content of a failed factor differs between libraries, and raising an error would mean waiting for the device
+    # at every step.
     factor = factor.masked_fill(failed != 0, math.nan)
     return torch.linalg.solve_triangular(factor, (codes - codes.mean(0)).T, upper=False).T

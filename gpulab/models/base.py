@@ -109,9 +109,11 @@ class Trainable(nn.Module):
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
     """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn on the generator's device in float32."""
-    drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device=generator.device).cpu()
+    normal_values = torch.randn(
+        parameter.shape, generator=generator, dtype=torch.float32, device=generator.device
+    ).cpu()
     with torch.no_grad():
-        parameter.copy_(drawn / math.sqrt(fan_in))
+        parameter.copy_(normal_values / math.sqrt(fan_in))
 
 
 def draw_linear_(model: nn.Module, generator: torch.Generator) -> None:
@@ -155,8 +157,8 @@ def flip_bit(model: Model, weight: int = 0) -> Model:
         weight -= parameter.numel()
     if parameter.dtype != torch.float32:
         raise UsageError(f"a bit is flipped in float32 weights, and these are {parameter.dtype}")
-    place = torch.unravel_index(torch.tensor(weight), parameter.shape)
-    parameter.detach().view(torch.int32)[place] ^= 1
+    position = torch.unravel_index(torch.tensor(weight), parameter.shape)
+    parameter.detach().view(torch.int32)[position] ^= 1
     return model
 
 

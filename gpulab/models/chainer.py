@@ -16,7 +16,7 @@ from gpulab.errors import DataError, in_one_line, printable
 from gpulab.files import read
 
 GATES = "ifco"
-MOST_BYTES = 1 << 31  # of a file, packed and unpacked
+MAX_FILE_BYTES = 1 << 31  # of a file, packed and unpacked
 
 
 class _Cell(Protocol):
@@ -49,21 +49,23 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     try:
         channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
         height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
-        # One without memory or numbers, to see whether the file holds a network of its size.
-        outline = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
+        # A network without memory or random numbers shows whether the file holds a network of its size.
+        shape_only = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
         with torch.device("meta"):
-            empty_net = outline(channels, (height, width))
+            empty_net = shape_only(channels, (height, width))
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
-        held = ", ".join(sorted(arrays)[:4]) or "nothing"
-        raise DataError(f"{file}: not a PredNet of the authors, it holds {held}, …: {in_one_line(error)}") from None
+        names_found = ", ".join(sorted(arrays)[:4]) or "nothing"
+        raise DataError(
+            f"{file}: not a PredNet of the authors, it holds {names_found}, …: {in_one_line(error)}"
+        ) from None
     expected_views = chainer_views(empty_net, lambda parameter: parameter)
     expected = {name: tuple(view.shape) for name, view in expected_views.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    wrong = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
-    if wrong:
+    mismatched = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
+    if mismatched:
         raise DataError(
             f"{file}: not a PredNet of {len(channels)} layers: of its arrays these are missing, unknown or of another "
-            f"shape: {', '.join(wrong)}"
+            f"shape: {', '.join(mismatched)}"
         )
     net = network(channels, (height, width))
     for name, view in chainer_views(net, lambda parameter: parameter.data).items():
@@ -72,15 +74,15 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     return net
 
 
-def chainer_views(net: _PredNet, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Chainer's name → the part of a parameter that it names, of its data or gradient: `of(parameter)`.
+def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Chainer's name → the part of a parameter that it names, of its data or gradient: `select(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
     """
 
     def weight_and_bias(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
         assert conv.bias is not None, "every convolution of a PredNet has a bias"
-        return of(conv.weight), of(conv.bias)
+        return select(conv.weight), select(conv.bias)
 
     views = {}
     for layer, conv in enumerate(net.conv_a, start=1):
@@ -97,17 +99,17 @@ def chainer_views(net: _PredNet, of: Callable[[Tensor], Tensor]) -> dict[str, Te
                 if group.shape[1]:
                     views[f"{prefix}/x_{gate}{number}/W"] = group
         for gate in "ifo":
-            views[f"{prefix}/c_{gate}/W"] = of(getattr(cell, f"peep_{gate}"))
+            views[f"{prefix}/c_{gate}/W"] = select(getattr(cell, f"peep_{gate}"))
     return views
 
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
     """The arrays of a NumPy archive, which must be finite numbers of float32."""
-    content = read(file, MOST_BYTES)
+    content = read(file, MAX_FILE_BYTES)
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-            if sum(entry.file_size for entry in archive.zip.infolist()) > MOST_BYTES:
-                raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+            if sum(entry.file_size for entry in archive.zip.infolist()) > MAX_FILE_BYTES:
+                raise ValueError(f"it unpacks to more than {MAX_FILE_BYTES:,} bytes")
             # The authors wrap the network in a classifier, which adds a prefix to every name.
             arrays = {printable(name.removeprefix("predictor/")): archive[name] for name in archive.files}
         for name, array in arrays.items():

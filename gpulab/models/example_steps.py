@@ -60,7 +60,9 @@ def _prednet_step() -> Step:
     window = next(load("walk", frames=40, size=(48, 64)).windows(6))
     frames = torch.from_numpy(window.frames).float().div(255)
     model = PredNet(channels=(3, 16, 32), size=(48, 64))
-    return Step(model, (frames[:-1, None], frames[1:, None]), lambda out, coming: F.mse_loss(out[0], coming))
+    return Step(
+        model, (frames[:-1, None], frames[1:, None]), lambda outputs, next_frames: F.mse_loss(outputs[0], next_frames)
+    )
 
 
 STEPS: dict[str, Callable[[], Step]] = {

@@ -37,7 +37,7 @@ class LayerState(NamedTuple):
 
 State = list[LayerState]
 TRUNCATIONS = ("loss", "state")
-KERNEL = 3  # the width of every convolution
+KERNEL_WIDTH = 3  # the width of every convolution
 
 
 class PredNet(Trainable):
@@ -101,14 +101,16 @@ class PredNet(Trainable):
             raise UsageError(f"truncation={truncation!r}: expected one of {', '.join(TRUNCATIONS)}")
         channels = check_counts("channels", channels)
         height, width = check_counts("size", size, ("height", "width"))
-        _check_divides((height, width), len(channels))
-        self.channels, self.size, self.truncation = channels, (height, width), truncation
-        conv = functools.partial(nn.Conv2d, kernel_size=KERNEL, padding=KERNEL // 2)
-        conv_a = [conv(2 * below, here) for below, here in itertools.pairwise(channels)]
-        conv_p = [conv(here, here) for here in channels]
+        _check_divisible((height, width), len(channels))
+        self.channels = channels
+        self.size = (height, width)
+        self.truncation = truncation
+        conv = functools.partial(nn.Conv2d, kernel_size=KERNEL_WIDTH, padding=KERNEL_WIDTH // 2)
+        conv_a = [conv(2 * lower, count) for lower, count in itertools.pairwise(channels)]
+        conv_p = [conv(count, count) for count in channels]
         lstm = [
-            ConvLSTM((2 * here, above), here, self.layer_size(layer))
-            for layer, (here, above) in enumerate(itertools.pairwise((*channels, 0)))
+            ConvLSTM((2 * count, upper), count, self.layer_size(layer))
+            for layer, (count, upper) in enumerate(itertools.pairwise((*channels, 0)))
         ]
         self.conv_a: Sequence[nn.Conv2d] = nn.ModuleList(conv_a)  # type: ignore[assignment]
         self.conv_p: Sequence[nn.Conv2d] = nn.ModuleList(conv_p)  # type: ignore[assignment]
@@ -137,7 +139,7 @@ class PredNet(Trainable):
             generator: Where the random numbers come from; they are drawn in float32 on its own device.
         """
         for conv in (*self.conv_a, *self.conv_p):
-            draw_normal_(conv.weight, conv.in_channels * KERNEL**2, generator)
+            draw_normal_(conv.weight, conv.in_channels * KERNEL_WIDTH**2, generator)
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         for cell in self.lstm:
             cell.draw_weights(generator)
@@ -228,9 +230,11 @@ class PredNet(Trainable):
         """
         errors: list[Tensor] = []
         for layer, (_, _, prediction) in enumerate(state):
-            target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2) if layer else frame
-            surprise = target - prediction
-            errors.append(F.relu(torch.cat([surprise, -surprise], 1)))
+            target = frame
+            if layer > 0:
+                target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2)
+            difference = target - prediction
+            errors.append(F.relu(torch.cat([difference, -difference], 1)))
         return errors
 
     def top_down(self, errors: list[Tensor], state: State) -> State:
@@ -243,15 +247,15 @@ class PredNet(Trainable):
         Returns:
             A `LayerState` for each layer, from the bottom up. The lowest prediction is at most 1.
         """
-        following: State = []
+        next_state: State = []
         for layer in reversed(range(len(state))):
             inputs = [errors[layer]]
-            if following:
-                inputs.append(F.interpolate(following[0].r, scale_factor=2, mode="nearest"))
+            if next_state:
+                inputs.append(F.interpolate(next_state[0].r, scale_factor=2, mode="nearest"))
             r, c = self.lstm[layer](inputs, state[layer].r, state[layer].c)
             p = F.relu(self.conv_p[layer](r))
-            following.insert(0, LayerState(r, c, p.clamp(max=1.0) if layer == 0 else p))
-        return following
+            next_state.insert(0, LayerState(r, c, p.clamp(max=1.0) if layer == 0 else p))
+        return next_state
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t b c h w"]]:
         """Make one piece of a window: one update per window.
@@ -278,20 +282,22 @@ class PredNet(Trainable):
             state, detached from the graph.
         """
         if state is not None and self.truncation == "loss":
-            state = self._chained(state)
+            state = self._chain_to_predictions(state)
         if not isinstance(batch, Tensor):
             return self._published_loop(batch, state)
-        predictions, after = self(batch[:-1], state)
+        predictions, next_state = self(batch[:-1], state)
         errors = frame_errors(predictions, batch[1:])
-        return errors.sum(), errors.detach(), detached(after)
+        return errors.sum(), errors.detach(), detach_state(next_state)
 
-    def _chained(self, state: State) -> State:
+    def _chain_to_predictions(self, state: State) -> State:
         """The same numbers, each P but the lowest depending once more on the convolution that made it, not on R."""
-        lowest, *above = (LayerState(*layer) for layer in state)
-        again = [conv(layer.r) for conv, layer in zip(self.conv_p[1:], above, strict=True)]
-        # The weights are new: their convolution's gradient is wanted, and not its numbers.
-        chained = [s.p + (s.p > 0) * (made - made.detach()) for s, made in zip(above, again, strict=True)]
-        return [lowest, *(s._replace(p=p) for s, p in zip(above, chained, strict=True))]
+        lowest_layer, *upper_layers = (LayerState(*layer) for layer in state)
+        chained_layers = [lowest_layer]
+        for conv, layer in zip(self.conv_p[1:], upper_layers, strict=True):
+            recomputed = conv(layer.r)
+            # The weights have changed since: only the gradient of the convolution is used, not its values.
+            chained_layers.append(layer._replace(p=layer.p + (layer.p > 0) * (recomputed - recomputed.detach())))
+        return chained_layers
 
     def _published_loop(self, frames: Feed, state: State | None) -> tuple[Tensor, Tensor, State | None]:
         """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""
@@ -303,7 +309,7 @@ class PredNet(Trainable):
             if number < len(frames) - 1:  # the last frame is the first of the next window
                 state = self.step(frame, state)
         errors = torch.cat(losses)
-        return errors.sum(), errors.detach(), None if state is None else detached(state)
+        return errors.sum(), errors.detach(), None if state is None else detach_state(state)
 
     def layer_size(self, layer: int) -> tuple[int, int]:
         """Tell the size of a layer's maps.
@@ -320,8 +326,8 @@ class PredNet(Trainable):
 def frame_errors(predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]) -> Float[Tensor, " t"]:
     """The loss: the mean squared error of each predicted frame. What is differentiated is their sum.
 
-    Every way to compute a window takes it from here, and its gradient from autograd: as in the published loop, that
-    needs the frames again, and finds what lies in their memory by then.
+    Every engine uses this function and takes its gradient from autograd. As in the published loop, the gradient needs
+    the frames again, and reads whatever lies in their memory by then.
     """
     return F.mse_loss(predictions, frames, reduction="none").flatten(1).mean(1)
 
@@ -336,14 +342,14 @@ class ConvLSTM(nn.Module):
     def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int]) -> None:
         super().__init__()
         self.groups = (*in_channels, channels)
-        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, KERNEL, padding=KERNEL // 2)
+        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, KERNEL_WIDTH, padding=KERNEL_WIDTH // 2)
         self.peep_i, self.peep_f, self.peep_o = (nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3))
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw weights as if each gate had a convolution of its own for each group of inputs; biases are zero."""
         for group in self.gates.weight.split(self.groups, dim=1):
             if group.shape[1]:
-                draw_normal_(group, group.shape[1] * KERNEL**2, generator)
+                draw_normal_(group, group.shape[1] * KERNEL_WIDTH**2, generator)
         for peep in (self.peep_i, self.peep_f, self.peep_o):
             draw_normal_(peep, peep.numel(), generator)
         nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]
@@ -351,22 +357,23 @@ class ConvLSTM(nn.Module):
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
         """Compute the new hidden state and cell from the groups of inputs, the hidden state and the cell."""
         i, f, g, o = self.gates(torch.cat([*inputs, hidden], 1)).chunk(4, dim=1)
-        i, f = i + self.peep_i * cell, f + self.peep_f * cell
+        i = i + self.peep_i * cell
+        f = f + self.peep_f * cell
         new_cell = g.tanh() * i.sigmoid() + f.sigmoid() * cell
         return (o + self.peep_o * cell).sigmoid() * new_cell.tanh(), new_cell
 
 
-def detached(state: State) -> State:
+def detach_state(state: State) -> State:
     """The same state, cut off from the graph that made it."""
     return [LayerState(*(tensor.detach() for tensor in layer)) for layer in state]
 
 
-def _check_divides(size: tuple[int, int], layers: int) -> None:
-    step = 2 ** (layers - 1)
-    if all(edge % step == 0 for edge in size):
+def _check_divisible(size: tuple[int, int], layers: int) -> None:
+    divisor = 2 ** (layers - 1)
+    if all(edge % divisor == 0 for edge in size):
         return
-    below = tuple(max(step, edge // step * step) for edge in size)
-    above = tuple(max(step, -(-edge // step) * step) for edge in size)
+    rounded_down = tuple(max(divisor, edge // divisor * divisor) for edge in size)
+    rounded_up = tuple(max(divisor, -(-edge // divisor) * divisor) for edge in size)
     halve = f"{layers} layers halve a frame {layers - 1} times"
-    multiples = f"height and width must be multiples of {step}, for example {below} or {above}"
+    multiples = f"height and width must be multiples of {divisor}, for example {rounded_down} or {rounded_up}"
     raise UsageError(f"size={tuple(size)}: {halve}, so {multiples}")

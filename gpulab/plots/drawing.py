@@ -19,7 +19,7 @@ MODULES = {  # by the name of a result's class
 
 
 def draw(result: Report, **options: Any) -> Picture:
-    """Draw a result with the function that its module has registered with `drawn`, which may take options.
+    """Draw a result with the function that its module has registered with `draw_registered`, which may take options.
 
     Raises:
         TypeError: For a kind of result that no module draws.
@@ -27,10 +27,10 @@ def draw(result: Report, **options: Any) -> Picture:
     for kind in type(result).__mro__:
         if kind.__name__ in MODULES:
             importlib.import_module(MODULES[kind.__name__])
-    return drawn(result, **options)
+    return draw_registered(result, **options)
 
 
 @functools.singledispatch
-def drawn(result: object, **options: Any) -> Picture:  # noqa: ARG001 - registered functions take them
+def draw_registered(result: object, **options: Any) -> Picture:  # noqa: ARG001 - registered functions take them
     """Return the figure of a result; `@drawn.register` adds the function that draws another kind."""
     raise TypeError(f"no module of gpulab.plots draws a {type(result).__name__}")

@@ -38,12 +38,20 @@ def predictions(run: Run) -> Picture:
         Rows of pictures: frame t, frame t + 1, predicted, difference
     """
     next_frames, predicted = (tensor[:, 0] for tensor in run.predict())
-    settled = min(10, len(next_frames) // 2)  # so many frames fill the state first
-    moment = np.linspace(settled, len(next_frames) - 1, 5).astype(int)
-    before, after, guess = next_frames[moment - 1], next_frames[moment], predicted[moment]
-    rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
-    error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
-    headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {still:.3g}"
+    warm_up = min(10, len(next_frames) // 2)  # frames that fill the state first
+    moment = np.linspace(warm_up, len(next_frames) - 1, 5).astype(int)
+    frames_before = next_frames[moment - 1]
+    frames_after = next_frames[moment]
+    predictions_shown = predicted[moment]
+    rows = {
+        "frame t": frames_before,
+        "frame t + 1": frames_after,
+        "predicted": predictions_shown,
+        "difference": (predictions_shown - frames_after).abs(),
+    }
+    error = ((predictions_shown - frames_after) ** 2).mean()
+    repeat_error = ((frames_before - frames_after) ** 2).mean()
+    headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {repeat_error:.3g}"
     return in_rows(rows, [f"t = {t}" for t in moment], headline)
 
 
@@ -92,24 +100,24 @@ def frames(data: Data, every: int = 30) -> Picture:
         >>> gl.plots.frames(gl.load("walk", frames=300, size=(24, 32))).alt
         'Rows of pictures: frames, frames. walk: one frame in 30.'
     """
-    shown = next(iter(data.windows(10 * every))).frames[::every][:10]
-    stream = torch.from_numpy(shown.astype(np.float32)) / 255
+    chosen_frames = next(iter(data.windows(10 * every))).frames[::every][:10]
+    stream = torch.from_numpy(chosen_frames.astype(np.float32)) / 255
     return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: one frame in {every}")
 
 
-@theme.themed
+@theme.with_theme
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
     """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand above the first."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
     figure, panels = theme.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES)
     for row, (name, pictures) in enumerate(rows.items()):
-        line = panels[row * count : (row + 1) * count]
-        line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center")
-        for axes, picture in zip(line, pictures, strict=False):
+        panel_row = panels[row * count : (row + 1) * count]
+        panel_row[0].text(-0.06, 0.5, name, transform=panel_row[0].transAxes, ha="right", va="center")
+        for axes, picture in zip(panel_row, pictures, strict=False):
             pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")  # as they are, and a small file
     for axes, title in zip(panels, titles, strict=False):
         axes.set_title(title)
     names = ", ".join(name.strip() or "frames" for name in rows)
-    return theme.finished(figure, headline, f"Rows of pictures: {names}.")
+    return theme.finish_figure(figure, headline, f"Rows of pictures: {names}.")

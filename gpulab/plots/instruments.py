@@ -9,19 +9,23 @@ import numpy as np
 import pandas as pd
 
 from gpulab.audits.audits import Audit
-from gpulab.device.rooflines import UNDER_THE_ROOF, Placement, bounds
+from gpulab.device.rooflines import ROOFLINE_KINDS, Placement, bounds
 from gpulab.picture import Picture
 from gpulab.plots import theme
-from gpulab.plots.drawing import drawn
+from gpulab.plots.drawing import draw_registered
 from gpulab.plots.theme import FAINT, INK
 from gpulab.wording import setting_words
 
-LONGEST_KEY = 40  # characters in a line of a legend
-ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
+MAX_LEGEND_CHARACTERS = 40  # characters in a line of a legend
+ROOFLINE_MARKERS = {
+    "matrix": ("o", "matrix products"),
+    "network": ("D", "layers of networks"),
+    "memory": ("s", "memory alone"),
+}
 
 
-@drawn.register
-@theme.themed
+@draw_registered.register
+@theme.with_theme
 def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     """The error of each operation of a training step, against the same one in float64 from the same inputs.
 
@@ -29,34 +33,38 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     """
     table = report.table.reset_index(drop=True)
     errors = table[["error_a", "error_b"]]
-    drawn = errors.replace(0, np.nan)
+    drawn_errors = errors.replace(0, np.nan)
     first, second = (theme.colour(trace.setting) for trace in (report.a, report.b))
     is_narrow = width < theme.PAGE
     figure, (axes,) = theme.canvas(height=3.8 if is_narrow else 3.4, width=width)
-    bounds_of = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
-    axes.plot(table.index, bounds_of, ".", color=FAINT, ms=3, label="rounding explains")
+    largest_bounds = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
+    axes.plot(table.index, largest_bounds, ".", color=FAINT, ms=3, label="rounding explains")
     for side, trace, tint in (("a", report.a, first), ("b", report.b, second if second != first else INK)):
         words = trace.title.replace(trace.setting, setting_words(trace.setting))
         size = 6 if side == "a" else 3.5  # where both have the same error, both are seen
-        label = textwrap.fill(words, LONGEST_KEY)
-        axes.plot(table.index, drawn[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label)
-    heights = drawn.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what has no error has no height
+        label = textwrap.fill(words, MAX_LEGEND_CHARACTERS)
+        axes.plot(table.index, drawn_errors[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label)
+    heights = drawn_errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what has no error has no height
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
-    for place in table.index[table.phase == "backward"][:1]:
-        axes.axvline(place - 0.5, color=FAINT, lw=0.8)
-        axes.annotate(" backward", (place, 0.98), xycoords=("data", "axes fraction"), va="top")
-    if drawn.notna().any(axis=None):  # a bound far outside says nothing here
-        axes.set(yscale="log", ylim=(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30)))
+    for position in table.index[table.phase == "backward"][:1]:
+        axes.axvline(position - 0.5, color=FAINT, lw=0.8)
+        axes.annotate(" backward", (position, 0.98), xycoords=("data", "axes fraction"), va="top")
+    if drawn_errors.notna().any(axis=None):  # a bound far outside says nothing here
+        lower_limit = max(1e-17, drawn_errors.min(axis=None) / 30)
+        upper_limit = max(1e-4, drawn_errors.max(axis=None) * 30)
+        axes.set(yscale="log", ylim=(lower_limit, upper_limit))
         axes.yaxis.set_major_formatter(theme.power_of_ten)
     axes.set(xlabel="operation, in the order of the step", ylabel="relative error against float64")
     largest = f"the largest error of one operation is {errors.max(axis=None):.1e}"
-    found = f"First finding: {report.kind};" + ("\n" if is_narrow else " ")
-    headline = largest.capitalize() if report.kind == "rounding" else found + largest
+    headline = largest.capitalize()
+    if report.kind != "rounding":
+        separator = "\n" if is_narrow else " "
+        headline = f"First finding: {report.kind};{separator}{largest}"
     alt = f"Relative error of each operation of a step against float64, under {report.a.title} and {report.b.title}."
-    return theme.finished(figure, headline, alt, columns=1 if is_narrow else 4)
+    return theme.finish_figure(figure, headline, alt, columns=1 if is_narrow else 4)
 
 
-@theme.themed
+@theme.with_theme
 def roofline(frame: pd.DataFrame) -> Picture:
     """Draw a device's roofline: measured rates against arithmetic intensity, under the measured ceilings.
 
@@ -82,49 +90,51 @@ def roofline(frame: pd.DataFrame) -> Picture:
         architectures* (Communications of the ACM 52:4).
     """
     figure, (axes,) = theme.canvas(height=4.4)
-    frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
+    frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
     frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
         label = f"{setting_words(setting)}, {f'{machine} (recorded)' if machine else 'this machine'}"
         tint = theme.colour(setting)
         _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
         for kind, rows in device[device.flop > 0].groupby("kind"):
-            theme.points(axes, rows.intensity, rows.gflops, tint, bool(machine), marker=ROOFED[kind][0])
+            theme.draw_points(axes, rows.intensity, rows.gflops, tint, bool(machine), marker=ROOFLINE_MARKERS[kind][0])
     layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
-    below = axes.get_xaxis_transform()
+    bottom_of_axes = axes.get_xaxis_transform()
     for row, layer in enumerate(layers.drop_duplicates("operation").sort_values("intensity").itertuples()):
         axes.axvline(layer.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
-        axes.text(layer.intensity, 0.02 + 0.06 * row, f"{layer.operation} ", ha="right", transform=below)
+        axes.text(layer.intensity, 0.02 + 0.06 * row, f"{layer.operation} ", ha="right", transform=bottom_of_axes)
     axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
     theme.log_scales(axes)
     least = layers.iloc[0]
     title = f"{least.operation}: of the networks' layers it reaches least of its ceiling, {least.reached:.1%}"
     alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
-    keys = [theme.key(name, ls="", marker=marker, color=FAINT) for marker, name in ROOFED.values()]
-    return theme.finished(figure, title, alt, keys)
+    keys = [theme.legend_key(name, ls="", marker=marker, color=FAINT) for marker, name in ROOFLINE_MARKERS.values()]
+    return theme.finish_figure(figure, title, alt, keys)
 
 
-def _roof(axes: theme.Axes, device: pd.DataFrame, peak: float, last: float, **look: Any) -> None:
-    """The ceilings of bandwidth and of one rate, up to the `last` intensity."""
+def _roof(axes: theme.Axes, device: pd.DataFrame, peak: float, max_intensity: float, **line_style: Any) -> None:
+    """The ceilings of bandwidth and of one rate, up to an intensity of `max_intensity`."""
     bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
-    axes.plot([0.03, peak / bandwidth, last], [0.03 * bandwidth, peak, peak], **look)
+    axes.plot([0.03, peak / bandwidth, max_intensity], [0.03 * bandwidth, peak, peak], **line_style)
 
 
-@drawn.register
-@theme.themed
+@draw_registered.register
+@theme.with_theme
 def placement(step: Placement) -> Picture:
     """A step under the roofs of its device, and beside it what its bytes, FLOP and launches take at their ceilings."""
-    frame, tint = step.roofline, theme.colour(step.setting)
+    frame = step.roofline
+    tint = theme.colour(step.setting)
     figure, (left, right) = theme.canvas(2, height=3.4)
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
-    last, above = 30 * max(step.intensity, 30.0), 0.0
+    max_intensity = 30 * max(step.intensity, 30.0)
+    label_height = 0.0
     for precision, peak in peaks.items():
         shade = tint if precision in step.flop else FAINT
-        _roof(left, frame, peak, last, color=shade)
-        above = max(peak, 1.5 * above)  # where labels would lie on each other
-        left.annotate(precision, (last, above), ha="right", va="bottom", fontsize=7, color=shade)
+        _roof(left, frame, peak, max_intensity, color=shade)
+        label_height = max(peak, 1.5 * label_height)  # where labels would lie on each other
+        left.annotate(precision, (max_intensity, label_height), ha="right", va="bottom", fontsize=7, color=shade)
     if step.flop:
-        theme.points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
+        theme.draw_points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
         left.plot([step.intensity] * 2, [step.gflops, step.gflops / step.reached], color=INK, lw=0.8, ls=":")
     left.set(xlabel="flop per byte moved (star: the step)", ylabel="rate (Gflop/s)")
     theme.log_scales(left)
@@ -135,4 +145,4 @@ def placement(step: Placement) -> Picture:
     right.set(xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step; below, at least, each alone")
     headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
     alt = f"A step under the roofline of {setting_words(step.setting)}, and the time of its parts at their ceilings."
-    return theme.finished(figure, headline, alt)
+    return theme.finish_figure(figure, headline, alt)

@@ -14,18 +14,18 @@ from matplotlib.ticker import MaxNLocator
 
 from gpulab.picture import Picture
 from gpulab.plots import theme
-from gpulab.plots.drawing import drawn
-from gpulab.plots.theme import BESIDE, FAINT, INK, Look
+from gpulab.plots.drawing import draw_registered
+from gpulab.plots.theme import FAINT, INK, RIGHT_OF_AXES, Look
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
 from gpulab.training.profiles import FINAL_LOSS_DIVISOR
-from gpulab.wording import AGAIN, Level, TextByLevel, metric_label, names
+from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, metric_label, names
 
-SEEDS = "one seed against another"
-BAND: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
+BETWEEN_SEEDS_LABEL = "one seed against another"
+MARGIN_STYLE: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
 
 
-@theme.themed
+@theme.with_theme
 def losses(frame: pd.DataFrame) -> Picture:
     """Draw the final loss of each seed under each setting; thin lines join the same seed.
 
@@ -52,18 +52,18 @@ def losses(frame: pd.DataFrame) -> Picture:
         The final loss of each seed: CPU; CPU, one thread; GPU, no TF32; GPU, TF32; GPU, no cuDNN; GPU, deterministic
     """
     check_one_protocol(frame)
-    frame, tints = theme.named(frame[frame.rerun == 0].astype({"final_loss": float}))
+    frame, tints = theme.name_levels(frame[frame.rerun == 0].astype({"final_loss": float}))
     figure, (axes,) = theme.canvas(height=1.6 + 0.4 * len(tints))
-    _seeds(axes, frame, "final_loss", "name", "seed", tints)
+    _draw_seeds(axes, frame, "final_loss", "name", "seed", tints)
     losses_by = [frame.groupby(by).final_loss for by in ("setting", "seed")]
     seeds, settings = ((losses.max() / losses.min()).max() for losses in losses_by)
     headline = f"From seed to seed the loss varies up to {seeds:.1f}-fold"
     headline += f", from setting to setting by at most {100 * (settings - 1):.2g} %"
     alt = f"The final loss of each seed: {'; '.join(tints)}. The same seeds joined by lines."
-    return theme.finished(figure, headline, alt, theme.origin_keys(frame))
+    return theme.finish_figure(figure, headline, alt, theme.origin_keys(frame))
 
 
-@theme.themed
+@theme.with_theme
 def curves(
     histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "", factor: str = "setting"
 ) -> Picture:
@@ -91,7 +91,7 @@ def curves(
         >>> print(picture.alt.partition(". ")[0])
         Loss against frames seen, one line for each of 60 runs, coloured by setting
     """
-    histories, tints = theme.named(histories[histories.rerun == 0], factor)
+    histories, tints = theme.name_levels(histories[histories.rerun == 0], factor)
     smooth = histories.groupby("id").loss.transform(
         lambda losses: losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
     )
@@ -100,11 +100,11 @@ def curves(
     figure, panel_axes = theme.canvas(min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True)
     for axes in panel_axes[len(panels) :]:  # of an odd number of panels; the one above shows the numbers then
         axes.remove()
-    for axes, shown in zip(panel_axes, panels, strict=False):
-        look: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "errorbar": None, "ax": axes}
-        lines = histories.assign(loss=smooth)[histories.name.isin(shown)]
-        sns.lineplot(lines, units="id", estimator=None, lw=0.6, alpha=0.5, legend=False, **look)
-        sns.lineplot(lines, estimator="median", lw=2, **look)
+    for axes, panel_names in zip(panel_axes, panels, strict=False):
+        style: Look = {"x": "frames_seen", "y": "loss", "hue": "name", "palette": tints, "errorbar": None, "ax": axes}
+        lines = histories.assign(loss=smooth)[histories.name.isin(panel_names)]
+        sns.lineplot(lines, units="id", estimator=None, lw=0.6, alpha=0.5, legend=False, **style)
+        sns.lineplot(lines, estimator="median", lw=2, **style)
         if baseline is not None:
             axes.axhline(baseline, color=INK, lw=1, ls=":", label=baseline_label)
         theme.log_scale(axes.yaxis)
@@ -122,14 +122,15 @@ def curves(
     means = final.groupby("name").mean().sort_values()
     headline = f"{histories.seed.nunique()} seeds: the runs end up to {final.max() / final.min():.1f}-fold apart"
     if len(tints) == 2 and means.min() > 0:
-        times, (low, high) = means.iloc[1] / means.iloc[0], means.index
+        times = means.iloc[1] / means.iloc[0]
+        low, high = means.index
         headline = f"The final loss is {times:.3g} times as high, on average, for {high} as for {low}"
     alt = f"Loss against frames seen, one line for each of {len(final)} runs, coloured by {factor}."
-    return theme.finished(figure, headline, alt, columns=3)
+    return theme.finish_figure(figure, headline, alt, columns=3)
 
 
-@drawn.register
-@theme.themed
+@draw_registered.register
+@theme.with_theme
 def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
     """An estimation plot: every seed, and beside it the paired differences, or below it on a narrow page.
 
@@ -141,41 +142,43 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
     """
     factor, metric, table = verdict.factor, verdict.metric, verdict.table
     levels = [verdict.reference, *table[factor]]
-    called, tints = names(levels, factor), theme.level_colours(factor, levels)
-    if is_narrow := width < theme.PAGE:
+    level_names = names(levels, factor)
+    tints = theme.level_colours(factor, levels)
+    is_narrow = width < theme.PAGE
+    if is_narrow:
         figure, (left, right) = theme.canvas(1, height=3.4 + 0.9 * len(levels), rows=2, width=width, sharey=True)
     else:
         figure, (left, right) = theme.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
-    _seeds(left, verdict.runs, metric, factor, verdict.block, tints)
+    _draw_seeds(left, verdict.runs, metric, factor, verdict.block, tints)
     unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
-    _differences(right, verdict, verdict.pairs, tints, unit)
-    _intervals(right, verdict, unit)
+    _draw_differences(right, verdict, verdict.pairs, tints, unit)
+    _draw_intervals(right, verdict, unit)
     margin = table.margin.max()
     if not math.isnan(margin):  # it is seen whole, and what lies around it
         sd = f"±{margin / unit:.2g} sd, " if unit != 1 else ""
-        right.axvspan(-margin / unit, margin / unit, label=f"margin, {sd}±{margin:.2g}", **BAND)
-        reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
-        right.set_xlim(-reach, reach)
+        right.axvspan(-margin / unit, margin / unit, label=f"margin, {sd}±{margin:.2g}", **MARGIN_STYLE)
+        half_range = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
+        right.set_xlim(-half_range, half_range)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
     right.set_xlabel(f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})")
-    alt = f"{metric} of each {verdict.block} under {'; '.join(called.values())}"
-    alt += f"; and the differences from {called[verdict.reference]} with intervals and the margin."
+    alt = f"{metric} of each {verdict.block} under {'; '.join(level_names.values())}"
+    alt += f"; and the differences from {level_names[verdict.reference]} with intervals and the margin."
     columns = 1 if is_narrow else 2
-    title = textwrap.fill(decided(verdict), 46 if is_narrow else 200)
-    return theme.finished(figure, title, alt, theme.origin_keys(verdict.runs), columns)
+    title = textwrap.fill(verdict_title(verdict), 46 if is_narrow else 200)
+    return theme.finish_figure(figure, title, alt, theme.origin_keys(verdict.runs), columns)
 
 
-def decided(verdict: Verdict) -> str:
+def verdict_title(verdict: Verdict) -> str:
     """The title: how many levels came to which decision."""
     decisions = verdict.decisions
     reference, *levels = names([verdict.reference, *decisions], verdict.factor).values()
     if len(levels) == 1:
         return f"{levels[0]}, against {reference}: {verdict.decision}"
-    said = ", ".join(f"{n} {decision}" for decision, n in verdict.table.decision.value_counts().items())
-    return f"Against {reference}: {said or 'nothing to compare with'}"
+    counts = ", ".join(f"{n} {decision}" for decision, n in verdict.table.decision.value_counts().items())
+    return f"Against {reference}: {counts or 'nothing to compare with'}"
 
 
-@theme.themed
+@theme.with_theme
 def differences(verdict: Verdict) -> Picture:
     """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how far seeds are apart.
 
@@ -200,81 +203,94 @@ def differences(verdict: Verdict) -> Picture:
         Change of final_loss against CPU: GPU; and between seeds
     """
     factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
-    again = verdict.reruns.assign(**{factor: f"{reference}{AGAIN}"})
+    reruns = verdict.reruns.assign(**{factor: f"{reference}{RERUN_SUFFIX}"})
     base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
-    between = (base[:, None] - base)[np.triu_indices(len(base), 1)]
-    seeds = pd.DataFrame({factor: SEEDS, verdict.block: range(len(between)), "difference": between})
-    moved = pd.concat([verdict.pairs, again, seeds], ignore_index=True)
-    moved["difference"] = moved.difference.abs()
-    levels = [*verdict.table[factor], *again[factor].unique(), SEEDS]
-    called = names([reference, *levels], factor)
+    seed_differences = (base[:, None] - base)[np.triu_indices(len(base), 1)]
+    blocks = range(len(seed_differences))
+    seeds = pd.DataFrame({factor: BETWEEN_SEEDS_LABEL, verdict.block: blocks, "difference": seed_differences})
+    changes = pd.concat([verdict.pairs, reruns, seeds], ignore_index=True)
+    changes["difference"] = changes.difference.abs()
+    levels = [*verdict.table[factor], *reruns[factor].unique(), BETWEEN_SEEDS_LABEL]
+    level_names = names([reference, *levels], factor)
     figure, (axes,) = theme.canvas(height=1.7 + 0.4 * len(levels))
-    _differences(axes, verdict, moved, theme.level_colours(factor, levels) | {SEEDS: INK})
-    if (smallest := moved.difference[moved.difference > 0].min()) > 0:
+    _draw_differences(axes, verdict, changes, theme.level_colours(factor, levels) | {BETWEEN_SEEDS_LABEL: INK})
+    smallest = changes.difference[changes.difference > 0].min()
+    if smallest > 0:
         axes.set_xscale("symlog", linthresh=10 ** np.floor(np.log10(smallest)))
         axes.xaxis.set_major_formatter(theme.power_of_ten)
-    if (margin := verdict.table.margin.max()) > 0:
-        axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **BAND)
-    axes.set_yticks(range(len(levels)), [called[level] for level in levels])
+    margin = verdict.table.margin.max()
+    if margin > 0:
+        axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **MARGIN_STYLE)
+    axes.set_yticks(range(len(levels)), [level_names[level] for level in levels])
     unit = metric_label(metric, verdict.runs.get("experiment", ()))
-    axes.set(ylim=(len(levels) - 0.4, -0.6), xlabel=f"change of the same seed against {called[reference]}: {unit}")
+    axes.set(ylim=(len(levels) - 0.4, -0.6), xlabel=f"change of the same seed against {level_names[reference]}: {unit}")
     ratio = verdict.table.largest_difference.max() / (verdict.between_seeds or np.nan)
     headline = f"The {factor} moves a seed by up to {ratio:.2g} times the spread between seeds"
     if np.isnan(ratio):
         headline = "One seed has no spread to compare with"
-    alt = f"Change of {metric} against {called[reference]}: {'; '.join([*called.values()][1:-1])}; and between seeds."
-    return theme.finished(figure, headline, alt, theme.origin_keys(verdict.runs))
+    _, *compared, _ = level_names.values()
+    alt = f"Change of {metric} against {level_names[reference]}: {'; '.join(compared)}; and between seeds."
+    return theme.finish_figure(figure, headline, alt, theme.origin_keys(verdict.runs))
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
     """Where each seed is drawn: near the row of its level, the first above and the last below it."""
     seeds = frame.groupby(factor)[block]
-    beside = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
-    return frame[factor].map([*levels].index).astype(float) + 0.4 * beside
+    offset_in_row = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
+    return frame[factor].map([*levels].index).astype(float) + 0.4 * offset_in_row
 
 
-def _seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel) -> None:
+def _draw_seeds(axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel) -> None:
     """A row for each level with every seed, the same seed joined by a thin line; diverged runs at the right edge."""
     runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
-    diverged, size = runs.status == "diverged", 20 if runs[block].nunique() <= 40 else 5
-    shown = runs[~diverged]
+    diverged = runs.status == "diverged"
+    size = 20 if runs[block].nunique() <= 40 else 5
+    converged = runs[~diverged]
     lines: Look = {"units": block, "estimator": None, "orient": "y", "color": FAINT, "lw": 0.5, "zorder": 1}
-    sns.lineplot(shown, x=metric, y="height", ax=axes, **lines)
-    theme.points(axes, shown[metric], shown.height, shown.tint, theme.is_recorded(shown), s=size)
+    sns.lineplot(converged, x=metric, y="height", ax=axes, **lines)
+    theme.draw_points(axes, converged[metric], converged.height, converged.tint, theme.is_recorded(converged), s=size)
     if diverged.any():
-        across: Look = {"transform": axes.get_yaxis_transform(), "label": "diverged", "marker": "x", "zorder": 4}
-        axes.scatter([0.97] * sum(diverged), runs.height[diverged], color=runs.tint[diverged], **across)
+        cross_style: Look = {"transform": axes.get_yaxis_transform(), "label": "diverged", "marker": "x", "zorder": 4}
+        axes.scatter([0.97] * sum(diverged), runs.height[diverged], color=runs.tint[diverged], **cross_style)
         axes.margins(x=0.12)  # room for the crosses
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(shown[metric]) == {0, 1}))
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(converged[metric]) == {0, 1}))
     theme.log_scale(axes.xaxis, least=4)
     axes.set_yticks(range(len(tints)), [textwrap.fill(words, 22) for words in names(tints, factor).values()])
     axes.set(ylim=(len(tints) - 0.5, -0.5), xlabel=metric_label(metric, runs.get("experiment", ())), ylabel="")
 
 
-def _differences(axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0) -> None:
+def _draw_differences(axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0) -> None:
     """A row for each level with the difference of every seed, and beside it the decision and the largest."""
-    factor, pairs = verdict.factor, pairs[pairs.difference.notna()]
-    heights, hollow = _heights(pairs, factor, verdict.block, tints), theme.is_recorded(verdict.runs).all()
+    factor = verdict.factor
+    pairs = pairs[pairs.difference.notna()]
+    heights = _heights(pairs, factor, verdict.block, tints)
+    is_hollow = theme.is_recorded(verdict.runs).all()
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
     size = 20 if pairs[verdict.block].nunique() <= 40 else 5
-    theme.points(axes, pairs.difference / unit, heights, pairs[factor].map(tints), hollow, s=size)
+    theme.draw_points(axes, pairs.difference / unit, heights, pairs[factor].map(tints), is_hollow, s=size)
     for row, level in enumerate(tints):
         largest = (pairs.difference[pairs[factor] == level] / unit).abs().max()
         words = [verdict.decisions.get(level), f"largest {largest:.2g}" if largest else "exactly the same"]
         if level != verdict.reference:
-            axes.annotate("\n".join(f" {word}" for word in words if word), (1, row), fontsize=7, **BESIDE)
+            axes.annotate("\n".join(f" {word}" for word in words if word), (1, row), fontsize=7, **RIGHT_OF_AXES)
 
 
-def _intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
+def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     """Below the row of each level the mean difference and its two intervals."""
-    table, heights = verdict.table, np.arange(len(verdict.table)) + 1.33
-    wide, mean = "", "mean; so few seeds have no interval"
+    table = verdict.table
+    heights = np.arange(len(table)) + 1.33
+    equivalence_label = ""
+    mean_label = "mean; so few seeds have no interval"
     if table.equivalent_low.notna().any():
-        wide = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
+        equivalence_label = (
+            f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
+        )
     if table.low.notna().any():
-        mean = f"mean, {100 * table.confidence.iloc[0]:.3g}% interval"
-    axes.hlines(heights, table.equivalent_low / unit, table.equivalent_high / unit, INK, lw=3.2, zorder=4, label=wide)
-    reach = np.stack([table.difference - table.low, table.high - table.difference]) / unit
-    look: Look = {"fmt": "D", "ms": 4, "color": INK, "mec": "white", "mew": 0.5, "elinewidth": 1, "zorder": 5}
-    axes.errorbar(table.difference / unit, heights, xerr=reach, label=mean, **look)
+        mean_label = f"mean, {100 * table.confidence.iloc[0]:.3g}% interval"
+    low = table.equivalent_low / unit
+    high = table.equivalent_high / unit
+    axes.hlines(heights, low, high, INK, lw=3.2, zorder=4, label=equivalence_label)
+    half_widths = np.stack([table.difference - table.low, table.high - table.difference]) / unit
+    style: Look = {"fmt": "D", "ms": 4, "color": INK, "mec": "white", "mew": 0.5, "elinewidth": 1, "zorder": 5}
+    axes.errorbar(table.difference / unit, heights, xerr=half_widths, label=mean_label, **style)
     axes.margins(x=0.08)

@@ -9,23 +9,23 @@ import seaborn as sns
 from gpulab.errors import UsageError
 from gpulab.picture import Picture
 from gpulab.plots import theme
-from gpulab.plots.drawing import drawn
+from gpulab.plots.drawing import draw_registered
 from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.saddles.escapes import EscapeTable
 from gpulab.saddles.landscapes import Surface
-from gpulab.saddles.spectrum import ZERO, SpectralDensity
+from gpulab.saddles.spectrum import ZERO_SHARE, SpectralDensity
 from gpulab.settings import TF32_CARDS, Setting
 from gpulab.wording import EMULATED
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
 # What takes a network off a saddle: how it is drawn.
-PUSHES = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
+PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
 
 
 # --- the spectrum of a Hessian ---------------------------------------------------------------------------
 
 
-@theme.themed
+@theme.with_theme
 def spectrum(density: SpectralDensity) -> Picture:
     """Draw how an operator's eigenvalues are distributed, as a histogram.
 
@@ -46,7 +46,7 @@ def spectrum(density: SpectralDensity) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         A histogram of eigenvalues
     """
-    zero = ZERO * max(map(abs, density.extremes))
+    zero = ZERO_SHARE * max(map(abs, density.extremes))
     figure, (axes,) = theme.canvas(height=3.4)
     axes.set_xscale("symlog", linthresh=zero)
     counts = density.weights * density.size / len(density.nodes)  # a node stands for so many eigenvalues
@@ -55,16 +55,17 @@ def spectrum(density: SpectralDensity) -> Picture:
     axes.set(yscale="log", ylim=(0.3, None), xlabel="eigenvalue", ylabel="eigenvalues in a bin")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(theme.power_of_ten)
-    below, above = density.mass_below(-zero), 1 - density.mass_below(zero).value
-    headline = f"Of {density.size:,} eigenvalues {below.value:.2%} stand out below zero, {above:.2%} above"
-    return theme.finished(figure, headline, "A histogram of eigenvalues.")
+    negative_share = density.mass_below(-zero).value
+    positive_share = 1 - density.mass_below(zero).value
+    headline = f"Of {density.size:,} eigenvalues {negative_share:.2%} stand out below zero, {positive_share:.2%} above"
+    return theme.finish_figure(figure, headline, "A histogram of eigenvalues.")
 
 
 # --- the loss around a network ---------------------------------------------------------------------------
 
 
-@drawn.register
-@theme.themed
+@draw_registered.register
+@theme.with_theme
 def saddle_surface(surface: Surface) -> Picture:
     """Draw the loss around a saddle, over the directions of the least and of the greatest curvature.
 
@@ -88,36 +89,37 @@ def saddle_surface(surface: Surface) -> Picture:
     along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
     figure, (left, right) = theme.canvas(2, height=3.9)
     quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
-    filled = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
+    contours = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
     left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
     left.axhline(0, color=ON_GPU)
     left.axvline(0, color=ON_CPU)
     left.set(xlabel="along the least curvature (distance of the weights)", ylabel="along the greatest curvature")
-    figure.colorbar(filled, ax=left, label="loss", format=lambda value, _: f"{value:.3g}", shrink=0.85)
-    least, greatest = losses[len(across) // 2], losses[:, len(along) // 2]
-    slices = (along, least, ON_GPU, "least"), (across, greatest, ON_CPU, "greatest")
+    figure.colorbar(contours, ax=left, label="loss", format=lambda value, _: f"{value:.3g}", shrink=0.85)
+    along_least = losses[len(across) // 2]
+    along_greatest = losses[:, len(along) // 2]
+    slices = (along, along_least, ON_GPU, "least"), (across, along_greatest, ON_CPU, "greatest")
     for (positions, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
         right.plot(positions, values, color=tint, label=f"along the {name} curvature, {curvature:.2g}")
         right.plot(positions, loss + curvature * positions**2 / 2, color=tint, lw=0.9, ls="--")
-    right.set_ylim(losses.min() - 0.1 * np.ptp(least), max(least.max(), greatest.max()))
+    right.set_ylim(losses.min() - 0.1 * np.ptp(along_least), max(along_least.max(), along_greatest.max()))
     right.set(xlabel="distance of the weights from the saddle", ylabel="loss")
     for axes, height in ((left, 0), (right, loss)):
         axes.plot(0, height, "o", ms=7, color="white", mec=INK)
     alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
-    return theme.finished(
-        figure, str(surface), alt, [theme.key("of the curvature alone", color=INK, lw=0.9, ls="--")], 3
+    return theme.finish_figure(
+        figure, str(surface), alt, [theme.legend_key("of the curvature alone", color=INK, lw=0.9, ls="--")], 3
     )
 
 
 # --- ways out of a saddle --------------------------------------------------------------------------------
 
 
-@drawn.register
+@draw_registered.register
 def _(escapes: EscapeTable) -> Picture:
     return escape_law(escapes.table)
 
 
-@theme.themed
+@theme.with_theme
 def escape_law(table: pd.DataFrame) -> Picture:
     """Draw how long each escape from a saddle took, against the displacement with which it began.
 
@@ -160,26 +162,32 @@ def escape_law(table: pd.DataFrame) -> Picture:
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
     keys: dict[str, Look] = {}  # a colour, a shape and a ring mean one thing each, so that each has one key
     for (kind, device, recorded), rows in shown[shown.left].groupby(["kind", "device", "recorded"]):
-        colour, inside = DEVICES[device], "none" if recorded else None
-        axes.plot(rows.x, rows.time, PUSHES[kind], color=colour, mfc=inside, ms=8 if recorded else 5)
-        keys |= {kind: {"marker": PUSHES[kind], "color": INK}, device: {"marker": "D", "color": colour}}
-        keys |= {"recorded": {"marker": "o", "color": INK, "mfc": "none", "ms": 8}} if recorded else {}
-    stayed = shown[~shown.left]
-    axes.scatter(stayed.x, stayed.time, c=stayed.device.map(DEVICES), marker="x", label="never left: expected time")
+        colour = DEVICES[device]
+        face_colour = "none" if recorded else None
+        axes.plot(rows.x, rows.time, PERTURBATION_MARKERS[kind], color=colour, mfc=face_colour, ms=8 if recorded else 5)
+        keys |= {kind: {"marker": PERTURBATION_MARKERS[kind], "color": INK}, device: {"marker": "D", "color": colour}}
+        if recorded:
+            keys["recorded"] = {"marker": "o", "color": INK, "mfc": "none", "ms": 8}
+    never_left = shown[~shown.left]
+    axes.scatter(
+        never_left.x, never_left.time, c=never_left.device.map(DEVICES), marker="x", label="never left: expected time"
+    )
     theme.log_scale(axes.xaxis)
     axes.set(xlabel="displacement at the start, relative to the radius (δ/r)", ylabel="steps × ln(1 + ηλ)")
-    alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
-    # What rounded it off the saddle, or held it there.
-    for name, group in alone.groupby(alone.setting.map(_arithmetic_label)):
-        place: Look = {"xytext": (6, 10)} if group.left.any() else {"xytext": (-6, -14), "ha": "right"}
-        axes.annotate(name, (group.x.median(), group.time.max()), textcoords="offset points", **place)
-    timed = table[table.left & (table.expected > 1)]
-    headline = f"{len(stayed)} never left"
-    if len(timed):
-        ratio = (timed.steps / timed.expected).median()
-        headline = f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median); {headline}"
+    by_rounding = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
+    # The label says whose rounding moved the network off the saddle, or held it there.
+    for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
+        label_position: Look = {"xytext": (6, 10)} if group.left.any() else {"xytext": (-6, -14), "ha": "right"}
+        axes.annotate(name, (group.x.median(), group.time.max()), textcoords="offset points", **label_position)
+    predictable = table[table.left & (table.expected > 1)]
+    headline = f"{len(never_left)} never left"
+    if len(predictable):
+        ratio = (predictable.steps / predictable.expected).median()
+        headline = f"{len(predictable)} escapes took {ratio:.2f} times what theory expects (median); {headline}"
     alt = "Escape times against the initial displacement, with the line ln(r/δ)."
-    return theme.finished(figure, headline, alt, [theme.key(name, ls="", **look) for name, look in keys.items()], 4)
+    return theme.finish_figure(
+        figure, headline, alt, [theme.legend_key(name, ls="", **look) for name, look in keys.items()], 4
+    )
 
 
 def _arithmetic_label(setting: str) -> str:
@@ -188,4 +196,6 @@ def _arithmetic_label(setting: str) -> str:
     emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
     if emulated in TF32_CARDS:
         return f"products of {EMULATED[emulated]}"
-    return parsed.precision or (f"{EMULATED.get(emulated, emulated)} products" if emulated else "float32")
+    if parsed.precision:
+        return parsed.precision
+    return f"{EMULATED.get(emulated, emulated)} products" if emulated else "float32"

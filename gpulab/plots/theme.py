@@ -48,11 +48,11 @@ PAGE = 7.2  # inches, the width of a figure
 INK, FAINT = "#262626", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing: keywords, whose values are of every type
-BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
+RIGHT_OF_AXES: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
 THEME: Look = {**sns.axes_style("ticks"), **sns.plotting_context("paper", font_scale=0.9), "figure.titlesize": 10}
 THEME |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False)
 # Decorates each function that draws. `rc_context` makes a new context for each call, so such functions may be nested.
-themed: ContextDecorator = rc_context(THEME)
+with_theme: ContextDecorator = rc_context(THEME)
 
 
 def canvas(
@@ -63,7 +63,7 @@ def canvas(
     return figure, list(figure.subplots(rows, panels, squeeze=False, **shared).flat)
 
 
-def finished(figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2) -> Picture:
+def finish_figure(figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2) -> Picture:
     """The figure with its title above and its text alternative, title included.
 
     Below it stand the keys: of all that has a label in a panel, and of what is given.
@@ -72,7 +72,8 @@ def finished(figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), 
     labelled: dict[str, Artist] = {}
     for axes in figure.axes:
         labelled |= {label: artist for artist, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if legend := axes.get_legend():
+        legend = axes.get_legend()
+        if legend:
             handles = zip(legend.texts, legend.legend_handles, strict=True)
             labelled |= {text.get_text(): handle for text, handle in handles if handle is not None}
             legend.remove()
@@ -104,11 +105,11 @@ def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
     """
     if factor == "setting":
         return {level: colour(str(level)) for level in levels}
-    purple_and_on = sns.color_palette("Dark2").as_hex()[2:]
-    return dict(zip(levels, itertools.cycle(purple_and_on), strict=False))
+    other_colours = sns.color_palette("Dark2").as_hex()[2:]
+    return dict(zip(levels, itertools.cycle(other_colours), strict=False))
 
 
-def named(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, dict[str, str]]:
+def name_levels(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, dict[str, str]]:
     """The frame with a column `name`, what each level is called, and the colour of each name, for seaborn's `hue`.
 
     Settings come in the order of the palette, the unknown ones last; other levels as they stand in the frame.
@@ -116,8 +117,9 @@ def named(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, d
     levels = list(frame[factor].unique())
     if factor == "setting":
         levels.sort(key=[*COLOURS, *sorted(levels)].index)
-    called, tints = names(levels, factor), level_colours(factor, levels)
-    return frame.assign(name=frame[factor].map(called)), {called[level]: tints[level] for level in levels}
+    level_names = names(levels, factor)
+    tints = level_colours(factor, levels)
+    return frame.assign(name=frame[factor].map(level_names)), {level_names[level]: tints[level] for level in levels}
 
 
 def is_recorded(frame: pd.DataFrame) -> pd.Series:
@@ -129,32 +131,34 @@ def is_recorded(frame: pd.DataFrame) -> pd.Series:
     return frame.get("recorded", pd.Series(False, frame.index)).astype(bool)
 
 
-def points(
+def draw_points(
     axes: Axes,
     x: ArrayLike,
     y: ArrayLike,
     tint: ArrayLike,
-    hollow: ArrayLike = False,
+    is_hollow: ArrayLike = False,
     **look: Any,
 ) -> None:
     """Points of one colour, or each of its own: filled for what was made here, hollow for what was recorded."""
-    faces, edges = np.atleast_1d(np.where(hollow, "white", tint)), np.atleast_1d(tint)
+    faces = np.atleast_1d(np.where(is_hollow, "white", tint))
+    edges = np.atleast_1d(tint)
     axes.scatter(x, y, **{"s": 26, "facecolors": faces, "edgecolors": edges, "linewidths": 1.1, "zorder": 3, **look})
 
 
-def key(label: str, **look: Any) -> Line2D:
+def legend_key(label: str, **look: Any) -> Line2D:
     """A line, or with `ls=""` and a `marker` a point, and what it means."""
     return Line2D([], [], label=label, **look)
 
 
 def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
     """What is filled and what is hollow, with the machines where it was made."""
-    recorded, keys = is_recorded(frame), []
-    for hollow in sorted(recorded.unique()):
-        label = "recorded" if hollow else "made here"
+    recorded = is_recorded(frame)
+    keys = []
+    for is_hollow in sorted(recorded.unique()):
+        label = "recorded" if is_hollow else "made here"
         if "machine" in frame:
-            label += f" on {', '.join(sorted(set(map(str, frame.machine[recorded == hollow].dropna()))))}"
-        keys.append(key(label, ls="", marker="o", ms=5, mec=INK, mfc="white" if hollow else FAINT))
+            label += f" on {', '.join(sorted(set(map(str, frame.machine[recorded == is_hollow].dropna()))))}"
+        keys.append(legend_key(label, ls="", marker="o", ms=5, mec=INK, mfc="white" if is_hollow else FAINT))
     return keys
 
 
@@ -170,7 +174,8 @@ def power_of_ten(value: float, _: float | None = None) -> str:
     if value == 0:
         return "0"
     exponent = str(round(np.log10(abs(value)))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{'−' if value < 0 else ''}10{exponent}"
+    sign = "−" if value < 0 else ""
+    return f"{sign}10{exponent}"
 
 
 def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:

@@ -30,15 +30,17 @@ from gpulab.steps import trainable_parameters
 if TYPE_CHECKING:
     pass
 
-MOST_STEPS = 300
-LARGEST = 5_000  # parameters: each step writes the whole Hessian out
-TOLERANCE = 1e-20  # the squared length of a gradient that counts as zero
-KERNEL = 1e-4  # eigenvalues below this share of the largest are as good as none: a step along them leads nowhere
-FLAT = 0.9  # share of the gradient in the kernel from which on a region is called gradient-flat (Frye et al.)
-STALLED = 10, 0.99  # so many steps that leave this share of ‖g‖² or more: it does not get smaller any more
-MOST_DAMPED = 1e30  # where a step this short does not make the gradient smaller, none does
-FAR = 1e-2  # a Newton step longer than this share of the weights: the critical point is elsewhere
-TINY = 1e-300
+MAX_STEPS = 300
+MAX_PARAMETERS = 5_000  # parameters: each step writes the whole Hessian out
+GRADIENT_TOLERANCE = 1e-20  # the squared length of a gradient that counts as zero
+KERNEL_SHARE = 1e-4  # eigenvalues below this share of the largest count as zero: a step along them leads nowhere
+MIN_FLAT_SHARE = 0.9  # share of the gradient in the kernel from which on a region is called gradient-flat (Frye et al.)
+STALL_STEPS = 10  # the search has stalled where ‖g‖² has fallen by less than 1 % over these steps
+STALL_RATIO = 0.99
+MIN_GAIN_RATIO = 1e-4  # the least share of the predicted decrease of ‖g‖² that a step has to achieve
+MAX_DAMPING = 1e30  # where a step this short does not make the gradient smaller, none does
+MAX_NEWTON_SHARE = 1e-2  # a Newton step longer than this share of the weights: the critical point is elsewhere
+MIN_DENOMINATOR = 1e-300
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -91,7 +93,7 @@ class CriticalPoint:
         An eigenvalue that was computed counts as negative below −1e-8 of the largest |λ|.
         """
         values, vectors = self._eigen
-        negative = values < -(KERNEL**2) * values.abs().max()
+        negative = values < -(KERNEL_SHARE**2) * values.abs().max()
         return values[negative], vectors[:, negative]
 
     @property
@@ -164,48 +166,60 @@ def find_critical_point(model: nn.Module, loss: Loss, batch: Batch, *, progress:
     """
     if batch is None:
         raise UsageError("the search goes on with a copy of the model: give a batch and a loss of the outputs")
-    searched, objective = copy.deepcopy(model).double(), Objective.of(loss, batch).double()
-    parameters = trainable_parameters(searched)
-    if (count := sum(parameter.numel() for parameter in parameters)) > LARGEST:
-        raise UsageError(f"{count:,} parameters: each step writes the Hessian out, and it has at most {LARGEST:,} rows")
-    damping, scale = 1e-2, 0.0  # the largest |λ| met so far
-    sizes: list[float] = []  # ‖g‖² at each step
-    for _ in Progress(range(MOST_STEPS + 1), unit="step", leave=False, disable=not progress):
-        H = hessian(searched, lambda: objective(searched))
+    moving_model = copy.deepcopy(model).double()
+    objective = Objective.of(loss, batch).double()
+    parameters = trainable_parameters(moving_model)
+    count = sum(parameter.numel() for parameter in parameters)
+    if count > MAX_PARAMETERS:
+        limit = f"each step writes the Hessian out, and it has at most {MAX_PARAMETERS:,} rows"
+        raise UsageError(f"{count:,} parameters: {limit}")
+    damping = 1e-2
+    scale = 0.0  # the largest |λ| so far
+    squared_norms: list[float] = []  # ‖g‖² at each step
+    for _ in Progress(range(MAX_STEPS + 1), unit="step", leave=False, disable=not progress):
+        H = hessian(moving_model, lambda: objective(moving_model))
         values, vectors = torch.linalg.eigh(H.dense())
-        along = vectors.T @ H.gradient  # g, where the Hessian is diagonal
-        scale, size = max(scale, float(values.abs().max())), float(H.gradient @ H.gradient)
-        sizes.append(size)
-        stalled = len(sizes) > STALLED[0] and size > STALLED[1] * sizes[-1 - STALLED[0]]
-        if size <= TOLERANCE or stalled or len(sizes) > MOST_STEPS:
+        coefficients = vectors.T @ H.gradient  # g in the basis of the eigenvectors
+        scale = max(scale, float(values.abs().max()))
+        squared_norm = float(H.gradient @ H.gradient)
+        squared_norms.append(squared_norm)
+        is_stalled = len(squared_norms) > STALL_STEPS and squared_norm > STALL_RATIO * squared_norms[-1 - STALL_STEPS]
+        if squared_norm <= GRADIENT_TOLERANCE or is_stalled or len(squared_norms) > MAX_STEPS:
             break
-        weights, gain = parameters_to_vector(parameters).detach(), 0.0
-        while not gain > 1e-4 and damping < MOST_DAMPED:  # a step is damped until it makes the gradient smaller
-            step = -values * along / (values.square() + damping * scale * math.sqrt(size))
-            promised = float((along.square() - (along + values * step).square()).sum())
+        weights = parameters_to_vector(parameters).detach()
+        gain_ratio = 0.0
+        # A step is damped until it makes the gradient smaller; the gain ratio may be NaN.
+        while not gain_ratio > MIN_GAIN_RATIO and damping < MAX_DAMPING:
+            step = -values * coefficients / (values.square() + damping * scale * math.sqrt(squared_norm))
+            predicted_decrease = float((coefficients.square() - (coefficients + values * step).square()).sum())
             vector_to_parameters(weights + vectors @ step, parameters)
-            gradients = torch.autograd.grad(objective(searched), parameters, materialize_grads=True)
-            gain = (size - sum(float(gradient.square().sum()) for gradient in gradients)) / max(promised, TINY)
-            if not gain >= 0.25:  # or it is NaN
+            gradients = torch.autograd.grad(objective(moving_model), parameters, materialize_grads=True)
+            decrease = squared_norm - sum(float(gradient.square().sum()) for gradient in gradients)
+            gain_ratio = decrease / max(predicted_decrease, MIN_DENOMINATOR)
+            if not gain_ratio >= 0.25:  # or it is NaN
                 damping *= 4
-            elif gain > 0.75:
+            elif gain_ratio > 0.75:
                 damping = max(damping * (1 / 6), 1e-12)
-        if not gain > 1e-4:
+        if not gain_ratio > MIN_GAIN_RATIO:
             vector_to_parameters(weights, parameters)
             break
-    small, known = values.abs() <= KERNEL * scale, values.abs() > 1e-12 * scale
-    share = float(along[small].norm()) / max(float(along.norm()), TINY)  # of the gradient in the kernel
-    newton_step = float((along[known] / values[known]).norm())
-    far = FAR * (1 + float(parameters_to_vector(parameters).detach().norm()))
-    found = size <= TOLERANCE and newton_step <= far
-    message = f"after {len(sizes) - 1} steps the squared length of the gradient is {size:.1e}"
-    if size <= TOLERANCE and not found:
+    is_in_kernel = values.abs() <= KERNEL_SHARE * scale
+    is_resolved = values.abs() > 1e-12 * scale
+    # The share of the gradient that lies in the kernel.
+    kernel_share = float(coefficients[is_in_kernel].norm()) / max(float(coefficients.norm()), MIN_DENOMINATOR)
+    newton_step = float((coefficients[is_resolved] / values[is_resolved]).norm())
+    max_newton_step = MAX_NEWTON_SHARE * (1 + float(parameters_to_vector(parameters).detach().norm()))
+    found = squared_norm <= GRADIENT_TOLERANCE and newton_step <= max_newton_step
+    message = f"after {len(squared_norms) - 1} steps the squared length of the gradient is {squared_norm:.1e}"
+    if squared_norm <= GRADIENT_TOLERANCE and not found:
         message += f", but on a plateau: a critical point, if there is one, is {newton_step:.1e} away"
-    elif share > FLAT and not found:
-        message += f", in a gradient-flat region: {share:.0%} of it lies in the kernel of the Hessian; start elsewhere"
-    elif len(sizes) > MOST_STEPS and not found:
+    elif kernel_share > MIN_FLAT_SHARE and not found:
+        message += (
+            f", in a gradient-flat region: {kernel_share:.0%} of it lies in the kernel of the Hessian; start elsewhere"
+        )
+    elif len(squared_norms) > MAX_STEPS and not found:
         message += ": search again from `model`, or start elsewhere"
     elif not found:
         message += ", and it gets no smaller: nearly flat, or the loss is not smooth here"
-    # A copy has weights of their own again, which are no views of one vector.
-    return CriticalPoint(model=copy.deepcopy(searched), objective=objective, found=found, message=message)
+    # The copy's weights are separate tensors again, not views of one vector.
+    return CriticalPoint(model=copy.deepcopy(moving_model), objective=objective, found=found, message=message)

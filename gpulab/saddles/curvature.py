@@ -22,7 +22,7 @@ from gpulab.models.base import Trainable
 from gpulab.passports import machine, passport
 from gpulab.report import Progress
 from gpulab.saddles.hessians import hessian
-from gpulab.saddles.spectrum import ZERO, spectral_density
+from gpulab.saddles.spectrum import ZERO_SHARE, spectral_density
 from gpulab.settings import Setting
 from gpulab.store import identities
 from gpulab.store.recorded import read_table, read_tables, recorded_folder, write_table
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # One thread gives the same bits on every CPU with the same instructions, and does not wait for a busy second core.
-INSTRUMENT = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
-EVALUATED = {True: 10, False: 200}  # frames of a sequence, or images, in the batch whose Hessian is looked at
-MEASURED = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
-SPECTRUM = ("nodes", "node_weights")  # arrays (probes, steps), which a file keeps as lists
+INSTRUMENT_SETTINGS = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
+BATCH_FRAMES = {True: 10, False: 200}  # frames of a sequence, or images, in the batch that the Hessian is of
+MEASUREMENTS = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
+SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps), which a file keeps as lists
 
 
 def curvature_along(
@@ -110,16 +110,15 @@ def curvature_along(
     trainings = list(itertools.product(settings, range(seeds) if isinstance(seeds, int) else seeds))
     if not trainings:
         raise UsageError(f"setting={setting!r}, seeds={seeds!r}: expected one or more of each")
-    looked = {"snapshots": snapshots, "probes": probes, "steps": steps}
-    for name, value in looked.items():
+    options = {"snapshots": snapshots, "probes": probes, "steps": steps}
+    for name, value in options.items():
         check_count(name, value)
     tables = []
     for text, seed in Progress(trainings, unit="training", leave=False, disable=not progress):
         with torch.random.fork_rng(devices=[]):
             planned = NetworkRun.plan(net, setting=text, seed=seed, profile=profile)
-        tables.append(
-            _along_training(planned, looked | {"evaluated": EVALUATED[planned.data.sequential]}, store, command)
-        )
+        measurement = options | {"evaluated": BATCH_FRAMES[planned.data.sequential]}
+        tables.append(_curvature_of_training(planned, measurement, store, command))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -142,61 +141,62 @@ def recorded_curvature() -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True).assign(recorded=True)
 
 
-def _along_training(
-    planned: NetworkRun, looked: dict[str, int], store: str | Path | None, command: str | None
+def _curvature_of_training(
+    planned: NetworkRun, measuring: dict[str, int], store: str | Path | None, command: str | None
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
     machine_passport = passport()
     planned.draw_weights()
     identity = planned.identity(machine_passport).record
-    identity = {**identity, "id": identities.run_id({**identity, "looked": looked})}
+    identity = {**identity, "id": identities.run_id({**identity, "looked": measuring})}
     file = None if store is None else Path(store) / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
         return _frame(*read_table(file))
-    table, run = _train(planned, looked)
-    record = {**identity, "looked": looked, "tolerance": ZERO, "status": run.status, "command": command}
+    table, run = _train_and_measure(planned, measuring)
+    record = {**identity, "looked": measuring, "tolerance": ZERO_SHARE, "status": run.status, "command": command}
     record |= {"passport": dict(machine_passport), "weights": run.record["summary"]["weights"]}
     if file is not None:
         write_table(file, table, record)
     return _frame(table, record)
 
 
-def _train(planned: NetworkRun, looked: dict[str, int]) -> tuple[pd.DataFrame, Run]:
+def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[pd.DataFrame, Run]:
     """Do a training, and measure at its moments; a row for each, as a file keeps it."""
     import pandas as pd
 
-    last = 1 + planned.frames // planned.window
-    moments = set(np.geomspace(last, 1, looked["snapshots"]).round() - 1)  # a single one is the end of the training
-    passed = itertools.count()
+    window_count = 1 + planned.frames // planned.window
+    # A single moment is the end of the training.
+    moments = set(np.geomspace(window_count, 1, measuring["snapshots"]).round() - 1)
+    watch_count = itertools.count()
     snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
 
     def watch(model: Trainable, step: int) -> None:
-        if next(passed) in moments:
+        if next(watch_count) in moments:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
             if all(tensor.isfinite().all() for tensor in copies.values()):
                 snapshots[step] = copies
 
     arguments = planned.experiment, planned.data, planned.setting, planned.seed, planned.profile
     run = train(*arguments, frames=planned.frames, watch=watch, progress=False)
-    rows = [{"step": step, **_measure(planned, snapshot, looked)} for step, snapshot in snapshots.items()]
+    rows = [{"step": step, **_measure(planned, snapshot, measuring)} for step, snapshot in snapshots.items()]
     if run.status == "diverged":
         rows.append({"step": run.record["diverged_at"], "size": 0})  # without numbers
-    return pd.DataFrame(rows, columns=["step", "size", *MEASURED, *SPECTRUM]), run
+    return pd.DataFrame(rows, columns=["step", "size", *MEASUREMENTS, *SPECTRUM_COLUMNS]), run
 
 
-def _measure(planned: NetworkRun, state: dict[str, Tensor], looked: dict[str, int]) -> dict[str, float | np.ndarray]:
+def _measure(planned: NetworkRun, state: dict[str, Tensor], measuring: dict[str, int]) -> dict[str, float | np.ndarray]:
     """What the instrument says of these weights."""
     device = planned.setting.device
-    with Setting.parse(INSTRUMENT.get(planned.setting.kind, "{}").format(device)).apply() as instrument:
+    with Setting.parse(INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}").format(device)).apply() as instrument:
         model = planned.model.to(device, torch.float32)
         torch.nn.Module.load_state_dict(model, state)
-        batch = Loader("window", instrument).window(next(planned.data.windows(looked["evaluated"], 0)).frames)
+        batch = Loader("window", instrument).window(next(planned.data.windows(measuring["evaluated"], 0)).frames)
         if model.sequential:
             batch = next(iter(model.batches(batch)))
         H = hessian(model, lambda: model.training_loss(batch, None)[0])
         with torch.no_grad():
             losses = model.training_loss(batch, None)[1]
-        spectrum = spectral_density(H, probes=looked["probes"], steps=looked["steps"], progress=False)
+        spectrum = spectral_density(H, probes=measuring["probes"], steps=measuring["steps"], progress=False)
     index, (smallest, largest) = spectrum.index(), spectrum.extremes
     return {
         "loss": float(losses.double().mean()),
@@ -214,7 +214,7 @@ def _measure(planned: NetworkRun, state: dict[str, Tensor], looked: dict[str, in
 def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:  # a record is JSON from a file
     """The rows of a training as a file keeps them, with what is common to them."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
-    spectra = {name: [np.resize(row, shape).astype(float) for row in table[name]] for name in SPECTRUM}
+    spectra = {name: [np.resize(row, shape).astype(float) for row in table[name]] for name in SPECTRUM_COLUMNS}
     names = ("experiment", "profile", "setting", "seed", "status", "weights", "id")
     return table.assign(
         **spectra,

@@ -10,8 +10,8 @@ from torch import Tensor
 from gpulab.errors import DataError, UsageError
 from gpulab.saddles.operators import Operator, check_products, check_square, check_symmetric, dense, random_signs
 
-WRITTEN_OUT = 20  # up to this size ARPACK would build the whole matrix, too
-RESTARTS = 300  # of some twenty products each
+MAX_DENSE_SIZE = 20  # up to this size ARPACK would build the whole matrix, too
+MAX_RESTARTS = 300  # of some twenty products each
 
 
 def extreme_eigenpairs(
@@ -55,13 +55,13 @@ def extreme_eigenpairs(
         tolerance = torch.finfo(H.dtype).eps ** (2 / 3)
     if not 0 < tolerance < 1:
         raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
-    if n <= WRITTEN_OUT:
+    if n <= MAX_DENSE_SIZE:
         values, vectors = torch.linalg.eigh(dense(H))
         return values[[0, -1]], vectors[:, [0, -1]].to(H.dtype).to(H.device)
     signs = random_signs(n, 2, H, 0)
     check_symmetric(H, signs, H @ signs)
 
-    def farthest_from(shift: float, known: np.ndarray) -> tuple[float, np.ndarray]:
+    def find_farthest_eigenpair(shift: float, deflated: np.ndarray) -> tuple[float, np.ndarray]:
         """The eigenpair whose eigenvalue is farthest from a number; the search begins orthogonal to a known vector."""
 
         def product(vector: np.ndarray) -> np.ndarray:
@@ -70,17 +70,17 @@ def extreme_eigenpairs(
             return products.cpu().double().numpy() - shift * vector.ravel()
 
         start = np.random.default_rng(0).standard_normal(n)
-        start -= known @ start * known
+        start -= deflated @ start * deflated
         if not product(start).any():  # every vector is an eigenvector
             return shift, start / np.linalg.norm(start)
         shifted = LinearOperator((n, n), product, dtype=np.float64)
         try:
-            values, vectors = eigsh(shifted, 1, which="LM", v0=start, tol=tolerance, maxiter=RESTARTS)
+            values, vectors = eigsh(shifted, 1, which="LM", v0=start, tol=tolerance, maxiter=MAX_RESTARTS)
         except ArpackNoConvergence as error:
             raise DataError(f"no eigenvector to a tolerance of {tolerance:.1g}: {error}; allow a larger one") from None
         return float(values[0]) + shift, vectors[:, 0]
 
-    first = farthest_from(0.0, np.zeros(n))
-    pairs = sorted([first, farthest_from(*first)], key=lambda pair: pair[0])
+    first_pair = find_farthest_eigenpair(0.0, np.zeros(n))
+    pairs = sorted([first_pair, find_farthest_eigenpair(*first_pair)], key=lambda pair: pair[0])
     values, vectors = zip(*pairs, strict=True)
     return torch.tensor(values, dtype=torch.float64), torch.from_numpy(np.stack(vectors, 1)).to(H.dtype).to(H.device)

@@ -30,7 +30,14 @@ from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import machine, passport
 from gpulab.report import Progress, Report
 from gpulab.saddles.critical import CriticalPoint
-from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
+from gpulab.saddles.optimizers import (
+    SETTLING_STEPS,
+    EscapeLaw,
+    OptimizerFactory,
+    build_optimizer,
+    optimizer_name,
+    step_ratio,
+)
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
 from gpulab.steps import trainable_parameters
@@ -39,17 +46,17 @@ from gpulab.store.recorded import read_tables, recorded_folder
 if TYPE_CHECKING:
     import pandas as pd
 
-Pair = tuple[Tensor, Tensor]
+InputsTargets = tuple[Tensor, Tensor]
 
 RADIUS = 0.1  # the distance along the ways down at which a network has left
-UNMOVED = 10  # steps without any change after which gradient descent is held for good; with a memory, SETTLED
-PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
-LONGEST = 100_000
-GROWTH = 0.05  # η λ where no learning rate is given, unless that is too large for the steepest upward direction
-ADAPTIVE = 1e-3  # the learning rate where none is given and no law makes one: Adam's usual one
-FORGOTTEN = 1e-4  # batches whose push has become this small beside the first one's are not looked at
+HELD_STEPS = 10  # steps without change after which gradient descent stays for good; others need SETTLING_STEPS
+EXPECTED_STEPS_FACTOR = 3  # times the expected steps that are made where `steps` does not say how many
+MAX_STEPS = 100_000
+DEFAULT_GROWTH = 0.05  # η λ where no learning rate is given, unless that is too large for the steepest upward direction
+DEFAULT_ADAPTIVE_RATE = 1e-3  # the learning rate of Adam and the like where none is given: torch's default for Adam
+MIN_BATCH_WEIGHT = 1e-4  # batches with a smaller weight, relative to the first one's, are left out
 # What tells the escapes of a table apart.
-KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation", "batch_size", "seed")
+KEY_COLUMNS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation", "batch_size", "seed")
 
 
 # --- a training from a saddle ----------------------------------------------------------------------------
@@ -63,50 +70,51 @@ class Weights:
         self.net = copy.deepcopy(model).to(setting.device, setting.dtype)
         self.parameters = trainable_parameters(self.net)
         self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
-        self.moved = self.parameters
+        self.trainable = self.parameters
         if masters:
-            self.moved = [nn.Parameter(p.detach().to(self.float64_device, torch.float64)) for p in self.parameters]
+            self.trainable = [nn.Parameter(p.detach().to(self.float64_device, torch.float64)) for p in self.parameters]
 
     def flat(self, tensors: Iterable[Tensor] | None = None) -> Float[Tensor, " n"]:
         """One vector of tensors, in float64; of the weights that are moved where none are given."""
-        tensors = self.moved if tensors is None else tensors
+        tensors = self.trainable if tensors is None else tensors
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.float64_device).double()
 
     @torch.no_grad()
-    def move_to(self, vector: Float[Tensor, " n"]) -> None:
+    def set_weights(self, vector: Float[Tensor, " n"]) -> None:
         """Put the network at these weights."""
         # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
-        for weight, piece in zip(self.moved, vector.split([w.numel() for w in self.moved]), strict=True):
+        for weight, piece in zip(self.trainable, vector.split([w.numel() for w in self.trainable]), strict=True):
             weight.copy_(piece.view_as(weight))
         self._round_masters()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> float:
         """Let the optimiser make a step; the share of the weights that it changed."""
-        before = [weight.clone() for weight in self.moved]
-        for weight, gradient in zip(self.moved, gradients, strict=True):
+        previous_weights = [weight.clone() for weight in self.trainable]
+        for weight, gradient in zip(self.trainable, gradients, strict=True):
             weight.grad = gradient.to(weight)
         optimizer.step()
         self._round_masters()
-        changed = [(weight != old).sum() for weight, old in zip(self.moved, before, strict=True)]
-        return int(torch.stack(changed).sum()) / sum(weight.numel() for weight in self.moved)
+        changed = [(weight != old).sum() for weight, old in zip(self.trainable, previous_weights, strict=True)]
+        return int(torch.stack(changed).sum()) / sum(weight.numel() for weight in self.trainable)
 
     def _round_masters(self) -> None:
-        if self.moved is not self.parameters:
-            for parameter, weight in zip(self.parameters, self.moved, strict=True):
+        if self.trainable is not self.parameters:
+            for parameter, weight in zip(self.parameters, self.trainable, strict=True):
                 parameter.copy_(weight)
 
 
 def choose_optimizer(
-    saddle: CriticalPoint, weights: Weights, optimizer: str | Factory, rate: float | None
+    saddle: CriticalPoint, weights: Weights, optimizer: str | OptimizerFactory, rate: float | None
 ) -> Optimizer:
-    """One with the learning rate given, or with that at which the steepest way down grows by `GROWTH`."""
+    """One with the learning rate given, or with that at which the steepest way down grows by `DEFAULT_GROWTH`."""
     if rate is not None and not 0 < rate < math.inf:
         raise UsageError(f"a learning rate of {rate!r}: expected a number above 0")
-    built = build(optimizer, weights.moved, 1.0 if rate is None else rate)
+    built = build_optimizer(optimizer, weights.trainable, 1.0 if rate is None else rate)
     if rate is None:
-        plain = name_of(optimizer, built).startswith(("sgd", "momentum"))
-        rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1])) if plain else ADAPTIVE
+        rate = DEFAULT_ADAPTIVE_RATE
+        if optimizer_name(optimizer, built).startswith(("sgd", "momentum")):
+            rate = min(DEFAULT_GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
         for group in built.param_groups:
             group["lr"] = rate
     return built
@@ -118,23 +126,31 @@ class Descent:
     def __init__(
         self, saddle: CriticalPoint, weights: Weights, optimizer: Optimizer, size: int | None = None, seed: int = 0
     ) -> None:
-        self.objective, self.weights, self.batch_size, self.seed = saddle.objective, weights, size, seed
-        self.optimizer, self.law = optimizer, Law.of(optimizer)
+        self.objective = saddle.objective
+        self.weights = weights
+        self.batch_size = size
+        self.seed = seed
+        self.optimizer = optimizer
+        self.law = EscapeLaw.of_optimizer(optimizer)
         self.rate = float(optimizer.param_groups[0]["lr"])
-        device, dtype = weights.setting.device, weights.setting.dtype
+        device = weights.setting.device
+        dtype = weights.setting.dtype
         (pair,) = saddle.objective.batches
         inputs, targets = (tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in pair)
         self.data = inputs, targets
         self.saddle = weights.flat(trainable_parameters(saddle.model))
-        self.values, self.directions = (tensor.to(weights.float64_device) for tensor in saddle.unstable)
-        self.moved: list[float] = []  # of each step, the share of the weights that it changed
+        eigenvalues, eigenvectors = saddle.unstable
+        self.unstable_values = eigenvalues.to(weights.float64_device)
+        self.unstable_directions = eigenvectors.to(weights.float64_device)
+        self.changed_shares: list[float] = []  # of each step, the share of the weights that it changed
 
-    def batches(self) -> Iterator[Pair]:
+    def batches(self) -> Iterator[InputsTargets]:
         """Inputs and targets in an order drawn from the seed, over and over; each pass has its own."""
         inputs, targets = self.data
-        count, size = len(inputs), self.batch_size
-        for number in itertools.count():
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        count = len(inputs)
+        size = self.batch_size
+        for epoch in itertools.count():
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(count, generator=generator).to(inputs.device)
             if size is None:
                 yield from itertools.repeat((inputs[order], targets[order]))
@@ -142,50 +158,51 @@ class Descent:
                 for chosen in order[: count - count % size].split(size):
                     yield inputs[chosen], targets[chosen]
 
-    def gradient(self, batch: Pair) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def gradient(self, batch: InputsTargets) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss of a batch and its gradients."""
         loss = dataclasses.replace(self.objective, batches=(batch,))(self.weights.net)
         return loss.detach(), torch.autograd.grad(loss, self.weights.parameters)
 
-    def walk(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
+    def iterate(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
         """Make steps without end; before each, the loss and the displacement from the saddle."""
         for batch in self.batches():
             loss, gradients = self.gradient(batch)
             yield loss, self.weights.flat() - self.saddle
-            self.moved.append(self.weights.step(self.optimizer, gradients))
+            self.changed_shares.append(self.weights.step(self.optimizer, gradients))
 
-    def unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
-        """The parts of a vector along the directions that lead down."""
-        return (self.directions * vector[:, None]).sum(0)
+    def project_unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
+        """The components of a vector along the descent directions."""
+        return (self.unstable_directions * vector[:, None]).sum(0)
 
-    def noise(self) -> Float[Tensor, " m"]:
-        """The displacement along each unstable direction that stands for the errors made at the saddle.
+    def equivalent_displacement(self) -> Float[Tensor, " m"]:
+        """The displacement along each unstable direction with the same effect as the errors made at the saddle.
 
         A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones count most.
         """
-        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.longest)):
-            return torch.full_like(self.values, math.nan).cpu()
-        self.weights.move_to(self.saddle)
-        pushes = torch.zeros_like(self.values)
-        stored = self.unstable(self.weights.flat() - self.saddle)
+        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.max_step)):
+            return torch.full_like(self.unstable_values, math.nan).cpu()
+        self.weights.set_weights(self.saddle)
+        displacement = torch.zeros_like(self.unstable_values)
+        rounding = self.project_unstable(self.weights.flat() - self.saddle)
         for number, batch in enumerate(self.batches()):
             # The gradient at weights that were rounded has −λ times their displacement in it.
-            error = self.unstable(self.weights.flat(self.gradient(batch)[1])) - self.values * stored
+            error = self.project_unstable(self.weights.flat(self.gradient(batch)[1])) - self.unstable_values * rounding
             if self.batch_size is None:
-                return (stored + error / self.values).cpu()
+                return (rounding + error / self.unstable_values).cpu()
             assert self.law is not None
-            weight = self.law.impulse(-self.values) * self.law.growth(-self.values) ** -(number + 1)
-            pushes -= self.rate * error * weight
-            if float(weight.max()) < FORGOTTEN:
+            curvatures = -self.unstable_values
+            weight = self.law.accumulated_push(curvatures) * self.law.growth(curvatures) ** -(number + 1)
+            displacement -= self.rate * error * weight
+            if float(weight.max()) < MIN_BATCH_WEIGHT:
                 break
-        return (stored + pushes).cpu()
+        return (rounding + displacement).cpu()
 
 
 # --- when it has left -------------------------------------------------------------------------------------
 
 
 def escape(
-    descent: Descent, optimizer: str | Factory, perturbation: float, steps: int | None
+    descent: Descent, optimizer: str | OptimizerFactory, perturbation: float, steps: int | None
 ) -> tuple[dict[str, str | float], pd.DataFrame]:
     """Let a training go until it has left its saddle: a row of an `EscapeTable`, and a row for each step.
 
@@ -194,26 +211,34 @@ def escape(
     """
     import pandas as pd
 
-    name, law = name_of(optimizer, descent.optimizer), descent.law
-    patience, extra_steps, rough = (UNMOVED, 100, 0) if name == "sgd" else (SETTLED, 2 * SETTLED, SETTLED)
-    noise = descent.noise()
-    begin = descent.saddle + perturbation * descent.directions[:, 0]
-    start = noise + descent.unstable(begin - descent.saddle).cpu()
-    curvatures = -descent.values.cpu()
-    expected, expected_rate = math.nan, math.nan
+    name = optimizer_name(optimizer, descent.optimizer)
+    law = descent.law
+    patience, extra_steps, tolerated_steps = SETTLING_STEPS, 2 * SETTLING_STEPS, SETTLING_STEPS
+    if name == "sgd":
+        patience, extra_steps, tolerated_steps = HELD_STEPS, 100, 0
+    noise = descent.equivalent_displacement()
+    steepest = descent.unstable_directions[:, 0]
+    initial_weights = descent.saddle + perturbation * steepest
+    start = noise + descent.project_unstable(initial_weights - descent.saddle).cpu()
+    curvatures = -descent.unstable_values.cpu()
+    expected_steps = math.nan
+    expected_rate = math.nan
     if law is not None:
-        expected = law.expected(start.abs(), curvatures, descent.directions[:, 0].cpu(), RADIUS)
-        expected_rate = math.nan if math.isfinite(law.longest) else math.log1p(float(law.gain(curvatures[:1])))
+        expected_steps = law.expected_steps(start.abs(), curvatures, steepest.cpu(), RADIUS)
+        if not math.isfinite(law.max_step):
+            expected_rate = math.log1p(float(law.growth_minus_one(curvatures[:1])))
     if steps is None:
-        steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + extra_steps, LONGEST))
-    descent.weights.move_to(begin)
+        steps = MAX_STEPS
+        if not math.isnan(expected_steps):
+            steps = math.ceil(min(EXPECTED_STEPS_FACTOR * expected_steps + extra_steps, MAX_STEPS))
+    descent.weights.set_weights(initial_weights)
     _, gradients = descent.gradient(next(descent.batches()))
-    ratio = step_ratio(optimizer, descent.rate, descent.weights.moved, gradients)
+    ratio = step_ratio(optimizer, descent.rate, descent.weights.trainable, gradients)
     rows: list[list[float]] = []
-    for loss, displacement in descent.walk():
-        if descent.batch_size is None and descent.moved[-patience:] == [0.0] * patience:
+    for loss, displacement in descent.iterate():
+        if descent.batch_size is None and descent.changed_shares[-patience:] == [0.0] * patience:
             break
-        unstable = descent.unstable(displacement)
+        unstable = descent.project_unstable(displacement)
         row = [displacement.norm(), unstable.norm(), unstable[0].abs(), loss.double().to(displacement.device)]
         rows.append(torch.stack(row).tolist())
         if not all(map(math.isfinite, rows[-1])):
@@ -221,8 +246,8 @@ def escape(
         if rows[-1][1] > RADIUS or len(rows) > steps:
             break
     history = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
-    left = rows[-1][1] > RADIUS
-    still = len(rows) >= patience and history.distance.tail(patience).nunique() == 1
+    has_left = rows[-1][1] > RADIUS
+    is_still = len(rows) >= patience and history.distance.tail(patience).nunique() == 1
     return {
         "optimizer": name,
         "learning_rate": descent.rate,
@@ -230,12 +255,12 @@ def escape(
         "curvature": -float(curvatures[0]),
         "noise": float(noise.norm()),
         "start": float(start.norm()),
-        "expected": expected,
+        "expected": expected_steps,
         "expected_rate": expected_rate,
-        "steps": len(rows) - 1 if left else math.nan,
-        "left": left,
-        "held": not left and (still or len(rows) > 2 * expected + rough),
-        "moved": descent.moved[0] if descent.moved else math.nan,
+        "steps": len(rows) - 1 if has_left else math.nan,
+        "left": has_left,
+        "held": not has_left and (is_still or len(rows) > 2 * expected_steps + tolerated_steps),
+        "moved": descent.changed_shares[0] if descent.changed_shares else math.nan,
         "step_ratio": ratio,
     }, history
 
@@ -310,8 +335,8 @@ class EscapeTable(Report):
         if law.nunique() < 3:
             raise DataError(f"{law.nunique()} different escapes: a slope needs 3")
         fit = stats.linregress(law, escaped.steps)
-        reach = stats.t.ppf(0.975, len(escaped) - 2) * fit.stderr
-        return float(fit.slope), float(fit.slope - reach), float(fit.slope + reach)
+        half_width = stats.t.ppf(0.975, len(escaped) - 2) * fit.stderr
+        return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
 
     def __str__(self) -> str:
         left_count, held_count = int(self.table.left.sum()), int(self.table.held.sum())
@@ -322,7 +347,7 @@ def escape_table(
     saddle: CriticalPoint,
     settings: Sequence[str | Setting] = ("cpu:precision=float64", "cpu"),
     *,
-    optimizers: Sequence[str | Factory] | Mapping[str | Factory, Sequence[float | None]] = ("sgd",),
+    optimizers: Sequence[str | OptimizerFactory] | Mapping[str | OptimizerFactory, Sequence[float | None]] = ("sgd",),
     perturbations: Sequence[float] = (0.0,),
     batch_sizes: Sequence[int | None] = (None,),
     seeds: int | Sequence[int] = 1,
@@ -385,16 +410,17 @@ def escape_table(
 
     check_start(saddle, perturbations, batch_sizes, steps)
     machine_passport = passport()
-    every_seed = range(seeds) if isinstance(seeds, int) else seeds
+    seed_values = range(seeds) if isinstance(seeds, int) else seeds
     rates = optimizers if isinstance(optimizers, Mapping) else dict.fromkeys(optimizers, (None,))
-    chosen = [(optimizer, rate) for optimizer, every_rate in rates.items() for rate in every_rate]
+    chosen = [(optimizer, rate) for optimizer, optimizer_rates in rates.items() for rate in optimizer_rates]
     mixed = saddle.mixed if isinstance(saddle, LinearAutoencoderSaddle) else lambda _: saddle
-    starts = [(seed, mixed(seed)) for seed in every_seed]
+    starts = [(seed, mixed(seed)) for seed in seed_values]
     parsed = [Setting.parse(setting) for setting in settings]
     combinations = list(itertools.product(starts, parsed, chosen, perturbations, batch_sizes))
     if not combinations:
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
-    rows, paths = [], []
+    rows = []
+    paths = []
     with Progress(combinations, unit="escape", leave=False, disable=not progress) as bar:
         for (seed, start), setting, (optimizer, rate), perturbation, size in bar:
             bar.set_postfix_str(str(setting))
@@ -405,7 +431,7 @@ def escape_table(
             row = {"setting": str(setting), "master_weights": master_weights, "batch_size": size or 0, "seed": seed}
             row |= {"emulated": setting.emulated, "machine": machine(machine_passport, setting.kind), **result}
             rows.append(row)
-            paths.append(history.assign(**{key: row[key] for key in KEYS}))
+            paths.append(history.assign(**{key: row[key] for key in KEY_COLUMNS}))
     table = pd.DataFrame(rows).assign(radius=RADIUS, recorded=False)
     return EscapeTable(table, pd.concat(paths, ignore_index=True))
 
@@ -419,8 +445,8 @@ def check_start(
         raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
     if not saddle.found:
         raise UsageError(f"this is no critical point: {saddle.message}")
-    batch, *more = saddle.objective.batches
-    if more or not isinstance(batch, list | tuple) or not all(isinstance(item, Tensor) for item in batch):
+    batch, *further_batches = saddle.objective.batches
+    if further_batches or not isinstance(batch, list | tuple) or not all(isinstance(item, Tensor) for item in batch):
         raise UsageError("the data of this saddle are no pair of tensors, inputs and targets")
     for perturbation in perturbations:
         if not 0 <= perturbation < math.inf:

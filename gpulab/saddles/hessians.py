@@ -51,7 +51,7 @@ SECOND_DERIVATIVES = {  # how to have them, by a word of torch's error
     "inplace": "use the operation that is not in place",
     "": "write it with operations that torch can differentiate twice",
 }
-MOST_AT_ONCE = 10
+MAX_BATCHED_VECTORS = 10
 
 
 class Hessian:
@@ -93,12 +93,14 @@ class Hessian:
         self,
         objective: Callable[[], Tensor],
         parameters: dict[str, Tensor],
-        inside: Callable[[], AbstractContextManager[None]],
+        bound_weights: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.parameters, self.inside = parameters, inside
+        self.parameters = parameters
+        self.bound_weights = bound_weights
         self._product: Product
-        first = next(iter(parameters.values()))
-        self.dtype, self.device = first.dtype, first.device
+        first_parameter = next(iter(parameters.values()))
+        self.dtype = first_parameter.dtype
+        self.device = first_parameter.device
         size = sum(tensor.numel() for tensor in parameters.values())
         self.shape = (size, size)
         try:
@@ -108,16 +110,19 @@ class Hessian:
 
     def _differentiate(self, objective: Callable[[], Tensor], method: str) -> None:
         """Work out how products are made, and see from two that the matrix is symmetric."""
-        linearize: Linearize = hessian_product if method == FORWARD else _keep_graph
-        with self.inside():  # what is checkpointed is computed again in the backward pass
+        linearize: Linearize = hessian_product if method == FORWARD else _linearize_by_graph
+        with self.bound_weights():  # what is checkpointed is computed again in the backward pass
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
-        self.method, self.loss = method, float(loss)
+        self.method = method
+        self.loss = float(loss)
         self.gradient: Float[Tensor, " n"] = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        room = 3 * 2**30 if self.device.type == "cuda" else 2**28  # bytes for the vectors that go through together
-        self.at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
-        drawn = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
+        max_tangent_bytes = 3 * 2**30 if self.device.type == "cuda" else 2**28
+        bytes_of_vector = max(1, getattr(self._product, "bytes", max_tangent_bytes))
+        self.at_once = max(1, min(MAX_BATCHED_VECTORS, max_tangent_bytes // bytes_of_vector))
+        random_rows = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
+        vectors = random_rows.T.to(self.device, self.dtype)
         try:
-            check_symmetric(self, vectors := drawn.T.to(self.device, self.dtype), self @ vectors)
+            check_symmetric(self, vectors, self @ vectors)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -137,19 +142,19 @@ class Hessian:
                 "v.to(H.device, H.dtype)"
             )
         if vectors.ndim == 1:
-            return self._rows(vectors[None])[0]
+            return self._multiply_rows(vectors[None])[0]
         products = torch.empty_like(vectors)
         for first in range(0, vectors.shape[1], self.at_once):
             columns = slice(first, first + self.at_once)
-            products[:, columns] = self._rows(vectors[:, columns].T).T
+            products[:, columns] = self._multiply_rows(vectors[:, columns].T).T
         return products
 
     @torch.no_grad()
-    def _rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+    def _multiply_rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         shapes = [tensor.shape for tensor in self.parameters.values()]
         blocks = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
         tangents = [block.reshape(len(vectors), *shape) for block, shape in zip(blocks, shapes, strict=True)]
-        with self.inside() if self.method == REVERSE else contextlib.nullcontext():
+        with self.bound_weights() if self.method == REVERSE else contextlib.nullcontext():
             products = self._product(*tangents)
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
 
@@ -220,15 +225,15 @@ def hessian(
             reason = f"{name or 'the model'} shortens its own weights when it is used (max_norm={module.max_norm})"
             cure = "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
             raise UsageError(f"{reason}: {cure}")
-        drops = isinstance(module, DropoutModule) and module.p > 0
-        drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
-        if module.training and (drops or isinstance(module, BatchNormModule)):
+        has_dropout = isinstance(module, DropoutModule) and module.p > 0
+        has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+        if module.training and (has_dropout or isinstance(module, BatchNormModule)):
             # The loss would be another function each time.
             raise UsageError(f"{name or 'the model'} ({type(module).__name__}) is in training mode: call model.eval()")
     selected = _select(model, parameters)
-    own = dict([*model.named_parameters(), *model.named_buffers()])
-    # Copies: the model may go on training while the operator lives.
-    copies = {name: tensor.detach().clone() for name, tensor in own.items()}
+    model_tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    # The operator has copies, because the model may go on training.
+    copies = {name: tensor.detach().clone() for name, tensor in model_tensors.items()}
     points = {name: copies[name].requires_grad_() for name in selected}
     for name, tensor in points.items():
         if not tensor.isfinite().all():
@@ -238,15 +243,17 @@ def hessian(
         value = objective_of(model)
         leaves: set[int] = set()
         for node in graph_nodes(value):
-            if (leaf := leaf_of(node)) is not None:
+            leaf = leaf_of(node)
+            if leaf is not None:
                 leaves.add(id(leaf))
-            if is_once_differentiable(node):  # whose gradients autograd would take for constants
+            if is_once_differentiable(node):  # autograd would take its gradients for constants
                 line = _line_of_node(lambda: objective_of(model), type(node).__name__)
                 raise UsageError(
                     f"{type(node).__name__} has no second derivatives: it is marked once_differentiable; if torch "
                     f"can differentiate all that its backward does, remove the mark{line}"
                 )
-        if captured := [name for name, tensor in selected.items() if id(tensor) in leaves]:
+        captured = [name for name, tensor in selected.items() if id(tensor) in leaves]
+        if captured:
             raise UsageError(
                 f"the loss holds {captured[0]} itself: ask the model for it each time (model.{captured[0]})"
             )
@@ -256,30 +263,34 @@ def hessian(
             raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
         return value
 
-    H = Hessian(objective, points, functools.partial(_holding_copies, model, copies))
-    with H.inside():
-        again = float(objective().detach())
-    if changed := [n for n, t in own.items() if t.layout == torch.strided and ((t != copies[n]) & (t == t)).any()]:
-        raise UsageError(f"{changed[0]} changes each time that the loss is computed: call model.eval()")
-    if abs(again - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
-        message = f"the loss is {H.loss:.6g} at first and {again:.6g} then: it draws random numbers; "
+    H = Hessian(objective, points, functools.partial(_bind_copies, model, copies))
+    with H.bound_weights():
+        second_loss = float(objective().detach())
+    for name, tensor in model_tensors.items():
+        if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
+            raise UsageError(f"{name} changes each time that the loss is computed: call model.eval()")
+    if abs(second_loss - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
+        message = f"the loss is {H.loss:.6g} at first and {second_loss:.6g} then: it draws random numbers; "
         raise UsageError(message + "call model.eval(), or draw them beforehand")
     return H
 
 
 def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Tensor]:
     """The parameters of these names, or of the modules of these names."""
-    every: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    selected = every
+    trainable: dict[str, Tensor]
+    trainable = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    selected = trainable
     if names is not None:
         selected_ids: set[int] = set()
         aliases = list(model.named_parameters(remove_duplicate=False))  # a tied one has several names
         for prefix in [names] if isinstance(names, str) else names:
             matching = {id(t) for name, t in aliases if t.requires_grad and f"{name}.".startswith(f"{prefix}.")}
             if not matching:
-                raise UsageError(f"parameters={prefix!r}: expected one of {', '.join(every)}, or a module of theirs")
+                raise UsageError(
+                    f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module of theirs"
+                )
             selected_ids |= matching
-        selected = {name: tensor for name, tensor in every.items() if id(tensor) in selected_ids}
+        selected = {name: tensor for name, tensor in trainable.items() if id(tensor) in selected_ids}
     if not selected:
         name = type(model).__name__
         raise UsageError(f"{name} has no parameters that require gradients: call requires_grad_() on those meant")
@@ -290,12 +301,12 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 
 
 @contextlib.contextmanager
-def _holding_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
+def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
     """The model holds copies of its tensors, and chooses kernels that can be differentiated twice."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(_Unfused())
+        stack.enter_context(_UnfusedWeightNorm())
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -304,7 +315,7 @@ def _holding_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[Non
         yield
 
 
-class _Unfused(TorchFunctionMode):
+class _UnfusedWeightNorm(TorchFunctionMode):
     """Has a weight's norm computed by operations whose second derivatives are right: torch's of the kernel are not."""
 
     def __torch_function__(
@@ -320,7 +331,7 @@ class _Unfused(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[Tensor, list[Tensor], Product]:
+def _linearize_by_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[Tensor, list[Tensor], Product]:
     """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph of the gradients."""
     try:
         with torch.enable_grad():
@@ -333,7 +344,8 @@ def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[
         def product(*tangents: Tensor) -> list[Tensor]:
             if not varying:
                 return [torch.zeros_like(tangent) for tangent in tangents]
-            outputs, rows = [gradients[index] for index in varying], []
+            outputs = [gradients[index] for index in varying]
+            rows = []
             for row in range(len(tangents[0])):
                 vectors = [tangents[index][row] for index in varying]
                 rows.append(torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True))

@@ -103,11 +103,12 @@ class Landscape:
         import pandas as pd
 
         check_count("places", places)
-        reach = self.extent if extent is None else extent
-        if not 0 < reach < math.inf:
+        radius = self.extent if extent is None else extent
+        if not 0 < radius < math.inf:
             raise UsageError(f"extent={extent!r}: expected a distance above 0")
         direction = math.cos(math.radians(angle)) * self.down + math.sin(math.radians(angle)) * self.up
-        slope, distance = float(self.gradient @ direction), np.linspace(-reach, reach, places)
+        slope = float(self.gradient @ direction)
+        distance = np.linspace(-radius, radius, places)
         losses = [self._loss_at(direction * step) for step in distance]
         quadratic = self.loss + slope * distance + self.curvature(angle) * distance**2 / 2
         return pd.DataFrame({"distance": distance, "loss": losses, "quadratic": quadratic})
@@ -115,7 +116,10 @@ class Landscape:
     @torch.no_grad()
     def _loss_at(self, displacement: Float[Tensor, " n"]) -> float:
         pieces = displacement.split([tensor.numel() for tensor in self.parameters.values()])
-        weights = {n: t + piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
+        weights = {
+            name: tensor + piece.view_as(tensor)
+            for piece, (name, tensor) in zip(pieces, self.parameters.items(), strict=True)
+        }
         with reparametrized(self.model, weights, tie_weights=True):
             return float(self.objective(self.model))
 
@@ -157,8 +161,16 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
     objective = Objective.of(loss, batch)
     H = hessian(model, lambda: objective(model))
     (least, greatest), vectors = extreme_eigenpairs(H, tolerance=EIGENPAIR_TOLERANCE)
-    directions, curvatures = (vectors[:, 0], vectors[:, 1]), (float(least), float(greatest))
-    return Landscape(model, objective, H.parameters, H.loss, H.gradient, *directions, curvatures)
+    return Landscape(
+        model=model,
+        objective=objective,
+        parameters=H.parameters,
+        loss=H.loss,
+        gradient=H.gradient,
+        down=vectors[:, 0],
+        up=vectors[:, 1],
+        curvatures=(float(least), float(greatest)),
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

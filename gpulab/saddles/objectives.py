@@ -17,7 +17,7 @@ from gpulab.steps import loss_of
 
 Loss = Callable[..., Tensor]
 Batch: TypeAlias = Nested  # as the user has it: a tensor, a pair, a mapping, or a DataLoader of these
-LACKS = (  # of a loss that does not take so many arguments
+MISMATCHES = (  # of a loss that does not take so many arguments
     "takes arguments, and there is no batch: give (inputs, targets)",
     "needs targets, and the batch is a tensor: the batch is (inputs, targets), or fits the loss",
     "does not take outputs and targets: the batch is (inputs, targets), or fits the loss",
@@ -44,24 +44,26 @@ class Objective:
         if isinstance(batch, DataLoader):
             with torch.random.fork_rng(devices=[]):
                 batches = tuple(batch)  # drawn once: the loss is the same each time
-        batches = tuple(dict(one) if isinstance(one, Mapping) else one for one in batches)  # such as a tokenizer's
-        with_tensors = [any(isinstance(leaf, Tensor) for leaf in tree_leaves(one)) for one in batches]
+        batches = tuple(dict(item) if isinstance(item, Mapping) else item for item in batches)  # such as a tokenizer's
+        with_tensors = [any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) for item in batches]
         if batch is not None and not (batches and all(with_tensors)):
             raise UsageError(f"batch is a {type(batch).__name__} without tensors: expected (inputs, targets)")
-        count = 0 if batch is None else 1 if isinstance(batches[0], Tensor) else 2
-        if not _takes(loss, count):
-            raise UsageError(f"loss={getattr(loss, '__name__', type(loss).__name__)} {LACKS[count]}")
+        count = 0
+        if batch is not None:
+            count = 1 if isinstance(batches[0], Tensor) else 2
+        if not _accepts_arguments(loss, count):
+            raise UsageError(f"loss={getattr(loss, '__name__', type(loss).__name__)} {MISMATCHES[count]}")
         return cls(loss, batches)
 
     def __call__(self, model: nn.Module) -> Tensor:
         """Compute the loss, a scalar; of several batches the mean over all their examples."""
         if len(self.batches) < 2:
-            return self._of_batch(model, *self.batches)
-        sizes = [_examples(batch) for batch in self.batches]
-        losses = [size * self._of_batch(model, batch) for size, batch in zip(sizes, self.batches, strict=True)]
+            return self._batch_loss(model, *self.batches)
+        sizes = [_count_examples(batch) for batch in self.batches]
+        losses = [size * self._batch_loss(model, batch) for size, batch in zip(sizes, self.batches, strict=True)]
         return torch.stack(losses).sum() / sum(sizes)
 
-    def _of_batch(self, model: nn.Module, batch: Batch = None) -> Tensor:
+    def _batch_loss(self, model: nn.Module, batch: Batch = None) -> Tensor:
         if batch is None:
             value = self.loss()
         else:
@@ -76,7 +78,7 @@ class Objective:
         return replace(self, batches=batches)
 
 
-def _takes(loss: Loss, count: int) -> bool:
+def _accepts_arguments(loss: Loss, count: int) -> bool:
     """Whether a function takes so many arguments; yes where it does not say."""
     try:
         inspect.signature(getattr(loss, "forward", loss)).bind(*range(count))
@@ -87,7 +89,7 @@ def _takes(loss: Loss, count: int) -> bool:
     return True
 
 
-def _examples(batch: Batch) -> int:
+def _count_examples(batch: Batch) -> int:
     """How many examples a batch has: the first size of its tensors."""
     sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if len(sizes) != 1:

@@ -62,27 +62,30 @@ def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[
     """
     check_products(products)
     dtype = torch.float32 if products.device.type == "mps" else torch.float64
-    scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)  # whose square may be nothing
-    u, Av = vectors.to(dtype), products.to(dtype) / scale
+    # Scaled, because the squares of small products may be zero.
+    scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)
+    u = vectors.to(dtype)
+    Av = products.to(dtype) / scale
     pairs = u.T @ Av
     asymmetry = float((pairs - pairs.T).abs().max())
 
-    def typical(columns: Tensor) -> float:
+    def typical_product(columns: Tensor) -> float:
         """What the product of a vector with such a column is, where it points anywhere: their lengths over √n."""
         return float(u.norm(dim=0).max()) / len(u) ** 0.5 * float(columns.norm(dim=0).max())
 
-    if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical(Av):
+    if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical_product(Av):
         return
-    rounding = typical(3 * (A @ (vectors / 3)).to(dtype) / scale - Av)
+    rounding = typical_product(3 * (A @ (vectors / 3)).to(dtype) / scale - Av)
     if asymmetry > 100 * rounding:
-        difference, size = asymmetry * float(scale), typical(Av) * float(scale)
+        difference = asymmetry * float(scale)
+        size = typical_product(Av) * float(scale)
         raise DataError(f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, of {size:.3g}")
 
 
 def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]:
     """Vectors of +1 and −1 (Rademacher), drawn on the CPU: the same ones on every device."""
-    drawn = torch.randint(0, 2, (k, n), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
-    return (2 * drawn - 1).T.to(A.device).to(A.dtype).contiguous()
+    bits = torch.randint(0, 2, (k, n), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+    return (2 * bits - 1).T.to(A.device).to(A.dtype).contiguous()
 
 
 def dense(A: Operator) -> Float[Tensor, "n n"]:

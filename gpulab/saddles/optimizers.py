@@ -29,80 +29,87 @@ from torch.nn.utils import parameters_to_vector
 
 from gpulab.errors import UsageError
 
-Factory = Callable[..., optim.Optimizer]
+OptimizerFactory = Callable[..., optim.Optimizer]
 
-SETTLED = 500  # steps after which an optimiser has forgotten how it began: 0.99 to this power is below 1 %
+SETTLING_STEPS = 500  # steps after which an optimiser has forgotten how it began: 0.99 to this power is below 1 %
 # One implementation on all devices: `foreach` would be another on a GPU.
-OPTIMIZERS: dict[str, Factory] = {
+OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": functools.partial(optim.SGD, foreach=False),
     "momentum": functools.partial(optim.SGD, momentum=0.9, foreach=False),
     "rmsprop": functools.partial(optim.RMSprop, foreach=False),
     "adam": functools.partial(optim.Adam, foreach=False),
 }
-HOW = {"lr", "foreach", "fused", "capturable", "differentiable"}  # options that change no formula
-LAWLESS = ("weight_decay", "dampening", "nesterov", "centered", "amsgrad", "maximize")  # options that change the law
+IMPLEMENTATION_OPTIONS = {"lr", "foreach", "fused", "capturable", "differentiable"}  # options that change no formula
+# Options that change the law.
+UNMODELLED_OPTIONS = ("weight_decay", "dampening", "nesterov", "centered", "amsgrad", "maximize")
 
 
-def build(optimizer: str | Factory, weights: Sequence[Tensor], rate: float) -> optim.Optimizer:
+def build_optimizer(optimizer: str | OptimizerFactory, weights: Sequence[Tensor], rate: float) -> optim.Optimizer:
     """An optimiser of these weights; `UsageError` for an unknown name and for what is none."""
-    wrong = f"optimizer={optimizer!r}:"
-    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
-    if make is None:
+    prefix = f"optimizer={optimizer!r}:"
+    factory = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if factory is None:
         advice = "or a function such as functools.partial(torch.optim.Adam, eps=1e-4)"
-        raise UsageError(f"{wrong} expected {', '.join(OPTIMIZERS)}, {advice}")
+        raise UsageError(f"{prefix} expected {', '.join(OPTIMIZERS)}, {advice}")
     try:
-        built = make(weights, lr=rate)
+        built = factory(weights, lr=rate)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{wrong} not called with weights and lr={rate:g}: {error}") from None
+        raise UsageError(f"{prefix} not called with weights and lr={rate:g}: {error}") from None
     if not isinstance(built, optim.Optimizer) or any(group.get("lr") != rate for group in built.param_groups):
-        raise UsageError(f"{wrong} expected a torch.optim.Optimizer that uses the learning rate it is given, {rate:g}")
+        raise UsageError(f"{prefix} expected a torch.optim.Optimizer that uses the learning rate it is given, {rate:g}")
     return built
 
 
-def name_of(optimizer: str | Factory, built: optim.Optimizer) -> str:
+def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) -> str:
     """A name for tables: the one given, or the class of what a function built with what is unusual about it.
 
     Examples:
         >>> small_steps = functools.partial(torch.optim.Adam, eps=1e-4)
-        >>> name_of(small_steps, small_steps([torch.zeros(2)]))
+        >>> optimizer_name(small_steps, small_steps([torch.zeros(2)]))
         'adam(eps=0.0001)'
     """
     if isinstance(optimizer, str):
         return optimizer
     parameters = inspect.signature(type(built)).parameters
-    own = {k: v for k, v in built.defaults.items() if k in parameters and k not in HOW and v != parameters[k].default}
-    options = ", ".join(f"{name}={value}" for name, value in own.items())
-    return type(built).__name__.lower() + (f"({options})" if options else "")
+    unusual = {
+        name: value
+        for name, value in built.defaults.items()
+        if name in parameters and name not in IMPLEMENTATION_OPTIONS and value != parameters[name].default
+    }
+    class_name = type(built).__name__.lower()
+    if not unusual:
+        return class_name
+    return f"{class_name}({', '.join(f'{name}={value}' for name, value in unusual.items())})"
 
 
 @dataclass(frozen=True)
-class Law:
+class EscapeLaw:
     """How displacements along directions that lead down grow, to first order.
 
     Examples:
-        >>> Law(rate=0.5, momentum=0.9).growth(torch.tensor([0.1]))  # the larger root of ρ² − 1.95 ρ + 0.9 = 0
+        >>> EscapeLaw(rate=0.5, momentum=0.9).growth(torch.tensor([0.1]))  # the larger root of ρ² − 1.95 ρ + 0.9 = 0
         tensor([1.2000])
     """
 
     rate: float  # η, or η/ε
     momentum: float = 0.0
-    longest: float = math.inf  # how far a step can move a weight, about
-    floor: float = math.inf  # the gradient of a weight from which on it does
+    max_step: float = math.inf  # about how far one step can move a weight
+    saturation_gradient: float = math.inf  # the gradient of a weight at which the step reaches `max_step`
 
     @classmethod
-    def of(cls, optimizer: optim.Optimizer) -> Law | None:
-        """That of one of torch's optimisers; None where there is none.
+    def of_optimizer(cls, optimizer: optim.Optimizer) -> EscapeLaw | None:
+        """The law of one of torch's optimisers; None where there is none.
 
         >>> weights = [torch.zeros(2, requires_grad=True)]
-        >>> Law.of(optim.Adam(weights, lr=0.25, betas=(0.5, 0.9), eps=0.125))
-        Law(rate=1.0, momentum=0.5, longest=0.25, floor=0.125)
-        >>> Law.of(optim.RMSprop(weights, lr=0.25, eps=0.125))
-        Law(rate=2.0, momentum=0.0, longest=0.25, floor=0.125)
-        >>> Law.of(optim.SGD(weights, lr=0.25, momentum=0.5, nesterov=True)) is None
+        >>> EscapeLaw.of_optimizer(optim.Adam(weights, lr=0.25, betas=(0.5, 0.9), eps=0.125))
+        EscapeLaw(rate=1.0, momentum=0.5, max_step=0.25, saturation_gradient=0.125)
+        >>> EscapeLaw.of_optimizer(optim.RMSprop(weights, lr=0.25, eps=0.125))
+        EscapeLaw(rate=2.0, momentum=0.0, max_step=0.25, saturation_gradient=0.125)
+        >>> EscapeLaw.of_optimizer(optim.SGD(weights, lr=0.25, momentum=0.5, nesterov=True)) is None
         True
         """
         options = optimizer.param_groups[0]
-        if any(map(options.get, LAWLESS)) or not options.get("eps", 1) or len(optimizer.param_groups) > 1:
+        if any(map(options.get, UNMODELLED_OPTIONS)) or not options.get("eps", 1) or len(optimizer.param_groups) > 1:
             return None
         rate = float(options["lr"])
         if type(optimizer) is optim.SGD:
@@ -116,22 +123,22 @@ class Law:
 
     def growth(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
         """The factor ρ a step, for each λ."""
-        return 1 + self.gain(curvature)
+        return 1 + self.growth_minus_one(curvature)
 
-    def gain(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+    def growth_minus_one(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
         """ρ − 1, without a difference of close numbers."""
         a = self.rate * curvature
         if not self.momentum:
             return a
-        rest = 1 - self.momentum - a
-        return 2 * a / (rest + (rest.square() + 4 * a).sqrt())
+        b = 1 - self.momentum - a
+        return 2 * a / (b + (b.square() + 4 * a).sqrt())
 
-    def impulse(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+    def accumulated_push(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
         """What a push adds in the long run, as a multiple of what it does at once: 1 / (1 − μ) for a small ηλ."""
         growth = self.growth(curvature)
         return growth / (growth - self.momentum)
 
-    def expected(
+    def expected_steps(
         self, start: Float[Tensor, " m"], curvature: Float[Tensor, " m"], steepest: Float[Tensor, " n"], radius: float
     ) -> float:
         """The step at which the displacements from `start`, at rest, are together as long as the radius.
@@ -142,15 +149,15 @@ class Law:
         if start.isnan().any():
             return math.nan
         length = float(steepest.abs().sum())
-        # Where the mean weight's gradient along v reaches the floor.
-        corner = self.floor * len(steepest) / (float(curvature[0]) * length)
+        # Where the mean weight's gradient along v reaches saturation.
+        corner = self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
         growth = self.growth(curvature)
-        begin = start * (growth - self.momentum) / (growth - self.momentum / growth)
-        steps = _grown(begin, torch.log1p(self.gain(curvature)), min(corner, radius))
-        return steps + max(0.0, radius - max(corner, float(start.norm()))) / (self.longest * length)
+        amplitude = start * (growth - self.momentum) / (growth - self.momentum / growth)
+        steps = _time_to_radius(amplitude, torch.log1p(self.growth_minus_one(curvature)), min(corner, radius))
+        return steps + max(0.0, radius - max(corner, float(start.norm()))) / (self.max_step * length)
 
 
-def _grown(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
+def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
     """The step at which displacements that grow by their own rates are together as long as the radius."""
     from scipy.optimize import brentq
 
@@ -163,11 +170,13 @@ def _grown(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float
 
     if excess(0) >= 0:
         return 0.0
-    alone = float(((math.log(radius) - logs) / rates).min())  # when the first of them is as long by itself
-    return float(brentq(excess, 0, alone + 1))
+    upper_bound = float(((math.log(radius) - logs) / rates).min())  # when the first of them is as long by itself
+    return float(brentq(excess, 0, upper_bound + 1))
 
 
-def step_ratio(optimizer: str | Factory, rate: float, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
+def step_ratio(
+    optimizer: str | OptimizerFactory, rate: float, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> float:
     """The step that an optimiser settles to where the gradient stays as it is, over half of the weights' last place.
 
     Both are Euclidean lengths over all weights. Far below 1 nothing moves for good. The step is the optimiser's in
@@ -179,14 +188,15 @@ def step_ratio(optimizer: str | Factory, rate: float, weights: Sequence[Tensor],
         0.5
     """
     zeros = [nn.Parameter(torch.zeros_like(weight, dtype=torch.float64)) for weight in weights]
-    settling = build(optimizer, zeros, rate)
+    settling = build_optimizer(optimizer, zeros, rate)
     for zero, gradient in zip(zeros, gradients, strict=True):
         zero.grad = gradient.to(zero)
-    for _ in range(SETTLED):
+    for _ in range(SETTLING_STEPS):
         for zero in zeros:
             zero.data.zero_()
         settling.step()
-    step, half_places = parameters_to_vector(zeros).detach(), parameters_to_vector(map(_half_place, weights))
+    step = parameters_to_vector(zeros).detach()
+    half_places = parameters_to_vector(map(_half_place, weights))
     return float(step.norm() / half_places.norm())
 
 

@@ -15,8 +15,8 @@ from gpulab.report import Progress
 from gpulab.saddles.operators import Operator, check_square, check_symmetric, dense, random_signs
 
 Array = np.ndarray
-SMALL = 1_000  # the index of a matrix of this size is counted in the matrix itself
-ZERO = 1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
+MAX_COUNTED_SIZE = 1_000  # the index of a matrix of this size is counted in the matrix itself
+ZERO_SHARE = 1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,23 @@ class SpectralDensity:
             >>> found.value, round(found.error, 3)  # of eight 8 (0.125² + 0.375²)½
             (3.0, 3.162)
         """
-        threshold = ZERO * max(abs(end) for end in self.extremes)
-        negative, up_to = self.mass_below(-threshold), self.mass_below(threshold)
-        earlier = negative if self.halfway is None else self.halfway.mass_below(-threshold)
-        error = math.hypot(negative.error, negative.value - earlier.value)
-        counts = self.size * negative.value, self.size * error
-        return Index(*counts, False, self.size * (up_to.value - negative.value), self.size, threshold)
+        threshold = ZERO_SHARE * max(abs(end) for end in self.extremes)
+        negative = self.mass_below(-threshold)
+        not_positive = self.mass_below(threshold)
+        halfway_negative = negative if self.halfway is None else self.halfway.mass_below(-threshold)
+        error = math.hypot(negative.error, negative.value - halfway_negative.value)
+        return Index(
+            value=self.size * negative.value,
+            error=self.size * error,
+            exact=False,
+            zero=self.size * (not_positive.value - negative.value),
+            size=self.size,
+            threshold=threshold,
+        )
 
     def __repr__(self) -> str:
-        (low, high), (probes, steps) = self.extremes, self.nodes.shape
+        low, high = self.extremes
+        probes, steps = self.nodes.shape
         span = f"{self.size:,} eigenvalues from {low:.4g} to {high:.4g}"
         return f"SpectralDensity of {span}, {probes} probes of {steps} steps"
 
@@ -190,9 +198,10 @@ def spectral_density(
     # In float64 where there is one: sums over millions of numbers, whatever the operator's type.
     dtype = torch.float32 if H.device.type == "mps" else torch.float64
     vector = random_signs(n, probes, H, seed) / math.sqrt(n)
-    before = torch.zeros((), dtype=H.dtype, device=H.device)
+    previous = torch.zeros((), dtype=H.dtype, device=H.device)
     beta = torch.zeros(probes, dtype=dtype, device=H.device)
-    alphas, betas = [], []
+    alphas = []
+    betas = []
     # Nothing here waits for the device: what is computed on it is read when all is done.
     for step in Progress(range(steps), unit="step", leave=False, delay=2, disable=not progress):
         product = H @ vector
@@ -200,26 +209,32 @@ def spectral_density(
             check_symmetric(H, vector, product)
         alpha = (vector * product).sum(0, dtype=dtype)
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
-        product.addcmul_(before, beta.to(H.dtype), value=-1)
+        product.addcmul_(previous, beta.to(H.dtype), value=-1)
         beta = torch.linalg.vector_norm(product, dim=0, dtype=dtype)
-        # Where nothing is left the space is complete: a vector of zeros adds nodes without weight.
-        before, vector = vector, product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
+        # Where β is zero the Krylov space is exhausted: a vector of zeros adds nodes without weight.
+        previous = vector
+        vector = product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
         alphas.append(alpha)
         betas.append(beta)
-    diagonal, beside = (torch.stack(numbers, 1).cpu().double() for numbers in (alphas, betas))
-    if not (diagonal.isfinite().all() and beside.isfinite().all()):
+    diagonal = torch.stack(alphas, 1).cpu().double()
+    off_diagonal = torch.stack(betas, 1).cpu().double()
+    if not (diagonal.isfinite().all() and off_diagonal.isfinite().all()):
         raise DataError("H @ v has values that are not finite")
     half = max(1, steps // 2)
-    halfway = SpectralDensity(*_quadrature(diagonal[:, :half], beside[:, :half]), n)
-    return SpectralDensity(*_quadrature(diagonal, beside), n, halfway)
+    halfway = SpectralDensity(*_quadrature(diagonal[:, :half], off_diagonal[:, :half]), n)
+    return SpectralDensity(*_quadrature(diagonal, off_diagonal), n, halfway)
 
 
-def _quadrature(diagonal: Tensor, beside: Tensor) -> tuple[Array, Array]:
+def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Array, Array]:
     """Nodes and weights (probes, steps) of tridiagonal matrices (Golub, Welsch 1969)."""
-    complete = (beside[:, :-1] == 0).cumsum(1) > 0
-    later = torch.where(complete, diagonal[:, :1], diagonal[:, 1:])  # within the spectrum, of no weight
-    coupled = torch.diag_embed(torch.where(complete, 0.0, beside[:, :-1]), -1)
-    nodes, vectors = torch.linalg.eigh(torch.diag_embed(torch.cat([diagonal[:, :1], later], 1)) + coupled)
+    exhausted = (off_diagonal[:, :-1] == 0).cumsum(1) > 0
+    # The padding lies within the spectrum and has no weight.
+    padding = torch.where(exhausted, diagonal[:, :1], diagonal[:, 1:])
+    padded_diagonal = torch.cat([diagonal[:, :1], padding], 1)
+    # `eigh` reads the lower triangle only.
+    lower_diagonal = torch.where(exhausted, 0.0, off_diagonal[:, :-1])
+    tridiagonal = torch.diag_embed(padded_diagonal) + torch.diag_embed(lower_diagonal, -1)
+    nodes, vectors = torch.linalg.eigh(tridiagonal)
     return nodes.numpy(), vectors[:, 0].square().numpy()
 
 
@@ -258,9 +273,15 @@ def index(H: Operator, *, progress: bool = True) -> Index:
         *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
     """
     n = check_square(H)
-    if n > SMALL:
+    if n > MAX_COUNTED_SIZE:
         return spectral_density(H, progress=progress).index()
     values = torch.linalg.eigvalsh(dense(H))
     threshold = n * torch.finfo(H.dtype).eps * float(values.abs().max())
-    negative, zero = int((values < -threshold).sum()), int((values.abs() <= threshold).sum())
-    return Index(negative, 0.0, True, zero, n, threshold)
+    return Index(
+        value=int((values < -threshold).sum()),
+        error=0.0,
+        exact=True,
+        zero=int((values.abs() <= threshold).sum()),
+        size=n,
+        threshold=threshold,
+    )

@@ -93,13 +93,13 @@ class LinearAutoencoderSaddle(CriticalPoint):
         """
         generator = torch.Generator().manual_seed(seed)
         mixing = torch.linalg.qr(torch.randn(self.mixing.shape, dtype=torch.float64, generator=generator))[0]
-        return dataclasses.replace(self, model=_model(self.basis, self.components, mixing), mixing=mixing)
+        return dataclasses.replace(self, model=_autoencoder_at(self.basis, self.components, mixing), mixing=mixing)
 
     @property
     def loss(self) -> float:
         """The loss there: the sum of the moments that are not held, over D."""
-        lost = [i for i in range(len(self.moments)) if i not in self.components]
-        return float(self.moments[lost].sum() / len(self.moments))
+        missing = [i for i in range(len(self.moments)) if i not in self.components]
+        return float(self.moments[missing].sum() / len(self.moments))
 
     @property
     def eigenvalues(self) -> Float[Tensor, " n"]:
@@ -109,29 +109,34 @@ class LinearAutoencoderSaddle(CriticalPoint):
     @property
     def direction(self) -> Float[Tensor, " n"]:
         """The unit vector (n,) along which the loss curves down most; its sign is arbitrary."""
-        return self._vector(int(self._spectrum[0].argmin()))
+        return self._eigenvector(int(self._spectrum[0].argmin()))
 
     @property
     def steepest(self) -> Float[Tensor, " n"]:
         """The unit vector (n,) along which the loss curves up most; its sign is arbitrary."""
-        return self._vector(int(self._spectrum[1].argmax()), higher=True)
+        return self._eigenvector(int(self._spectrum[1].argmax()), is_higher=True)
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns, (n, m)."""
-        low = self._spectrum[0].flatten()
-        order = low.argsort(stable=True)[: int((low < 0).sum())].tolist()
-        vectors = [self._vector(block)[:, None] for block in order]
-        return low[order], torch.cat([low.new_empty(2 * low.numel(), 0), *vectors], dim=1)
+        low_eigenvalues = self._spectrum[0].flatten()
+        order = low_eigenvalues.argsort(stable=True)[: int((low_eigenvalues < 0).sum())].tolist()
+        vectors = [self._eigenvector(block)[:, None] for block in order]
+        no_vectors = low_eigenvalues.new_empty(2 * low_eigenvalues.numel(), 0)
+        return low_eigenvalues[order], torch.cat([no_vectors, *vectors], dim=1)
 
     @functools.cached_property
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of each pair (component, unit), (D, h): the entries a, b, c of the block [[a, b], [b, c]], and a c − b²."""
-        features, hidden, held_components = len(self.moments), len(self.mixing), list(self.components)
-        lost, held_moments = self.moments.clone(), self.moments.new_zeros(hidden)
+        """For each pair (component, unit), (D, h): the entries a, b, c of the block [[a, b], [b, c]], and a c − b²."""
+        features = len(self.moments)
+        hidden = len(self.mixing)
+        held_components = list(self.components)
+        held_moments = self.moments.new_zeros(hidden)
         held_moments[: len(held_components)] = self.moments[held_components]
-        lost[held_components] = 0
-        a, c = held_moments.expand(features, hidden).clone(), lost[:, None].repeat(1, hidden)
+        missing_moments = self.moments.clone()
+        missing_moments[held_components] = 0
+        a = held_moments.expand(features, hidden).clone()
+        c = missing_moments[:, None].repeat(1, hidden)
         b = -c
         c[:, len(held_components) :] = 0
         determinant = a * c - b * b
@@ -148,12 +153,14 @@ class LinearAutoencoderSaddle(CriticalPoint):
         # Not the difference of two close numbers: the sign of the lower one is exact.
         return torch.where(high > 0, determinant / high.clamp(min=torch.finfo(high.dtype).tiny), 0.0), high
 
-    def _vector(self, block: int, higher: bool = False) -> Float[Tensor, " n"]:
+    def _eigenvector(self, block: int, is_higher: bool = False) -> Float[Tensor, " n"]:
         """The eigenvector of a block's lower eigenvalue, or of its higher one, in the space of the weights."""
         component, unit = divmod(block, len(self.mixing))
         a, b, low = (float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0]))
-        p, q = (b, low - a) if (b, low - a) != (0, 0) else (1.0, 0.0)
-        if higher:
+        p, q = b, low - a
+        if p == 0 and q == 0:
+            p, q = 1.0, 0.0
+        if is_higher:
             p, q = -q, p
         row, column = unit, component
         if component in self.components and unit < len(self.components):
@@ -216,7 +223,7 @@ def linear_autoencoder_saddle(
     check_count("hidden", hidden, least=least)
     mixing = torch.eye(hidden, dtype=torch.float64)
     return LinearAutoencoderSaddle(
-        model=_model(basis, held_components, mixing),
+        model=_autoencoder_at(basis, held_components, mixing),
         objective=Objective.of(nn.functional.mse_loss, (matrix, matrix)),
         message=f"the components held are {list(held_components)}",
         components=held_components,
@@ -226,7 +233,7 @@ def linear_autoencoder_saddle(
     )
 
 
-def _model(basis: Tensor, components: tuple[int, ...], mixing: Tensor) -> LinearAutoencoder:
+def _autoencoder_at(basis: Tensor, components: tuple[int, ...], mixing: Tensor) -> LinearAutoencoder:
     """The network that holds these columns of the basis, in units that are mixed."""
     model = LinearAutoencoder(len(basis), len(mixing)).double()
     held_columns = basis.new_zeros(len(basis), len(mixing))
@@ -245,10 +252,12 @@ def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Ten
         raise DataError(f"data of type {type(data).__name__}: expected a matrix (N, D) of numbers: {error}") from None
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise DataError(f"data of shape {tuple(matrix.shape)}: expected (N, D), a row for each sample")
-    if wrong := int((~matrix.isfinite()).sum()):
-        raise DataError(f"data: {wrong} of {matrix.numel()} values are not finite")
-    moments, basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
-    moments, basis = moments.flip(0), basis.flip(1)
+    not_finite = int((~matrix.isfinite()).sum())
+    if not_finite:
+        raise DataError(f"data: {not_finite} of {matrix.numel()} values are not finite")
+    ascending_moments, ascending_basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
+    moments = ascending_moments.flip(0)
+    basis = ascending_basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
     for i in range(1, len(moments)):  # what differs by rounding is equal, or an index would count noise
         if moments[i - 1] - moments[i] <= rounding:

@@ -102,7 +102,7 @@ class VerdictPage(Decisions, Report):
         picture = self.picture()
         if picture is None:
             return Markup()
-        element = responsive(picture, self._drawn(width=PHONE_WIDTH))
+        element = responsive(picture, self._draw(width=PHONE_WIDTH))
         return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(element, FIGURE_CAPTION)
 
     def _render_details(self) -> Markup:

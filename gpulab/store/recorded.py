@@ -46,7 +46,7 @@ def recorded_folder(name: str) -> Path:
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
-def read_document(file: str | Path, max_bytes: int = files.MOST) -> dict[str, Any]:
+def read_document(file: str | Path, max_bytes: int = files.MAX_FILE_BYTES) -> dict[str, Any]:
     """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
     content = files.read(file, max_bytes)
     return check_document(file, files.read_json(file, content), content)

@@ -104,7 +104,7 @@ def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Every factor of a recorded run, the usual ones, too."""
     model = model_options_of(record)
     return {
-        name: model.get(name) if option.of == "model" else record.get(name, option.usual)
+        name: model.get(name) if option.argument_group == "model" else record.get(name, option.default)
         for name, option in FACTORS.items()
     }
 
@@ -114,7 +114,7 @@ def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(record["configuration"].get("model_options", {}))
     # A network that was handed in is recorded by its layers, and has no options.
     if record["experiment"] == "prednet" and "channels" in options:
-        options.setdefault("truncation", RUN_OPTIONS["truncation"].usual)
+        options.setdefault("truncation", RUN_OPTIONS["truncation"].default)
     return options
 
 

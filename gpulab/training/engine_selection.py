@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from gpulab.data.feed import has_its_device_alone
+from gpulab.data.feed import has_exclusive_device
 from gpulab.settings import Setting
 from gpulab.training.loop import BatchEngine, Engine
 
@@ -20,4 +20,4 @@ def select_engine(autograd_engine: BatchEngine, setting: Setting, fast: bool) ->
         return autograd_engine
     from gpulab.engines import fastest
 
-    return fastest(autograd_engine, has_its_device_alone(setting))
+    return fastest(autograd_engine, has_exclusive_device(setting))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpulab.data.base import Data
-from gpulab.data.feed import Feed, Loader, ahead
+from gpulab.data.feed import Feed, Loader, prefetch
 from gpulab.models.base import Trainable
 from gpulab.settings import Setting
 from gpulab.training.engine_selection import select_engine
@@ -47,7 +47,7 @@ def heldout_loss(model: Trainable, data: Data, window: int, setting: Setting, fa
     engine = select_engine(EvaluationEngine(model, Loader("window", setting)), setting, fast)
     state: State = None
     losses = []
-    for frames, restart in ahead(data.heldout(window), setting, data):
+    for frames, restart in prefetch(data.heldout(window), setting, data):
         per_frame, state = engine.train_window(frames, None if restart else state)
         losses.append(per_frame.clone())  # a CUDA graph writes those of the next window into the same memory
     values = torch.cat(losses).tolist()  # one synchronisation with the device instead of one per window

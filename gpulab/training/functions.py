@@ -23,7 +23,7 @@ import torch
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
-from gpulab.steps import seeded
+from gpulab.steps import seed_generators
 from gpulab.store.runs import StoredRun
 from gpulab.store.tables import OVERRIDABLE_COLUMNS, RUN_COLUMNS
 from gpulab.training.loop import WindowRecord
@@ -109,7 +109,7 @@ class TrainingFunction:
         """
         values = {"seed": seed, "setting": setting}
         arguments = {name: values[name] for name in self.filled_parameters}
-        with seeded(setting, seed):
+        with seed_generators(setting, seed):
             try:
                 return _parse_metrics(self.function(**arguments, **options))
             except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):

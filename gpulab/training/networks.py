@@ -17,7 +17,7 @@ import torch
 
 from gpulab.data.base import Data, Window
 from gpulab.data.datasets import load
-from gpulab.data.feed import Loader, ahead, has_its_device_alone
+from gpulab.data.feed import Loader, has_exclusive_device, prefetch
 from gpulab.errors import UsageError
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
@@ -183,7 +183,7 @@ class NetworkRun(PlannedRun):
     @property
     def unusual_factors(self) -> Options:
         """The factors that have another than their usual value."""
-        return {name: value for name, value in self.factors.items() if value != FACTORS[name].usual}
+        return {name: value for name, value in self.factors.items() if value != FACTORS[name].default}
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -224,7 +224,7 @@ class NetworkRun(PlannedRun):
     def remaining_windows(self, training: Training) -> Iterator[Window]:
         """Yield the windows that a training has not seen yet."""
         n_done = len(training.history)
-        windows = ahead(self.data.windows(self.window, self.seed, n_done), self.setting, self.data)
+        windows = prefetch(self.data.windows(self.window, self.seed, n_done), self.setting, self.data)
         return itertools.islice(windows, self.frames // self.window - n_done)
 
     def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:
@@ -269,7 +269,7 @@ class NetworkRun(PlannedRun):
         history = training.history
         last_losses = [record.loss for record in history[-max(1, len(history) // FINAL_LOSS_DIVISOR) :]]
         seconds = history[-1].seconds
-        has_exclusive_device = has_its_device_alone(self.setting)  # otherwise the speed depends on other networks
+        is_alone = has_exclusive_device(self.setting)  # otherwise the speed depends on other networks
         results: dict[str, Any] = {
             "status": "diverged" if diverged else "finished",
             "gradients": " and ".join(sorted(training.gradient_methods - {"captured"})),
@@ -279,13 +279,13 @@ class NetworkRun(PlannedRun):
                 "final_loss": None if diverged else math.fsum(last_losses) / len(last_losses),
                 "heldout_loss": None if diverged else heldout,
                 "seconds": seconds,
-                "frames_per_second": len(history) * self.window / seconds if has_exclusive_device else None,
+                "frames_per_second": len(history) * self.window / seconds if is_alone else None,
                 "weights": weights_digest(training.model.state_dict()),
             },
         }
         if diverged:
             results["windows_after_divergence"] = training.windows_after_divergence
-        if not has_exclusive_device:
+        if not is_alone:
             results["shared"] = True
         return results
 
@@ -351,11 +351,15 @@ def _make_model(net: Trainable | str, defaults: Protocol, options: Options) -> t
             model = MODELS[net](**model_options)
     except TypeError as error:
         raise UsageError(f"model {net!r} with {options}: {error}") from None
-    factors = {name: getattr(model, name, option.usual) for name, option in FACTORS.items() if option.of == "model"}
+    factors = {
+        name: getattr(model, name, option.default)
+        for name, option in FACTORS.items()
+        if option.argument_group == "model"
+    }
     return model, {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in (model_options | factors).items()
-        if name not in factors or value != FACTORS[name].usual
+        if name not in factors or value != FACTORS[name].default
     }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from gpulab import cli
-from gpulab.cli import Profile, argument, option, say
+from gpulab.cli import Profile, argument, echo, option
 from gpulab.errors import extra
 
 NOTEBOOKS = Path(__file__).parents[1]
@@ -37,15 +37,15 @@ def execute(
 
     if in_place:
         for file in run.execute_in_place(notebooks, only):
-            say(f"executed: {file}")
+            echo(f"executed: {file}")
         return
     results = run.execute(notebooks, output, profile, device, only, store, jobs)
-    say("writing the report", sys.stderr)
+    echo("writing the report", sys.stderr)
     page = report.write_report(results, output, profile)
     failed = [result.name for result in results if result.error]
     for name in failed:
-        say(f"failed: {name}", sys.stderr)
-    say(f"report: {page}")
+        echo(f"failed: {name}", sys.stderr)
+    echo(f"report: {page}")
     if failed:
         raise typer.Exit(1)
 
@@ -59,7 +59,7 @@ def copies(
     from companion.notebooks import copy_without_outputs
 
     new_copies = copy_without_outputs(notebooks, folder)
-    say(f"{len(new_copies)} new copies in {folder}")
+    echo(f"{len(new_copies)} new copies in {folder}")
 
 
 @app.command()
@@ -71,7 +71,7 @@ def explore(
         import voila  # noqa: F401 - it is started as a program of its own
 
         from companion.explore import HOST, serve
-    say(f"http://{HOST}:{port}\nCtrl-C ends it.")
+    echo(f"http://{HOST}:{port}\nCtrl-C ends it.")
     raise typer.Exit(serve(port))
 
 

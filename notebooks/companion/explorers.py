@@ -21,7 +21,7 @@ from companion.findings import in_words
 from companion.widgets import Explorer
 from gpulab.picture import Picture
 from gpulab.plots import theme
-from gpulab.plots.runs import decided
+from gpulab.plots.runs import verdict_title
 from gpulab.plots.theme import FAINT, INK, ON_GPU, Look
 from gpulab.report import paragraphs, table
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
@@ -148,8 +148,8 @@ def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float,
         weights = Weights(saddle.model, parsed)
         descent = Descent(saddle, weights, choose_optimizer(saddle, weights, optimizer, rate))
         plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
-        weights.move_to(descent.saddle + push * plane[0])
-        for loss, displacement in itertools.islice(descent.walk(), STEPS + 1):
+        weights.set_weights(descent.saddle + push * plane[0])
+        for loss, displacement in itertools.islice(descent.iterate(), STEPS + 1):
             row = [*(plane @ displacement).tolist(), float(loss)]
             if not all(map(math.isfinite, row)):
                 break
@@ -261,9 +261,9 @@ class SeedsExplorer(Explorer):
 # --- their figures ---------------------------------------------------------------------------------------
 
 
-@theme.themed
+@theme.with_theme
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
-    """The difference and its interval as seeds come in, by how many are in, coloured by what was decided."""
+    """The difference and its interval as seeds come in, by how many are in, coloured by the decision."""
     counts = sorted(verdicts)
     rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
     figure, (axes,) = theme.canvas()
@@ -282,9 +282,9 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     latest = verdicts[counts[-1]]
     metric = metric_label(latest.metric, latest.runs.get("experiment", ())).replace(" (", "\n(")
     axes.set(xlabel=f"number of {latest.block}s", ylabel=f"difference in {metric}")
-    headline = f"After {len(latest.pairs)} {latest.block}s: {decided(latest)}"
+    headline = f"After {len(latest.pairs)} {latest.block}s: {verdict_title(latest)}"
     alt = f"The mean difference and its interval against the number of {latest.block}s. {headline}."
-    return theme.finished(figure, headline, alt, columns=3)
+    return theme.finish_figure(figure, headline, alt, columns=3)
 
 
 def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str) -> Picture:
@@ -312,7 +312,7 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     ball_words = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
     # In one line the title would be wider than the figure.
     headline = f"{title}:\nafter {len(path_so_far) - 1} steps the ball is {ball_words}"
-    return theme.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
+    return theme.finish_figure(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
 
 
 buffer_explorer, saddle_explorer, seeds_explorer = BufferExplorer, SaddleExplorer, SeedsExplorer

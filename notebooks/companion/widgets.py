@@ -59,7 +59,7 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
     return pattern[0], pattern[1:-fraction], pattern[-fraction:]
 
 
-@theme.themed
+@theme.with_theme
 def bits_figure(x: float) -> Picture:
     """A number's bits in float32, and after it was rounded to other formats, as each stores them; filled boxes are 1.
 
@@ -84,7 +84,7 @@ def bits_figure(x: float) -> Picture:
         axes.text(middle, -0.15, label, ha="center", va="bottom", fontsize=8, color=tint)
     axes.set(xlim=(-7, 46), ylim=(len(SHOWN), -0.8))
     alt = f"Bits of {x:g}: sign, exponent and fraction in {', '.join(SHOWN)}."
-    return theme.finished(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
+    return theme.finish_figure(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
 
 
 class BitExplorer(Explorer):
@@ -182,7 +182,7 @@ class SliceExplorer(Explorer):
             slider.observe(self.draw, "value")
         self.draw()
 
-    @theme.themed
+    @theme.with_theme
     def picture(self) -> Picture:
         """The slice that the sliders ask for."""
         landscape, angle = self.landscape, self.angle.value
@@ -196,7 +196,7 @@ class SliceExplorer(Explorer):
         axes.set(xlabel="distance of the weights from the network's", ylabel="loss")
         gain = 1 - line.loss.min() / landscape.loss
         headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
-        return theme.finished(figure, headline, "The loss along a line through the weights.", columns=3)
+        return theme.finish_figure(figure, headline, "The loss along a line through the weights.", columns=3)
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

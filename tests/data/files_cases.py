@@ -18,7 +18,7 @@ def noise(*shape):
 
 def every_frame(data):
     """All frames of a sequence, those to train on and those that are held out."""
-    return np.stack(list(data.stream(0, data.frames + data.held)))
+    return np.stack(list(data.stream(0, data.frames + data.heldout_count)))
 
 
 def write_video(file, frames, codec="ffv1", pixels="bgr0"):

@@ -43,8 +43,8 @@ def taken(windows, count):
 class Counter(Sequence):
     """A sequence whose frames hold their own number, to see which are used, and how often."""
 
-    def __init__(self, frames, held=20):
-        super().__init__("counter", 1, (1, 1), frames, held)
+    def __init__(self, frames, heldout_count=20):
+        super().__init__("counter", 1, (1, 1), frames, heldout_count)
         self.decoded = []
 
     def stream(self, start, stop):
@@ -91,15 +91,15 @@ def test_windows_follow_each_other_and_no_frame_is_read_before_its_time(frames, 
 
 
 @settings(max_examples=30, deadline=None)
-@given(held=st.integers(2, 50), length=st.integers(1, 60))
-def test_held_out_frames_are_those_after_the_training_part(held, length):
-    windows = list(Counter(frames=40, held=held).heldout(length))
+@given(heldout_count=st.integers(2, 50), length=st.integers(1, 60))
+def test_held_out_frames_are_those_after_the_training_part(heldout_count, length):
+    windows = list(Counter(frames=40, heldout_count=heldout_count).heldout(length))
     seen = [number for window in windows for number in numbers(window)[not window.restart :]]
-    length = min(length, held)
-    assert seen == list(range(40, 40 + held // length * length))
+    length = min(length, heldout_count)
+    assert seen == list(range(40, 40 + heldout_count // length * length))
     assert [window.restart for window in windows] == [True] + (len(windows) - 1) * [False]
     with pytest.raises(gl.DataError, match="1 held-out frames"):
-        next(Counter(frames=40, held=1).heldout(length))
+        next(Counter(frames=40, heldout_count=1).heldout(length))
 
 
 def test_the_loss_of_repeating_the_last_frame_is_that_of_the_held_out_part():
@@ -144,9 +144,9 @@ def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
     from sklearn.datasets import load_digits
 
     data, spoiled = gl.load("digits"), gl.load("digits")
-    spoiled.held[:] = 0
-    assert gl.load("digits").held.any(), "what one caller writes no other reads"
-    every, small = np.concatenate([data.train, data.held])[:, 0], load_digits().images
+    spoiled.heldout_images[:] = 0
+    assert gl.load("digits").heldout_images.any(), "what one caller writes no other reads"
+    every, small = np.concatenate([data.train, data.heldout_images])[:, 0], load_digits().images
     shrunk = np.stack([np.asarray(Image.fromarray(digit).resize((8, 8), Image.Resampling.BOX)) for digit in every])
     alike = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(shrunk, small, strict=True)]
     assert min(alike) > 0.95  # in scikit-learn's order: no image is in both parts
@@ -157,9 +157,9 @@ def test_mnist_is_found_under_its_usual_names(tmp_path, place):
     for split, count in (("train", 30), ("t10k", 20)):
         write_idx(tmp_path / place.format(split), noise(count, 28, 28))
     data = gl.load(f"mnist:{tmp_path}")
-    assert (len(data.train), len(data.held)) == (30, 20)
+    assert (len(data.train), len(data.heldout_images)) == (30, 20)
     (tmp_path / place.format("train")).unlink()
-    assert len(gl.load(f"mnist:{tmp_path}").held) == 20 // 10, "of one part the last tenth"
+    assert len(gl.load(f"mnist:{tmp_path}").heldout_images) == 20 // 10, "of one part the last tenth"
 
 
 def sha256(file):
@@ -199,7 +199,7 @@ def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how
     (mirror / name).write_bytes(good)
     data = gl.load("mnist")
     assert (data.train[:, 0] == noise(30, 28, 28)).all()
-    assert (data.held[:, 0] == noise(10, 28, 28)).all()
+    assert (data.heldout_images[:, 0] == noise(10, 28, 28)).all()
     (tmp_path / "cache" / "mnist" / name).write_bytes(good[:-1])
     assert (gl.load("mnist").train == data.train).all(), "a damaged one is fetched again"
 
@@ -268,11 +268,13 @@ def test_any_video_may_be_asked_for_in_grey(tmp_path):
     assert (every_frame(data)[:, 0] == frames).all()
 
 
-@pytest.mark.parametrize(("asked", "trained", "held"), [(None, 40, 4), (20, 20, 2), (1000, 40, 4), (41, 40, 4)])
-def test_a_video_gives_the_frames_asked_for_and_holds_the_next_ones_out(files, asked, trained, held):
+@pytest.mark.parametrize(
+    ("asked", "trained", "heldout_count"), [(None, 40, 4), (20, 20, 2), (1000, 40, 4), (41, 40, 4)]
+)
+def test_a_video_gives_the_frames_asked_for_and_holds_the_next_ones_out(files, asked, trained, heldout_count):
     data = gl.load(f"video:{files.mkv}", frames=asked, size=ODD)
-    assert (data.channels, data.options()) == (3, {"size": [45, 61], "frames": trained, "heldout": held})
-    assert (next(data.heldout(20)).frames == files.frames[trained : trained + held]).all()
+    assert (data.channels, data.options()) == (3, {"size": [45, 61], "frames": trained, "heldout": heldout_count})
+    assert (next(data.heldout(20)).frames == files.frames[trained : trained + heldout_count]).all()
 
 
 STORED = [("png", np.uint8), ("png", np.uint16), ("tiff", np.uint8), ("tiff", ">u2"), ("tiff", np.float32)]

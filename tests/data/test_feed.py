@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import Loader, made_meanwhile
+from gpulab.data.feed import Loader, _prefetch_in_thread
 from gpulab.errors import DataError
 from gpulab.models.chainer import chainer_views
 from gpulab.run_options import LOADERS
@@ -48,11 +48,11 @@ def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
     setting = Setting.parse(setting)
     here = setting if torch.cuda.is_available() else Setting.parse(str(setting).replace("cuda", "cpu"))
     looked_up, divided = Loader("window", here), Loader("window", Setting.parse("cpu"))
-    looked_up.scaled = divided.window(np.arange(256, dtype=np.uint8)).to(here.device, here.dtype)
+    looked_up.quotients = divided.window(np.arange(256, dtype=np.uint8)).to(here.device, here.dtype)
     frames = np.random.default_rng(0).integers(0, 256, (5, 3, 4, 4), dtype=np.uint8)
     assert (looked_up.window(frames).cpu() == divided.window(frames).to(here.dtype)).all()
     if here.kind == "cuda":
-        assert (Loader("window", here).scaled == looked_up.scaled).all()
+        assert (Loader("window", here).quotients == looked_up.quotients).all()
 
 
 @pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("autoencoder", {"batch_size": 2})])
@@ -121,7 +121,7 @@ def test_next_window_and_no_more_is_made_meanwhile_and_its_error_raised():
             yield number
         raise DataError("clip.mp4: truncated")
 
-    before, coming = threading.active_count(), made_meanwhile(windows())
+    before, coming = threading.active_count(), _prefetch_in_thread(windows())
     for number in range(12):
         assert next(coming) == number
         deadline = time.monotonic() + 20

@@ -68,7 +68,7 @@ def load(file):
     """All that is loaded from an image's or IDX file's folder, or from a film."""
     if "idx" in file.name:
         data = gl.load(f"mnist:{file.parent}")
-        return np.concatenate([data.train, data.held])
+        return np.concatenate([data.train, data.heldout_images])
     name = f"frames:{file.parent}" if file.name.startswith("00") else f"video:{file}"
     return every_frame(gl.load(name, size=SMALL))
 

@@ -21,7 +21,7 @@ def small():
     """Every operation, measured twice each, with copies and matrices that take no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rooflines, "COPY_BYTES", {"cpu": 2**20})
-        patch.setattr(rooflines, "LARGEST_MATRIX", {"cpu": 64})
+        patch.setattr(rooflines, "MAX_MATRIX_SIZE", {"cpu": 64})
         return gl.roofline("cpu:threads=1", repeats=2, progress=False)
 
 
@@ -53,7 +53,7 @@ def test_roofline_counts_operations_and_bytes_in_every_precision(small):
 
 @needs_cuda
 def test_roofline_on_cuda_has_tf32(monkeypatch):
-    monkeypatch.setattr(rooflines, "LARGEST_MATRIX", {"cuda": 4096})
+    monkeypatch.setattr(rooflines, "MAX_MATRIX_SIZE", {"cuda": 4096})
     frame = gl.roofline("cuda:tf32=off", repeats=3, progress=False)
     rates = frame[frame.kind == "precision"].set_index("precision").gflops
     assert set(rates.index) == {"float32", "tf32", "bfloat16", "float16", "float64"}

@@ -7,7 +7,7 @@ import torch
 import gpulab as gl
 from gpulab import _torch_internals as internals
 from gpulab.guards.call_sites import user_line
-from gpulab.guards.scripts import keep_own_frames
+from gpulab.guards.scripts import remove_guard_frames
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def test_finding_blames_the_line_that_calls_through_that_module():
 def test_traceback_of_a_script_has_no_frame_of_that_module():
     with pytest.raises(RuntimeError) as caught:
         internals.call_composite_kernel(aten.matmul.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
-    keep_own_frames(caught.value)
+    remove_guard_frames(caught.value)
     files, trace = [], caught.value.__traceback__
     while trace:
         files.append(trace.tb_frame.f_code.co_filename)
@@ -48,5 +48,5 @@ def test_traceback_of_a_script_keeps_frames_of_a_module_whose_name_begins_like_r
     exec(compile("def fail():\n    raise ValueError('x')", "runpy_tools.py", "exec"), namespace)
     with pytest.raises(ValueError, match="x") as caught:
         namespace["fail"]()
-    keep_own_frames(caught.value)
+    remove_guard_frames(caught.value)
     assert caught.value.__traceback__.tb_next.tb_frame.f_code.co_filename == "runpy_tools.py"

@@ -49,7 +49,9 @@ def test_guard_forgets_copies_after_an_error_in_its_block():
         raise ZeroDivisionError
     host.fill_(1)
     torch.cuda.synchronize()
-    assert guard._shared.copies.copies == guard._shared.copies.untold == guard.findings == []
+    assert (
+        guard._shared_reads.async_copies.copies == guard._shared_reads.async_copies.unreported == guard.findings == []
+    )
 
 
 @CUDA

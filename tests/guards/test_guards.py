@@ -337,7 +337,7 @@ KINDS = {
     "scalar expanded": lambda x: x[0, 0, 0, 0].expand(4),
     "windows": lambda x: x.flatten().unfold(0, 4, 1),
     "odd offset": lambda x: x.half().flatten()[1:],
-    "long": lambda x: x.repeat(fingerprints.TABLE // 100, 1, 1, 1).flatten()[5:],
+    "long": lambda x: x.repeat(fingerprints.MAX_ROW_WORDS // 100, 1, 1, 1).flatten()[5:],
 }
 
 
@@ -352,8 +352,8 @@ def test_fingerprint_changes_in_memory_of_every_layout(take, kind):
 
 
 def test_fingerprint_of_a_tensor_of_several_chunks(monkeypatch):
-    x, chunk = torch.rand(5 * fingerprints.TABLE + 3), 2 * fingerprints.TABLE
-    monkeypatch.setattr(fingerprints, "CHUNK", chunk)
+    x, chunk = torch.rand(5 * fingerprints.MAX_ROW_WORDS + 3), 2 * fingerprints.MAX_ROW_WORDS
+    monkeypatch.setattr(fingerprints, "MAX_CHUNK_WORDS", chunk)
     others = [x.index_add(0, torch.tensor([place]), torch.ones(1)) for place in (0, chunk // 2, chunk, len(x) - 1)]
     others.append(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]]))
     state = torch.get_rng_state()

@@ -121,7 +121,7 @@ def test_guards_of_two_threads_end_in_another_order_than_they_began():
 
 
 def test_guard_tells_the_overwritten_part_of_a_large_memory_from_others():
-    block = shared_reads.BLOCK // 4
+    block = shared_reads.BLOCK_BYTES // 4
     array = np.zeros((3, block), np.float32)
     array[2, -1] = 1
     with gl.guard(reads="any"):
@@ -142,7 +142,7 @@ def test_guard_forgets_tensors_whose_memory_is_gone():
     with guard:
         for array in np.zeros((3000, 4), np.float32):
             torch.from_numpy(array)
-    assert len(guard._shared.births) <= shared_reads.FEW
+    assert len(guard._shared_reads.tracked) <= shared_reads.PRUNE_INTERVAL
 
 
 def kept_beside_a_temporary():

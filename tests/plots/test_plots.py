@@ -49,7 +49,9 @@ def test_an_error_of_next_to_nothing_is_not_called_zero():
     run = gl.train("autoencoder", setting="cpu", profile="smoke", frames=20, progress=False)
     for tensor in run.model.state_dict().values():
         tensor.mul_(1e-5)
-    run.data.held = np.full_like(run.data.held, 128)  # of which half is what a network without weights makes
+    run.data.heldout_images = np.full_like(
+        run.data.heldout_images, 128
+    )  # of which half is what a network without weights makes
     assert not re.search(r" 0\.0*$", gl.plots.reconstructions(run).figure.get_suptitle())
 
 

@@ -44,7 +44,7 @@ def test_searches_from_random_starts_find_the_losses_and_indices_of_theory():
 
 
 def test_search_leaves_the_model_alone_and_says_that_its_steps_were_not_enough(monkeypatch):
-    monkeypatch.setattr(critical, "MOST_STEPS", 2)
+    monkeypatch.setattr(critical, "MAX_STEPS", 2)
     net, same = network(0), network(0)
     point = find_critical_point(net, MSE, (DATA.float(), DATA.float()), progress=False)
     torch.testing.assert_close(dict(net.named_parameters()), dict(same.named_parameters()), rtol=0, atol=0)

@@ -5,7 +5,7 @@ import torch
 
 import gpulab as gl
 from gpulab.saddles import curvature
-from gpulab.saddles.spectrum import ZERO
+from gpulab.saddles.spectrum import ZERO_SHARE
 from gpulab.store import recorded as recordings
 
 SMALL = {"profile": "smoke", "snapshots": 2, "steps": 8, "probes": 2, "progress": False}
@@ -26,7 +26,7 @@ def test_curvature_has_a_row_for_every_setting_seed_and_snapshot(frame):
     assert len(frame) == 8
     assert frame.final.tolist() == [False, True] * 4
     assert (frame.step > 0).tolist() == [False, True] * 4
-    measured = frame[frame.seed == 1].set_index("final")[list(curvature.MEASURED)]
+    measured = frame[frame.seed == 1].set_index("final")[list(curvature.MEASUREMENTS)]
     assert measured.notna().all(axis=None)
     assert len(measured.loc[False].drop_duplicates()) == 1
     assert measured.loc[True].largest.nunique() == 2
@@ -78,7 +78,7 @@ def test_curvature_of_a_training_that_diverges_has_a_last_row_without_numbers(mo
         assert frame.status.tolist() == ["diverged"] * 2
         assert frame.final.tolist() == [False, True]
         assert np.isfinite(frame.largest.iloc[0])
-        assert frame[list(curvature.MEASURED)].iloc[1].isna().all()
+        assert frame[list(curvature.MEASUREMENTS)].iloc[1].isna().all()
     assert along(seeds=1, snapshots=1)["size"].tolist() == [0]
 
 
@@ -89,4 +89,4 @@ def test_recorded_curvature_and_escapes_have_their_passports():
         for _, record in recordings.read_tables(recordings.recorded_folder("saddles") / name):
             assert record["command"].startswith("python benchmarks/record_saddles.py")
             assert record["passport"]["software"]["commit"]
-            assert name == "escapes" or record["tolerance"] == ZERO, "what counts as zero is the same in all"
+            assert name == "escapes" or record["tolerance"] == ZERO_SHARE, "what counts as zero is the same in all"

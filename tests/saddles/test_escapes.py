@@ -10,7 +10,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab import plots
-from gpulab.saddles.optimizers import Law, step_ratio
+from gpulab.saddles.optimizers import EscapeLaw, step_ratio
 
 FLOAT32, BFLOAT16 = "cpu", "cpu:precision=bfloat16"
 LARGE_EPSILON = functools.partial(torch.optim.Adam, eps=1.0)
@@ -107,16 +107,16 @@ def test_escape_table_has_a_row_for_each_training_and_its_figure_says_who_left()
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("curvature", [1e-6, 0.3, 3.0])
 def test_growth_by_momentum_is_the_eigenvalue_of_its_recursion(momentum, curvature):
-    law, λ = Law(0.5, momentum), torch.tensor([curvature], dtype=DOUBLE)
+    law, λ = EscapeLaw(0.5, momentum), torch.tensor([curvature], dtype=DOUBLE)
     recursion = torch.tensor([[1 + momentum + 0.5 * curvature, -momentum], [1.0, 0.0]], dtype=DOUBLE)
     values, vectors = torch.linalg.eig(recursion)
     growth = values.real.max().item()
     assert law.growth(λ).item() == pytest.approx(growth, rel=1e-13)
-    assert law.gain(λ).item() == pytest.approx(growth - 1, rel=1e-9)
+    assert law.growth_minus_one(λ).item() == pytest.approx(growth - 1, rel=1e-9)
     # In the long run a push from rest, and a displacement at rest: their parts along the eigenvector that grows.
     starts = torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=DOUBLE).to(vectors)  # now, and a step before
     push, rest = torch.linalg.solve(vectors, starts)[values.real.argmax()].real.tolist()
-    assert law.impulse(λ).item() == pytest.approx(push / rest, rel=1e-9)
+    assert law.accumulated_push(λ).item() == pytest.approx(push / rest, rel=1e-9)
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
@@ -140,7 +140,7 @@ def test_steps_of_one_size_leave_after_the_radius_over_that_size(optimizer):
 
 def test_an_optimiser_without_a_law_has_no_expected_steps():
     assert math.isnan(leave(optimizer=torch.optim.AdamW, steps=5).expected)
-    assert Law.of(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0)) is None
+    assert EscapeLaw.of_optimizer(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0)) is None
     assert math.isnan(leave(optimizer="adam", batch_size=10, steps=5).expected)
 
 

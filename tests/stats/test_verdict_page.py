@@ -143,6 +143,6 @@ def test_notebook_shows_title_decision_table_figure_and_words(monkeypatch):
 @pytest.mark.parametrize("width", [7.2, 3.9])
 def test_the_narrow_figure_has_one_panel_below_the_other(width):
     verdict = gl.verdict(runs_of(LEVELS))
-    left, right = verdict._drawn(width=width).figure.axes
+    left, right = verdict._draw(width=width).figure.axes
     boxes = [axes.get_subplotspec() for axes in (left, right)]
     assert (boxes[0].rowspan.start != boxes[1].rowspan.start) == (width < 7)

@@ -1,10 +1,10 @@
 """The engine behind `H @ v`: a gradient is captured while it is computed, and its derivative replayed as a linear map.
 
 The product of a Hessian with a vector is the derivative of the gradient along it (Pearlmutter 1994).
-`linearize_gradient`, the only door of this room, works that derivative out once. Here it is by hand, for ∑ w³.
+`linearize_gradient`, the public function of this package, works that derivative out once. Here it is by hand, for ∑ w³.
 
 `capture` computes the loss and its gradient once, under a mode that sees every operation below autograd, of the
-forward and of the backward pass. `jvp_rules` has a rule for each, a Jacobian-vector product: which step
+forward and of the backward pass. `jvp_rules` has a rule for each, a Jacobian-vector product: which instruction
 makes the tangent of its result from those of its arguments. Tangents are numbered variables, w's is 0.
 
     >>> import torch
@@ -22,12 +22,12 @@ makes the tangent of its result from those of its arguments. Tangents are number
     aten.mul.Scalar [3, None] [4]
     aten.mul.Tensor [None, 4] [5]
 
-`linear_maps` keeps the steps that the gradients depend on, here on variable 5, and joins them: neighbouring
+`linear_maps` keeps the instructions that the gradients depend on, here on variable 5, and joins them: neighbouring
 combinations into one pass, and convolutions with one weight, as those of several time steps, into one batch. It
-replays them for k vectors at once: step by step, or on a GPU as one CUDA graph.
+replays them for k vectors at once: one by one, or on a GPU as one CUDA graph.
 
     >>> linear_map = builder.linear_map(results)
-    >>> [(step.inputs, step.outputs, step.function.coefficients) for step in linear_map.steps]
+    >>> [(step.inputs, step.outputs, step.function.coefficients) for step in linear_map.instructions]
     [((0,), (5,), (tensor([ 6., 12.]),))]
     >>> linear_map(torch.eye(2))
     [tensor([[ 6.,  0.],
@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpulab.engines.hessian_forward.capture import Operation, capture_gradient
+from gpulab.engines.hessian_forward.capture import CapturedOperation, capture_gradient
 from gpulab.engines.hessian_forward.jvp_rules import Builder
 from gpulab.engines.hessian_forward.linear_maps import LinearMap
 from gpulab.errors import UnsupportedError
@@ -65,7 +65,7 @@ def linearize_gradient(
     def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], LinearMap]:
         builder = Builder(len(points))
 
-        def followed(operation: Operation) -> list[int | None]:
+        def linearize_or_refuse(operation: CapturedOperation) -> list[int | None]:
             try:
                 return builder.linearize(operation)
             except torch.OutOfMemoryError:
@@ -73,10 +73,11 @@ def linearize_gradient(
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
                 raise UnsupportedError(f"{operation.function}: {error}") from error
 
-        loss, gradients, results = capture_gradient(objective, points, followed, create_graph)
+        loss, gradients, results = capture_gradient(objective, points, linearize_or_refuse, create_graph)
         return loss, gradients, builder.linear_map(results)
 
     try:
         return linearize(create_graph=False)
-    except UnsupportedError:  # some gradients have one kernel that is fast and another that can be differentiated
+    except UnsupportedError:
+        # Some gradients have one kernel that is fast and another that can be differentiated.
         return linearize(create_graph=True)

@@ -28,7 +28,7 @@ DETACH = torch.ops.aten.detach.default
 
 
 @dataclass(frozen=True)
-class Operation:
+class CapturedOperation:
     """One call below autograd: `function(*arguments, **options)` returned `results`, all of them detached.
 
     Something that overwrites its argument is captured as the function that returns a new tensor instead.
@@ -57,14 +57,19 @@ class Capture(UncompiledDispatchMode):
     there has a wrong tangent from then on, and must not be used. What earlier operations were given is copied.
     """
 
-    def __init__(self, points: Iterable[Tensor], linearize: Callable[[Operation], Sequence[int | None]]) -> None:
+    def __init__(
+        self, points: Iterable[Tensor], linearize: Callable[[CapturedOperation], Sequence[int | None]]
+    ) -> None:
         super().__init__()
-        self.linearize, self.forward, self.time = linearize, True, 0
+        self.linearize = linearize
+        self.is_forward = True
+        self.time = 0  # operations so far
         self.variables = WeakTensorKeyDictionary({point: number for number, point in enumerate(points)})
-        self.current = WeakTensorKeyDictionary()  # tensor -> when its tangent was right
+        self.valid_since = WeakTensorKeyDictionary()  # tensor -> the time from which on its tangent is valid
         self.results = WeakTensorKeyDictionary()  # of the forward pass, other than what autograd saves
-        self.detached: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by address: operations' tensors
-        self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # by address: when, as what
+        # By address: the tensors that captured operations refer to, and the time and target of each write.
+        self.detached_aliases: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)
+        self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def __torch_dispatch__(
         self,
@@ -76,26 +81,26 @@ class Capture(UncompiledDispatchMode):
         """Run an operation, and linearize it where something variable enters."""
         self.time += 1
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
-        if self.forward and function is not DETACH:  # autograd saves results as something detached
+        if self.is_forward and function is not DETACH:  # autograd saves results as something detached
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and not leaf.requires_grad:
                     self.variables.pop(leaf, None)  # autograd takes it for a constant
         numbers = [self.tangent(leaf, function) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        varies = any(number is not None for number in numbers)
-        if varies:
+        has_tangent = any(number is not None for number in numbers)
+        if has_tangent:
             leaves = [self._detach(leaf) for leaf in leaves]
-        functional = self._before_overwriting(function, args[0]) if is_mutable(function) else function
+        functional = self._preserve_overwritten(function, args[0]) if is_mutable(function) else function
         results = function(*args, **kwargs or {})
         values = as_list(results)
-        self.current.update((value, self.time) for value in values if isinstance(value, Tensor))
-        if self.forward and function is not DETACH:
+        self.valid_since.update((value, self.time) for value in values if isinstance(value, Tensor))
+        if self.is_forward and function is not DETACH:
             self.results.update((value, None) for value in values if isinstance(value, Tensor))
-        if varies:
+        if has_tangent:
             variables = {id(leaf): number for leaf, number in zip(leaves, numbers, strict=True) if number is not None}
             arguments, options = tree_unflatten(leaves, spec)
-            detached = [self._detach(value) for value in values]
-            detached_results = detached[0] if isinstance(results, Tensor) else detached
-            tangents = self.linearize(Operation(functional, arguments, options, detached_results, variables))
+            aliases = [self._detach(value) for value in values]
+            detached_results = aliases[0] if isinstance(results, Tensor) else aliases
+            tangents = self.linearize(CapturedOperation(functional, arguments, options, detached_results, variables))
             if functional is not function:
                 self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
                 self.variables.pop(args[0], None)
@@ -104,12 +109,12 @@ class Capture(UncompiledDispatchMode):
 
     def tangent(self, tensor: Tensor, function: OpOverload | None = None) -> int | None:
         """The number of the variable that is the tangent of a tensor, for a function; None for a constant."""
-        if self.overwritten and (tensor.requires_grad or not self.forward):
+        if self.overwritten and (tensor.requires_grad or not self.is_forward):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
-                if self.current.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
+                if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
                     raise UnsupportedError("a tensor is used whose memory was overwritten by way of another one")
         number = self.variables.get(tensor)
-        if number is not None and not self.forward and not tensor.requires_grad and tensor in self.results:
+        if number is not None and not self.is_forward and not tensor.requires_grad and tensor in self.results:
             # A by-product that has no derivative for torch, such as a matrix's factors; `…_backward` allow for that.
             if function is None or not schema_name(function).endswith("_backward"):
                 raise UnsupportedError(f"{function} is given a by-product of the forward pass")
@@ -120,18 +125,20 @@ class Capture(UncompiledDispatchMode):
         if not isinstance(value, Tensor):
             return value
         alias = value.detach()
-        self.detached[_address(alias)].append(weakref.ref(alias))
+        self.detached_aliases[_address(alias)].append(weakref.ref(alias))
         return alias
 
-    def _before_overwriting(self, function: OpOverload, written: Nested) -> OpOverload:
+    def _preserve_overwritten(self, function: OpOverload, written: Nested) -> OpOverload:
         """The operation that returns a new tensor where this one overwrites its first argument."""
-        name, functional = schema_name(function), functional_variant(function)
+        name = schema_name(function)
+        functional = functional_variant(function)
         if functional is None or not isinstance(written, Tensor):
             raise UnsupportedError(f"{name} overwrites its arguments")
-        if self.forward and written.requires_grad and not torch.is_grad_enabled():
+        if self.is_forward and written.requires_grad and not torch.is_grad_enabled():
             raise UnsupportedError(f"{name} overwrites a variable, unseen by autograd")
-        for reference in self.detached.pop(_address(written), ()):
-            if (alias := reference()) is not None:
+        for reference in self.detached_aliases.pop(_address(written), ()):
+            alias = reference()
+            if alias is not None:
                 alias.data = alias.clone()
         return functional
 
@@ -139,7 +146,7 @@ class Capture(UncompiledDispatchMode):
 def capture_gradient(
     objective: Callable[[], Tensor],
     points: Sequence[Tensor],
-    linearize: Callable[[Operation], Sequence[int | None]],
+    linearize: Callable[[CapturedOperation], Sequence[int | None]],
     create_graph: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[int | None]]:
     """A loss, its gradients at `points`, and the numbers of the variables that are their tangents.
@@ -155,7 +162,7 @@ def capture_gradient(
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 # It may hand over numbers in ways that no operation shows.
                 raise UnsupportedError(f"{type(node).__name__} is written in Python")
-        capture.forward = False
+        capture.is_forward = False
         try:
             gradients = torch.autograd.grad(loss, points, create_graph=create_graph, materialize_grads=True)
         except torch.OutOfMemoryError:

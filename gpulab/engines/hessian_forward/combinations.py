@@ -5,42 +5,43 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from gpulab._torch_internals import compile_elementwise_kernel
 
 Coefficient = Tensor | float | None
-MOST_INPUTS = 8  # more constants in one sum would save little
+MAX_INPUTS = 8  # more constants in one sum would save little
 
 
 class Combination:
     """`sum(coefficient * tangent)`; None stands for 1.
 
-    The result has the `shape` (k, *shape), to which tangents and coefficients are broadcast. It is `plain`
-    where all tangents have that shape and all coefficients are 1.
+    The result has the `shape` (k, *shape), to which tangents and coefficients are broadcast. `is_plain_sum` says that
+    all tangents have that shape and all coefficients are 1.
     """
 
-    def __init__(self, coefficients: Sequence[Coefficient], shape: Sequence[int], plain: bool = False) -> None:
-        self.coefficients, self.shape, self.plain = tuple(coefficients), tuple(shape), plain
-        # Products first: they make memory of their own, which the others are then added to.
+    def __init__(self, coefficients: Sequence[Coefficient], shape: Sequence[int], is_plain_sum: bool = False) -> None:
+        self.coefficients = tuple(coefficients)
+        self.shape = tuple(shape)
+        self.is_plain_sum = is_plain_sum
+        # Products come first: they allocate memory, and the other terms are added to it.
         self.order = sorted(
             range(len(coefficients)), key=lambda position: not isinstance(coefficients[position], Tensor)
         )
 
     @property
-    def inputs(self) -> int:
+    def input_count(self) -> int:
         """How many tensors it reads."""
         return len(self.coefficients) + sum(isinstance(c, Tensor) for c in self.coefficients)
 
-    def fused(self, position: int, inner: Combination) -> Combination | None:
+    def fuse(self, position: int, inner: Combination) -> Combination | None:
         """The combination in which the tangent at `position` is itself a combination.
 
         None where that would not fit into one kernel, or need more constants than there are.
         """
         outer = self.coefficients[position]
         new_constants = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
-        if new_constants or inner.shape != self.shape or self.inputs + inner.inputs - 1 > MOST_INPUTS:
+        if new_constants or inner.shape != self.shape or self.input_count + inner.input_count - 1 > MAX_INPUTS:
             return None
         products = [_product(outer, coefficient) for coefficient in inner.coefficients]
         return Combination([*self.coefficients[:position], *products, *self.coefficients[position + 1 :]], self.shape)
@@ -53,18 +54,20 @@ class Combination:
         while tangents[0].is_cuda and len(terms) > 1 and isinstance(terms[1][1], Tensor):
             (v, c), (w, d), *terms = terms
             total = _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
-        owned = total is not None  # whether it is memory of its own, that can be added to
+        is_owned = total is not None  # whether `total` has memory of its own, which can be added to in place
         for tangent, coefficient in terms:
             if total is None:
-                total, owned = (tangent, False) if coefficient is None else (tangent * coefficient, True)
+                total = tangent if coefficient is None else tangent * coefficient
+                is_owned = coefficient is not None
                 continue
-            fits = owned and total.shape == shape
+            is_in_place = is_owned and total.shape == shape
             if isinstance(coefficient, Tensor):
-                total = total.addcmul_(tangent, coefficient) if fits else torch.addcmul(total, tangent, coefficient)
+                add_product = total.addcmul_ if is_in_place else total.addcmul
+                total = add_product(tangent, coefficient)
             else:
-                scale = 1 if coefficient is None else coefficient
-                total = total.add_(tangent, alpha=scale) if fits else torch.add(total, tangent, alpha=scale)
-            owned = True
+                add_multiple = total.add_ if is_in_place else total.add
+                total = add_multiple(tangent, alpha=1 if coefficient is None else coefficient)
+            is_owned = True
         assert total is not None
         return total if total.shape == shape else total.expand(shape)
 
@@ -72,7 +75,9 @@ class Combination:
 def lift(tangent: Tensor, ndim: int) -> Tensor:
     """Put dimensions between the first and the others, as broadcasting to `ndim` dimensions would in front."""
     missing = ndim - tangent.ndim
-    return tangent.reshape(len(tangent), *[1] * missing, *tangent.shape[1:]) if missing else tangent
+    if not missing:
+        return tangent
+    return tangent.reshape(len(tangent), *[1] * missing, *tangent.shape[1:])
 
 
 def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
@@ -84,6 +89,10 @@ def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
 @functools.cache
 def _kernel(with_total: bool) -> Callable[..., Tensor]:
     """The sum of two products, and `with_total` of a sum so far. Only these: each kernel compiles for half a second."""
-    names, rest = ("T v, T c, T w, T d, T total", " + total") if with_total else ("T v, T c, T w, T d", "")
-    code = f"template <typename T> T products({names}) {{ return c * v + d * w{rest}; }}"
+    parameters = "T v, T c, T w, T d"
+    value = "c * v + d * w"
+    if with_total:
+        parameters += ", T total"
+        value += " + total"
+    code = f"template <typename T> T products({parameters}) {{ return {value}; }}"
     return compile_elementwise_kernel(code)

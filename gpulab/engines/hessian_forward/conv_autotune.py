@@ -1,4 +1,4 @@
-"""Chooses the fastest of several ways to compute the same numbers on a GPU, by trying each once."""
+"""Chooses the fastest of several algorithms for the same numbers on a GPU, by trying each once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-TRIALS = 3  # timed calls of each candidate
+TIMED_CALLS = 3  # timed calls of each candidate
 
 _choices: dict[Hashable, int] = {}
 
@@ -39,7 +39,7 @@ def _time_within_workspace(candidate: Callable[[], Tensor], device: torch.device
     Infinite for a candidate that needs more.
     """
     total = torch.cuda.get_device_properties(device).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(device)
+    previous_fraction = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(
         min(1.0, (torch.cuda.memory_reserved(device) + workspace) / total), device
     )
@@ -48,10 +48,10 @@ def _time_within_workspace(candidate: Callable[[], Tensor], device: torch.device
     except torch.OutOfMemoryError:
         return math.inf
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
+        torch.cuda.set_per_process_memory_fraction(previous_fraction, device)
     torch.cuda.current_stream().synchronize()
-    started = time.perf_counter()
-    for _ in range(TRIALS):
+    start_time = time.perf_counter()
+    for _ in range(TIMED_CALLS):
         candidate()
     torch.cuda.current_stream().synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - start_time

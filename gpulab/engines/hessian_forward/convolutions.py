@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from gpulab.engines.hessian_forward.conv_autotune import fastest_candidate
 from gpulab.numerics.flags import precision_allowed
 
 aten = torch.ops.aten
-WORKSPACE = 2**28  # bytes that an algorithm of cuDNN may use besides the result
+MAX_WORKSPACE_BYTES = 2**28  # bytes that an algorithm of cuDNN may use besides the result
 
 Constants = dict[tuple[object, ...], Tensor]  # batches of several, by their identities
 
@@ -29,26 +29,26 @@ class Geometry:
     dilation: tuple[int, ...]
 
     @classmethod
-    def of(cls, options: Sequence[Nested]) -> Geometry | None:
+    def of_options(cls, options: Sequence[Nested]) -> Geometry | None:
         """What torch's operations are called with after their tensors; None for groups and transposed ones."""
         stride, padding, dilation, transposed, _, groups = options[:6]
         return cls(tuple(stride), tuple(padding), tuple(dilation)) if groups == 1 and not transposed else None
 
-    def apply(self, which: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
+    def apply(self, target: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
         """The `output` of inputs and a weight, or an output gradient's gradient by the `input` or the `weight`.
 
         Args:
-            which: What is made, `output`, `input` or `weight`.
+            target: What is computed, `output`, `input` or `weight`.
             first: Inputs (B, I, …), or an output gradient (B, O, …).
             second: A weight (O, I, …), or inputs (B, I, …) for the gradient by the weight.
             shape: Of what is made.
         """
         options = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), 1
-        if which == "output":
+        if target == "output":
             return aten.convolution(first, second, None, *options)
-        placeholder = first.new_empty(1).expand(shape)  # of which only the shape is read
-        inputs, weight = (placeholder, second) if which == "input" else (second, placeholder)
-        mask = [which == "input", which == "weight", False]
+        placeholder = first.new_empty(1).expand(shape)  # only its shape is read
+        inputs, weight = (placeholder, second) if target == "input" else (second, placeholder)
+        mask = [target == "input", target == "weight", False]
         return aten.convolution_backward(first, inputs, weight, None, *options, mask)[mask.index(True)]
 
     def mirrored(self, weight: Tensor) -> Geometry | None:
@@ -59,7 +59,9 @@ class Geometry:
         padding = tuple(
             d * (edge - 1) - p for d, edge, p in zip(self.dilation, weight.shape[2:], self.padding, strict=True)
         )
-        return Geometry(self.stride, padding, self.dilation) if set(self.stride) == {1} and min(padding) >= 0 else None
+        if set(self.stride) != {1} or min(padding) < 0:
+            return None
+        return Geometry(self.stride, padding, self.dilation)
 
 
 @dataclass(eq=False)
@@ -67,47 +69,52 @@ class Convolution:
     """One of the three maps, with one factor fixed."""
 
     geometry: Geometry
-    which: str  # what the map makes of its two factors: see `Geometry.apply`
-    varies: int  # which of them is the tangent, 0 or 1
+    target: str  # what the map makes of its two factors: see `Geometry.apply`
+    tangent_position: int  # which of them is the tangent, 0 or 1
     constant: Tensor  # the other one
     shape: tuple[int, ...]  # of what it makes
-    bias: bool = False  # whether a second tangent is added to the output
-    pieces: int = 1  # into which the result is cut along the batch
-    order: int = 0  # the number of the constant
+    has_bias: bool = False  # whether a second tangent is added to the output
+    chunk_count: int = 1  # into which the result is cut along the batch
+    constant_number: int = 0  # the number of the constant
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for maps that can be done as one."""
-        return self.geometry, self.which, self.varies, self.bias, self.shape, tuple(self.constant.shape)
+        return self.geometry, self.target, self.tangent_position, self.has_bias, self.shape, tuple(self.constant.shape)
 
     @property
-    def weight_varies(self) -> bool:
+    def has_weight_tangent(self) -> bool:
         """Whether the tangent is the weight, so that all batches can go through it at once."""
-        return self.which != "weight" and self.varies == 1
+        return self.target != "weight" and self.tangent_position == 1
 
     @classmethod
-    def joined(cls, maps: Sequence[Convolution], constants: Constants) -> Convolution:
+    def join(cls, maps: Sequence[Convolution], constants: Constants) -> Convolution:
         """One map whose batch is those of all `maps`; constants that were joined before are shared."""
-        first, key = maps[0], tuple(_identity(member.constant) for member in maps)
+        first_map = maps[0]
+        key = tuple(_identity(member.constant) for member in maps)
         if key not in constants:
             constants[key] = torch.cat([member.constant for member in maps])
-        shape = first.shape if first.which == "weight" else (len(maps) * first.shape[0], *first.shape[1:])
-        return cls(first.geometry, first.which, first.varies, constants[key], shape, first.bias)
+        shape = first_map.shape
+        if first_map.target != "weight":
+            shape = (len(maps) * shape[0], *shape[1:])
+        return replace(first_map, constant=constants[key], shape=shape, chunk_count=1, constant_number=0)
 
     def __call__(self, tangent: Tensor, bias: Tensor | None = None) -> Tensor | Sequence[Tensor]:
         """The map of tangents (k, …): (k, …), or one such for each piece."""
         # The k tangents are more members of a batch, or more channels; so are their results.
-        k, axis, shape = len(tangent), self.varies, list(self.shape)
+        k = len(tangent)
+        axis = self.tangent_position
+        shape = list(self.shape)
         shape[axis] *= k
-        more_members = self.which == "output" or (self.which == "input" and axis == 0)
-        folded = tangent.flatten(0, 1) if more_members else tangent.movedim(0, 1).flatten(1, 2)
+        is_in_batch = self.target == "output" or (self.target == "input" and axis == 0)
+        folded = tangent.flatten(0, 1) if is_in_batch else tangent.movedim(0, 1).flatten(1, 2)
         factors = (folded, self.constant) if axis == 0 else (self.constant, folded)
-        result = convolve(self.geometry, self.which, *factors, shape)
+        result = convolve(self.geometry, self.target, *factors, shape)
         if bias is not None:
             result += bias.reshape(-1, *[1] * (len(shape) - 2))
         result = result.unflatten(axis, (k, self.shape[axis]))
         result = result.movedim(1, 0) if axis == 1 else result
-        return result.chunk(self.pieces, 1) if self.pieces > 1 else result
+        return result.chunk(self.chunk_count, 1) if self.chunk_count > 1 else result
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class BiasGradient:
         """Equal for maps that can be done as one."""
         return self
 
-    def joined(self, _: Sequence[BiasGradient], __: Constants) -> BiasGradient:
+    def join(self, _: Sequence[BiasGradient], __: Constants) -> BiasGradient:
         """The same map of a larger batch."""
         return self
 
@@ -130,26 +137,28 @@ class BiasGradient:
         return tangent.sum([1, *range(3, self.ndim + 1)])
 
 
-def convolve(geometry: Geometry, which: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
-    """`geometry.apply`; on a GPU by whichever of two equal ways is faster there.
+def convolve(geometry: Geometry, target: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
+    """`geometry.apply`; on a GPU by the faster of two equivalent algorithms.
 
     With a stride of one, an output is also an input's gradient with the mirrored weight, and the reverse, and for the
     two cuDNN may choose different algorithms. Its first choice can be fifteen times slower, and take gigabytes to work
-    in. So each way is tried once with little memory, also where there is only one: cuDNN remembers what it chose then.
+    in. So each algorithm is tried once with little memory, even a single one: cuDNN remembers what it chose then.
     """
     if not first.is_cuda:
-        return geometry.apply(which, first, second, shape)
-    candidates: list[Callable[[], Tensor]] = [partial(geometry.apply, which, first, second, shape)]
-    if which != "weight" and (mirrored := geometry.mirrored(second)) is not None:
+        return geometry.apply(target, first, second, shape)
+    candidates: list[Callable[[], Tensor]] = [partial(geometry.apply, target, first, second, shape)]
+    mirrored = geometry.mirrored(second) if target != "weight" else None
+    if mirrored is not None:
+        mirrored_target = "input" if target == "output" else "output"
 
-        def by_mirror() -> Tensor:
-            mirrored_role = "input" if which == "output" else "output"
-            return mirrored.apply(mirrored_role, first, second.transpose(0, 1).flip(*range(2, second.ndim)), shape)
+        def apply_mirrored() -> Tensor:
+            mirrored_weight = second.transpose(0, 1).flip(*range(2, second.ndim))
+            return mirrored.apply(mirrored_target, first, mirrored_weight, shape)
 
-        candidates.append(by_mirror)
+        candidates.append(apply_mirrored)
     flags = precision_allowed("conv"), torch.backends.cudnn.deterministic
-    key = geometry, which, first.shape, second.shape, first.dtype, first.device, flags
-    workspace = WORKSPACE + 2 * math.prod(shape) * first.element_size()
+    key = geometry, target, first.shape, second.shape, first.dtype, first.device, flags
+    workspace = MAX_WORKSPACE_BYTES + 2 * math.prod(shape) * first.element_size()
     return candidates[fastest_candidate(key, candidates, first.device, workspace)]()
 
 
@@ -157,7 +166,7 @@ def number_constants(maps: Sequence[Convolution]) -> None:
     """Give each map the number of its constant, counted by their first use."""
     numbers: dict[object, int] = {}
     for member in maps:
-        member.order = numbers.setdefault(_identity(member.constant), len(numbers))
+        member.constant_number = numbers.setdefault(_identity(member.constant), len(numbers))
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

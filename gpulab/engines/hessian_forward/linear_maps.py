@@ -1,4 +1,4 @@
-"""A linear map as a list of steps, each of which applies to k tangents at once; how it is optimised, and replayed."""
+"""A linear map as a list of instructions on k tangents at once; how it is optimised, and replayed."""
 
 from __future__ import annotations
 
@@ -14,46 +14,48 @@ from gpulab.engines.graphs import Graph, GraphPool
 from gpulab.engines.hessian_forward.combinations import Combination
 from gpulab.engines.hessian_forward.convolutions import BiasGradient, Constants, Convolution, number_constants
 
-TOGETHER = 8  # more at a time would be little faster, and keep more tangents waiting
-LIVE = 5  # of the tangents of a map, about one in five is there at a time
-Results = Sequence[int | None]
+MAX_FUSED_CONVS = 8  # more at a time would be little faster, and keep more tangents in memory
+LIVE_TANGENT_RATIO = 5  # about one in five of a map's tangents is in memory at a time
+ResultVariables = Sequence[int | None]
 
 
 @dataclass
-class Step:
+class Instruction:
     """`outputs` are what `function` makes of `inputs`: numbers of variables, each with a first dimension of k.
 
-    `last` are those that no later step needs.
+    `last_uses` are those that no later instruction needs.
     """
 
-    # A function of tangents, such as a `Combination`, a `Convolution` or a `BiasGradient`. mypy does not see which of
-    # them the steps have that were selected by its class.
+    # A function of tangents, such as a `Combination`, a `Convolution` or a `BiasGradient`. It is `Any` because mypy
+    # does not narrow it for instructions that were selected by the class of their function.
     function: Any
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    last: tuple[int, ...] = ()
+    last_uses: tuple[int, ...] = ()
 
     @property
-    def adds(self) -> bool:
+    def is_addition(self) -> bool:
         """Whether it is a plain sum of tensors of one shape."""
-        return isinstance(self.function, Combination) and self.function.plain
+        return isinstance(self.function, Combination) and self.function.is_plain_sum
 
     @property
-    def sums(self) -> bool:
+    def is_batch_sum(self) -> bool:
         """Whether it is a gradient that sums over a batch."""
-        return isinstance(self.function, BiasGradient) or getattr(self.function, "which", "") == "weight"
+        return isinstance(self.function, BiasGradient) or getattr(self.function, "target", "") == "weight"
 
 
 class LinearMap:
-    """Steps from the variables 0, 1, … to `results`, one for each of them and of its shape; None stands for zero.
+    """Instructions from the variables 0, 1, … to `results`, one for each and of its shape; None stands for zero.
 
     `bytes` is about what it takes at a time for k = 1, where all variables together take `size`. On a GPU a map is
     thousands of small kernels, and launching them takes longer than running them. So it is captured in a CUDA graph,
     one for each k, at the first call with that k.
     """
 
-    def __init__(self, steps: Sequence[Step], results: Results, size: int) -> None:
-        self.steps, self.results, self.bytes = optimized(steps, results), results, size // LIVE
+    def __init__(self, instructions: Sequence[Instruction], results: ResultVariables, size: int) -> None:
+        self.instructions = optimize(instructions, results)
+        self.results = results
+        self.bytes = size // LIVE_TANGENT_RATIO
         self.graphs: dict[int, Graph] = {}
         self.pool: GraphPool | None = None  # of the memory that they share
 
@@ -69,10 +71,10 @@ class LinearMap:
 
     def _replay(self, *tangents: Tensor) -> list[Tensor]:
         values: dict[int, Tensor] = dict(enumerate(tangents))
-        for step in self.steps:
-            outputs = step.function(*[values[number] for number in step.inputs])
-            values.update(zip(step.outputs, [outputs] if isinstance(outputs, Tensor) else outputs, strict=True))
-            for number in step.last:
+        for instruction in self.instructions:
+            outputs = instruction.function(*[values[number] for number in instruction.inputs])
+            values.update(zip(instruction.outputs, [outputs] if isinstance(outputs, Tensor) else outputs, strict=True))
+            for number in instruction.last_uses:
                 del values[number]
         return [
             torch.zeros_like(tangent) if number is None else values[number]
@@ -80,72 +82,93 @@ class LinearMap:
         ]
 
 
-def optimized(steps: Sequence[Step], results: Results) -> list[Step]:
-    """Fewer and larger steps that do the same."""
+def optimize(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
+    """Fewer and larger instructions that do the same."""
     constants: Constants = {}
-    number_constants([step.function for step in steps if isinstance(step.function, Convolution)])
-    steps = batched_by_weight(steps, constants)
-    steps = summed_in_one_batch(steps, results, constants)
-    return fused(steps, results)
+    functions = [instruction.function for instruction in instructions]
+    number_constants([function for function in functions if isinstance(function, Convolution)])
+    instructions = batch_by_weight(instructions, constants)
+    instructions = merge_weight_gradients(instructions, results, constants)
+    return fuse(instructions, results)
 
 
-def without_the_unused(steps: Sequence[Step], results: Results) -> list[Step]:
-    """Only the steps that some result depends on, each of which lets go of what no later one needs."""
-    needed, used = set(results), []
-    for step in reversed(steps):
-        if not needed.isdisjoint(step.outputs):
-            variables = dict.fromkeys((*step.inputs, *step.outputs))
-            used.append(replace(step, last=tuple(number for number in variables if number not in needed)))
-            needed.update(variables)
-    return used[::-1]
+def remove_unused(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
+    """Only the instructions that a result depends on, each of which frees what no later one needs."""
+    needed_variables = set(results)
+    used_instructions = []
+    for instruction in reversed(instructions):
+        if not needed_variables.isdisjoint(instruction.outputs):
+            variables = dict.fromkeys((*instruction.inputs, *instruction.outputs))
+            last_uses = tuple(number for number in variables if number not in needed_variables)
+            used_instructions.append(replace(instruction, last_uses=last_uses))
+            needed_variables.update(variables)
+    return used_instructions[::-1]
 
 
-def batched_by_weight(steps: Sequence[Step], constants: Constants) -> list[Step]:
+def batch_by_weight(instructions: Sequence[Instruction], constants: Constants) -> list[Instruction]:
     """Convolutions of several constants with one and the same tangent, such as those of eight time steps, in one."""
-    by_weight = [step for step in steps if isinstance(step.function, Convolution) and step.function.weight_varies]
-    replacements: dict[int, list[Step]] = {}  # identity of a step -> what it becomes
-    for batch in _batches(((step.function.key, step.inputs), step) for step in by_weight):
-        function = Convolution.joined([member.function for member in batch], constants)
-        function.pieces = len(batch)
+    by_weight = [
+        instruction
+        for instruction in instructions
+        if isinstance(instruction.function, Convolution) and instruction.function.has_weight_tangent
+    ]
+    replacements: dict[int, list[Instruction]] = {}  # identity of an instruction -> what it becomes
+    for batch in _batches(((instruction.function.key, instruction.inputs), instruction) for instruction in by_weight):
+        function = Convolution.join([member.function for member in batch], constants)
+        function.chunk_count = len(batch)
         replacements |= {id(member): [] for member in batch}
-        replacements[id(batch[0])] = [Step(function, batch[0].inputs, tuple(member.outputs[0] for member in batch))]
-    return [new for step in steps for new in replacements.get(id(step), [step])]
+        outputs = tuple(member.outputs[0] for member in batch)
+        replacements[id(batch[0])] = [Instruction(function, batch[0].inputs, outputs)]
+    return [
+        replacement for instruction in instructions for replacement in replacements.get(id(instruction), [instruction])
+    ]
 
 
-def summed_in_one_batch(steps: Sequence[Step], results: Results, constants: Constants) -> list[Step]:
+def merge_weight_gradients(
+    instructions: Sequence[Instruction], results: ResultVariables, constants: Constants
+) -> list[Instruction]:
     """Gradients of one weight that are added up, such as those of eight time steps, as one gradient of one batch."""
-    made_by = {number: step for step in steps for number in step.outputs}
-    when = {number: index for index, step in enumerate(steps) for number in step.outputs}
-    once = {number for number, uses in _uses(steps, results).items() if uses == 1 and number in made_by}
-    inner = {n for step in steps if step.adds for n in step.inputs if n in once and made_by[n].adds}
-    fresh = max(made_by, default=0) + 1
-    rewritten = [[step] for step in steps]  # each with the new steps that can follow it
+    producers = {number: instruction for instruction in instructions for number in instruction.outputs}
+    positions = {number: index for index, instruction in enumerate(instructions) for number in instruction.outputs}
+    use_counts = _count_uses(instructions, results)
+    used_once = {number for number, count in use_counts.items() if count == 1 and number in producers}
+    inner_variables = {
+        number
+        for instruction in instructions
+        if instruction.is_addition
+        for number in instruction.inputs
+        if number in used_once and producers[number].is_addition
+    }
+    next_variable = max(producers, default=0) + 1
+    rewritten = [[instruction] for instruction in instructions]  # each with the new instructions that can follow it
     concatenated: dict[tuple[int, ...], int] = {}
-    for index, root in enumerate(steps):
-        if not root.adds or root.outputs[0] in inner:
+    for index, root in enumerate(instructions):
+        if not root.is_addition or root.outputs[0] in inner_variables:
             continue
-        addends, waiting = [], [root]
-        while waiting:
-            for number in waiting.pop().inputs:
-                if number in inner:
-                    waiting.append(made_by[number])
+        addends: list[int] = []
+        pending = [root]
+        while pending:
+            for number in pending.pop().inputs:
+                if number in inner_variables:
+                    pending.append(producers[number])
                 else:
                     addends.append(number)
-        gradients = [made_by[number] for number in addends if number in once and made_by[number].sums]
-        for batch in _batches((step.function.key, step) for step in gradients):
+        gradients = [producers[number] for number in addends if number in used_once and producers[number].is_batch_sum]
+        for batch in _batches((instruction.function.key, instruction) for instruction in gradients):
             inputs = tuple(member.inputs[0] for member in batch)
-            following = rewritten[max(when.get(number, 0) for number in inputs)]
+            following = rewritten[max(positions.get(number, 0) for number in inputs)]
             if inputs not in concatenated:
-                following.append(Step(_concatenate, inputs, (fresh,)))
-                concatenated[inputs], fresh = fresh, fresh + 1
-            function = batch[0].function.joined([member.function for member in batch], constants)
-            following.append(Step(function, (concatenated[inputs],), (fresh,)))
+                following.append(Instruction(_concatenate, inputs, (next_variable,)))
+                concatenated[inputs] = next_variable
+                next_variable += 1
+            function = batch[0].function.join([member.function for member in batch], constants)
+            following.append(Instruction(function, (concatenated[inputs],), (next_variable,)))
             replaced = {member.outputs[0] for member in batch}
-            addends = [*(number for number in addends if number not in replaced), fresh]
-            fresh += 1
+            addends = [*(number for number in addends if number not in replaced), next_variable]
+            next_variable += 1
         function = Combination([None] * len(addends), root.function.shape)
-        rewritten[index][0] = Step(function, tuple(addends), root.outputs)
-    return [step for group in rewritten for step in group]
+        rewritten[index][0] = Instruction(function, tuple(addends), root.outputs)
+    return [instruction for group in rewritten for instruction in group]
 
 
 def _concatenate(*tangents: Tensor) -> Tensor:
@@ -153,38 +176,48 @@ def _concatenate(*tangents: Tensor) -> Tensor:
     return torch.cat(tangents, 1)
 
 
-def _batches(keyed: Iterable[tuple[object, Step]]) -> list[list[Step]]:
-    """Steps of one key, two to eight at a time, in an order in which both sweeps can share constants."""
-    groups: dict[object, list[Step]] = defaultdict(list)
-    for key, step in keyed:
-        groups[key].append(step)
+def _batches(keyed: Iterable[tuple[object, Instruction]]) -> list[list[Instruction]]:
+    """Instructions of one key, two to eight at a time, in an order in which both sweeps can share constants."""
+    groups: dict[object, list[Instruction]] = defaultdict(list)
+    for key, instruction in keyed:
+        groups[key].append(instruction)
     batches = []
     for group in groups.values():
-        ordered = sorted(group, key=lambda step: getattr(step.function, "order", -step.inputs[0]))
-        starts = range(len(ordered) % TOGETHER, len(ordered), TOGETHER)
-        batches += [ordered[: starts.start], *[ordered[start : start + TOGETHER] for start in starts]]
+        ordered = sorted(group, key=_batch_order)
+        starts = range(len(ordered) % MAX_FUSED_CONVS, len(ordered), MAX_FUSED_CONVS)
+        batches += [ordered[: starts.start], *[ordered[start : start + MAX_FUSED_CONVS] for start in starts]]
     return [batch for batch in batches if len(batch) > 1]
 
 
-def fused(steps: Sequence[Step], results: Results) -> list[Step]:
+def _batch_order(instruction: Instruction) -> int:
+    return getattr(instruction.function, "constant_number", -instruction.inputs[0])
+
+
+def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
     """Combinations of combinations as one, where nothing else needs the inner one."""
-    uses = _uses(steps, results)
-    combinations: dict[int, Step] = {}  # by what they make
-    changed = []
-    for step in steps:
-        if isinstance(step.function, Combination):
-            outer, inputs, position = step.function, list(step.inputs), 0
+    use_counts = _count_uses(instructions, results)
+    combinations: dict[int, Instruction] = {}  # by the variable that they compute
+    rewritten = []
+    for instruction in instructions:
+        if isinstance(instruction.function, Combination):
+            outer = instruction.function
+            inputs = list(instruction.inputs)
+            position = 0
             while position < len(inputs):
-                inner = combinations.get(inputs[position]) if uses[inputs[position]] == 1 else None
-                combined = outer.fused(position, inner.function) if inner else None
+                inner = combinations.get(inputs[position]) if use_counts[inputs[position]] == 1 else None
+                combined = outer.fuse(position, inner.function) if inner else None
                 if inner and combined:
-                    outer, inputs[position : position + 1] = combined, inner.inputs
-                position += len(inner.inputs) if inner and combined else 1
-            step = Step(outer, tuple(inputs), step.outputs)
-            combinations[step.outputs[0]] = step
-        changed.append(step)
-    return without_the_unused(changed, results)
+                    outer = combined
+                    inputs[position : position + 1] = inner.inputs
+                    position += len(inner.inputs)
+                else:
+                    position += 1
+            instruction = Instruction(outer, tuple(inputs), instruction.outputs)
+            combinations[instruction.outputs[0]] = instruction
+        rewritten.append(instruction)
+    return remove_unused(rewritten, results)
 
 
-def _uses(steps: Sequence[Step], results: Results) -> Counter[int]:
-    return Counter([number for step in steps for number in step.inputs] + [n for n in results if n is not None])
+def _count_uses(instructions: Sequence[Instruction], results: ResultVariables) -> Counter[int]:
+    inputs = [number for instruction in instructions for number in instruction.inputs]
+    return Counter(inputs + [number for number in results if number is not None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from companion.exercises.answers import Answer, choice, exercise, fields, near, need, number, pair, table
-from gpulab.device.rooflines import UNDER_THE_ROOF, recorded_rooflines
+from gpulab.device.rooflines import ROOFLINE_KINDS, recorded_rooflines
 
 
 @exercise("01-1", "a number, in flop per byte")
@@ -24,7 +24,7 @@ def _ceilings(answer: Answer) -> str:
     frame = table(frame, "setting", "kind", "gflops", "gigabytes_per_second")
     need({"cpu", "cpu:threads=1"} <= set(frame.setting), "rows of cpu or of cpu:threads=1 are missing: use pd.concat")
     memory = frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max()
-    arithmetic = frame[frame.kind.isin(UNDER_THE_ROOF)].groupby("setting").gflops.max()
+    arithmetic = frame[frame.kind.isin(ROOFLINE_KINDS)].groupby("setting").gflops.max()
     of_memory, of_arithmetic = (speed["cpu"] / speed["cpu:threads=1"] for speed in (memory, arithmetic))
     numbers = f"with all threads {of_memory:.2f} times the memory and {of_arithmetic:.2f} times the arithmetic of one"
     right = "memory" if of_memory > of_arithmetic else "arithmetic"
