@@ -490,6 +490,7 @@ def test_compiler_can_draw_the_numbers_of_uncompiled_code():
     for wanted in (True, False):
         with internals.uncompiled_random_numbers(wanted):
             assert config.fallback_random is wanted
+            assert internals.draws_as_uncompiled() is wanted
 
 
 @pytest.mark.usefixtures("compiler")

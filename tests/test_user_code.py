@@ -94,7 +94,7 @@ def test_source_of_an_object_that_trains_is_unknown():
         def __call__(self, seed):
             return 2
 
-    assert TrainingFunction(Trainer()).unknown
+    assert TrainingFunction(Trainer()).unknown_source
     assert gl.seed_runs(Trainer(), seeds=1, progress=False).final_loss[0] == 2
 
 
