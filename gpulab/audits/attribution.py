@@ -26,6 +26,7 @@ import numpy as np
 from gpulab.audits import tolerances as tol
 from gpulab.audits.comparison import INFINITY, Comparison
 from gpulab.audits.diagnosis import (
+    BEYOND,
     GRADIENT_SCALER_OPERATION,
     UPDATE_LOST,
     find_short_format_origin,
@@ -41,6 +42,9 @@ from gpulab.settings import Setting
 SOURCE_KINDS = ("mismatch", "other data", "different random numbers", "cause not found", "cannot be told")
 MAX_VISITS = 16  # of one pair of values
 ValuePair = tuple[Value | None, Value | None]  # a value of the first side and its counterpart, or None
+
+
+SCALER_ADVICE = "nothing, if the scaler skips its first steps only: it halves its scale after each. A smaller init_scale skips fewer"
 
 
 class Attribution:
@@ -247,11 +251,14 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
     """The findings of a comparison, what explains most of the difference first."""
     attribution = Attribution(comparison)
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
+    overflow_advice = _advise_on_overflow(comparison, digit_loss_op)
     findings = [*findings, *_rounded_data_findings(comparison, attribution)]
     findings = [replace(finding, share=attribution.share(finding, findings)) for finding in findings]
     if digit_loss_op is not None:
         findings = [
-            replace(finding, detail=finding.detail + digit_loss_detail) if finding.op is digit_loss_op else finding
+            replace(finding, detail=finding.detail + digit_loss_detail, advice=overflow_advice or finding.advice)
+            if finding.op is digit_loss_op
+            else finding
             for finding in findings
         ]
     findings = _merge_conversion_shares(comparison, _assign_unattributed_share(attribution, findings))
@@ -387,6 +394,18 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
     if op is first_operation:
         return op, f"; it turns numbers beyond the range of {op.dtype} into {value_kind}{skipped_updates}"
     return op, f"; {conversion}{skipped_updates}"
+
+
+def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
+    """What to do about numbers beyond the range of a short format; empty if that is not what happened."""
+    if op is None:
+        return ""
+    ((side, origin),) = comparison.not_finite.items()
+    if op is not origin.first_operation or origin.cancellation is not None:
+        return ""
+    if _describe_skipped_updates(comparison, side):
+        return SCALER_ADVICE
+    return BEYOND.format(op.dtype)
 
 
 def _describe_skipped_updates(comparison: Comparison, side: int) -> str:

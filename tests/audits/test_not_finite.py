@@ -1,5 +1,7 @@
 """NaN and infinity are told first, with the operation that made them; and what the first line says of the rest."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,10 +92,10 @@ def test_audit_says_which_setting_alone_makes_an_infinite_loss():
     assert report.kind == "mismatch"
 
 
-def scaled_step():
+def scaled_step(init_scale=2.0**24):
     """A step whose gradients overflow in float16, so that the gradient scaler skips the update."""
     net = seeded(lambda: nn.Linear(16, 16))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     loss = net(drawn(8, 16)).float().square().mean()
     scaler.scale(loss).backward()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -110,7 +112,10 @@ def test_audit_names_the_conversion_that_overflows_where_a_scaler_skips_the_step
     assert (first.kind, first.operation, first.phase) == ("reduced precision", "_to_copy", "backward")
     assert "it turns numbers beyond the range of float16 into infinity" in first.detail
     assert "the gradient scaler skipped the step, so 2 parameters keep their values" in first.detail
+    assert "A smaller init_scale skips fewer" in first.advice
     assert not report.faulty
+    followed = audited(partial(scaled_step, init_scale=2.0**10), A, "cpu:autocast=float16")
+    assert "skipped" not in str(followed)
 
 
 def one_pass(setting):
