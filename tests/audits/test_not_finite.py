@@ -112,7 +112,7 @@ def test_audit_names_the_conversion_that_overflows_where_a_scaler_skips_the_step
     assert (first.kind, first.operation, first.phase) == ("reduced precision", "_to_copy", "backward")
     assert "it turns numbers beyond the range of float16 into infinity" in first.detail
     assert "the gradient scaler skipped the step, so 2 parameters keep their values" in first.detail
-    assert "A smaller init_scale skips fewer" in first.advice
+    assert "a smaller init_scale skips fewer" in first.advice
     assert not report.faulty
     followed = audited(partial(scaled_step, init_scale=2.0**10), A, "cpu:autocast=float16")
     assert "skipped" not in str(followed)
