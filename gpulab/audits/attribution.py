@@ -44,7 +44,7 @@ MAX_VISITS = 16  # of one pair of values
 ValuePair = tuple[Value | None, Value | None]  # a value of the first side and its counterpart, or None
 
 
-SCALER_ADVICE = "nothing, if only the first steps are skipped: the scaler halves its scale; a smaller init_scale skips fewer"
+SCALER_ADVICE = "nothing, if only the first steps are skipped (the scale is halved); a smaller init_scale skips fewer"
 
 
 class Attribution:
