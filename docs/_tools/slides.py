@@ -27,6 +27,7 @@ WORDS = 45  # that a slide may have beside its answer
 FOUND = 80  # words of a finding; the notebook has the rest
 ROWS, COLUMNS = 8, 8  # of a table, its index included
 LINES, WIDTH = 11, 80  # of code and what it prints, and the letters of a line
+PRINTED_LINES = 13  # of what code prints, on a slide without the code
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:)[^()\s]+\)")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.S)
 CODE = re.compile(r"(`[^`]+`)")
@@ -108,7 +109,7 @@ def shown(cell):
             return first_words([line for found in PARAGRAPH.findall(page) for line in found.split("<br>")])
         if "finding" in cell.metadata.get("tags", []):
             return first_words([html.escape(line) for line in text.splitlines()])
-        if text and lines(text) <= LINES:
+        if text and lines(text) <= PRINTED_LINES:
             code = as_html(f"```python\n{cell.source}\n```") if lines(cell.source + text) <= LINES else ""
             return f"{code}<pre>{html.escape(text)}</pre>"
     return ""
