@@ -59,9 +59,9 @@ def command(folder, line, act, at, lasting):
         setattr(os, name, disturbed(getattr(os, name)))
     sys.argv = ["gpulab", *line.split()]
     from gpulab.cli import main
-    from gpulab.training import run as training
+    from gpulab.training import supervision
 
-    training.CHECKPOINT_SECONDS = 0
+    supervision.CHECKPOINT_SECONDS = 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main()
 
