@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,12 +90,8 @@ def line_of(frame: types.FrameType) -> Line:
 
 def innermost_line() -> str:
     """The innermost line of this thread that is neither torch's nor gpulab's, its models apart: `file:line: text`."""
-    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename != STEP_CALLER_FILE, stack_frames()):
-        file = frame.f_code.co_filename
-        if not file.startswith((TORCH + os.sep, PACKAGE, "<eval_with_key>")) or file.startswith(PACKAGE + "models"):
-            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
-            return f"{name}:{frame.f_lineno}: {line_of(frame).text}"
-    return ""
+    frames = itertools.takewhile(lambda frame: frame.f_code.co_filename != STEP_CALLER_FILE, stack_frames())
+    return _first_reported_line((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
 
 
 def line_of_error(error: BaseException) -> str:
@@ -110,9 +106,15 @@ def line_of_error(error: BaseException) -> str:
     ...     line_of_error(error).partition(":")[0]
     '<doctest gpulab.guards.call_sites.line_of_error[0]>'
     """
-    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if not file.startswith((TORCH + os.sep, PACKAGE, "<frozen")) or file.startswith(PACKAGE + "models"):
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    return _first_reported_line((frame.f_code.co_filename, number) for frame, number in frames)
+
+
+def _first_reported_line(places: Iterable[tuple[str, int]]) -> str:
+    """The first of some lines, by file and number, that is neither torch's nor gpulab's, its models apart."""
+    for file, number in places:
+        is_internal = file.startswith((TORCH + os.sep, PACKAGE, "<frozen", "<eval_with_key>"))
+        if not is_internal or file.startswith(PACKAGE + "models"):
             name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
             return f"{name}:{number}: {linecache.getline(file, number).strip()}"
     return ""
