@@ -191,7 +191,7 @@ def skewed() -> pd.DataFrame:
 
 # --- repeated looks --------------------------------------------------------------------------------------
 
-Test = Callable[[np.ndarray, int], np.ndarray]  # p of some experiments, given by their numbers, with so many seeds
+Test = Callable[[np.ndarray, int], np.ndarray]  # (experiment numbers, number of seeds) -> p values
 
 
 def rejected_at_planned_looks(test: Test, level: float) -> float:

@@ -389,8 +389,10 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
     value_kind = INFINITY if origin.infinity else origin.value_kind
     conversion = f"{operation_and_place(first_operation)} turns the result into {value_kind}"
     if origin.cancellation is not None:
-        detail = f"; its terms cancel, so that nearly all digits are lost, and {conversion}{skipped_updates}"
+        detail = f"; nearly all digits are lost in it, and {conversion}{skipped_updates}"
         return origin.cancellation, detail
+    if op is first_operation and value_kind != INFINITY:
+        return op, f"; it turns finite numbers into {value_kind}, and float64 does not{skipped_updates}"
     if op is first_operation:
         return op, f"; it turns numbers beyond the range of {op.dtype} into {value_kind}{skipped_updates}"
     return op, f"; {conversion}{skipped_updates}"
@@ -401,7 +403,8 @@ def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
     if op is None:
         return ""
     ((side, origin),) = comparison.not_finite.items()
-    if op is not origin.first_operation or origin.cancellation is not None:
+    is_infinity = origin.infinity is not None or origin.value_kind == INFINITY
+    if op is not origin.first_operation or origin.cancellation is not None or not is_infinity:
         return ""
     if _describe_skipped_updates(comparison, side):
         return SCALER_ADVICE

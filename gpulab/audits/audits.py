@@ -217,7 +217,7 @@ def _describe_counts(answer: Audit) -> str:
 
 
 def _describe_unpaired(comparison: Comparison) -> str:
-    """Which results one of two programs alone has."""
+    """A sentence that names the results that only one of the two programs has."""
     names = [describe(result.representative) for result in comparison.unpaired_results]
     if not names:
         return ""
@@ -226,7 +226,7 @@ def _describe_unpaired(comparison: Comparison) -> str:
 
 
 def _describe_missing_references(comparison: Comparison) -> str:
-    """Which operations have no float64 reference."""
+    """A sentence that names the operations without a float64 reference."""
     missing = {name: None for trace in comparison.traces for name in trace.without_reference}
     return f"Without a float64 reference, and compared as recorded: {_shorten_list(list(missing))}." if missing else ""
 

@@ -133,9 +133,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         )
     detail += f"; it reaches {describe(first)}{more}"
     if origin.cancellation is not None:
-        detail += (
-            f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}, whose terms cancel"
-        )
+        detail += f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
     if any(op.name == GRADIENT_SCALER_OPERATION for op in comparison.trace_of(origin.op).operations):
         detail += "; the gradient scaler skipped the step"
     if origin.is_nonfinite_in_reference:

@@ -158,7 +158,7 @@ class Answer(report.Report):
 
     @property
     def faulty(self) -> bool:
-        """Whether there is what no correct device explains: not finite, mismatch, overwritten, cause not found."""
+        """Whether there is what no correct device explains: a finding of a kind in `FAULTS`."""
         return any(finding.kind in FAULTS for finding in self.findings)
 
     @property

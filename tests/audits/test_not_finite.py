@@ -131,8 +131,25 @@ def test_audit_names_the_subtraction_that_lost_the_digits_before_nan():
     report = audited(one_pass, A, "cpu:precision=bfloat16")
     first = report.findings[0]
     assert (first.kind, first.operation) == ("reduced precision", "sub")
-    assert "its terms cancel, so that nearly all digits are lost, and " in first.detail
+    assert "nearly all digits are lost in it, and " in first.detail
     assert " under cpu:precision=bfloat16 alone, from " in report.headline
+
+
+def underflow():
+    """A division by a square that float32 holds and float16 rounds to zero."""
+    x = drawn(8, 3).abs().add(1.0).requires_grad_()
+    y = (x @ torch.eye(3)).mul(1e-5)
+    loss = (y / y.square().to(y.dtype)).float().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def test_audit_names_the_underflow_before_a_division_by_zero_and_no_overflow():
+    report = audited(underflow, A, "cpu:autocast=float16")
+    first = report.findings[0]
+    assert (first.kind, first.operation) == ("reduced precision", "pow")
+    assert "nearly all digits are lost in it, and div (forward) at " in first.detail
+    assert "beyond the range" not in first.detail + first.advice
 
 
 def test_nan_of_one_setting_alone_in_float32_is_a_fault_and_the_lost_digits_are_named():
